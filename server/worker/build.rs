@@ -17,7 +17,7 @@ fn main() {
         let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
         writeln!(types, "    pub {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", "))
             .unwrap();
-        writeln!(loads, "            {name}: function(library, c\"{name}\"),").unwrap();
+        writeln!(loads, "            {name}: function(symbols, c\"{name}\"),").unwrap();
         if name.contains("Memset") || name.contains("Memcpy") {
             works.push(op.to_string());
         }
@@ -42,9 +42,9 @@ fn main() {
     }
     let functions = format!(
         "/// The driver's functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
-         impl Functions {{\n    /// # Safety\n    /// `library` is a CUDA driver library.\n    \
-         pub unsafe fn load(library: &Library) -> Self {{\n        \
-         // SAFETY: the caller vouches for the library; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
+         impl Functions {{\n    /// # Safety\n    /// The symbols are those of a CUDA driver, which stays loaded.\n    \
+         pub unsafe fn load(symbols: &impl Symbols) -> Self {{\n        \
+         // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
     );
     let replay = format!(
         "/// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\

@@ -68,3 +68,34 @@ fn works(operation: u16) -> bool {
             | op::HOST_FUNC
     ) || calls::works(operation)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_work_for_the_gpu_counts_as_activity() {
+        let activity = Activity::default();
+        let later = activity.start + Duration::from_secs(5);
+        for operation in [op::EVENT_QUERY, op::MARK, op::IMAGE_DATA, op::ALLOC] {
+            activity.frame(operation, later);
+        }
+        assert_eq!((activity.last.load(Ordering::Relaxed), activity.outstanding()), (0, false));
+        activity.frame(op::LAUNCH, later);
+        assert_eq!((activity.last.load(Ordering::Relaxed), activity.outstanding()), (5000, true));
+        for operation in [op::cuMemcpyDtoDAsync_v2, op::cuMemsetD8Async, op::COPY_BOX, op::GRAPH_LAUNCH] {
+            let activity = Activity::default();
+            activity.frame(operation, later);
+            assert!(activity.outstanding(), "{operation}");
+        }
+    }
+
+    #[test]
+    fn time_of_the_last_work_never_goes_back() {
+        let activity = Activity::default();
+        activity.seen(activity.start + Duration::from_secs(9));
+        activity.seen(activity.start + Duration::from_secs(3));
+        activity.seen(activity.start - Duration::from_millis(1));
+        assert_eq!(activity.last.load(Ordering::Relaxed), 9000);
+    }
+}

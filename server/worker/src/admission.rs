@@ -55,3 +55,47 @@ impl Admission {
         self.changed.notify_all();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::supervise::tests::pair;
+
+    fn process(pid: u32) -> ClientProcess {
+        let (user, program, executable) = ("ada".into(), "train".into(), "/usr/bin/python3".into());
+        ClientProcess { uid: 1000, user, pid, program, executable, encrypted: false }
+    }
+
+    #[test]
+    fn process_waits_for_the_supervisors_word() {
+        let (supervisor, peer) = pair();
+        let admission = Arc::new(Admission::default());
+        for (word, expected) in [(None, Ok(())), (Some("too many"), Err("too many".to_string()))] {
+            let (asking, supervisor) = (admission.clone(), supervisor.clone());
+            let asked = std::thread::spawn(move || asking.ask(&supervisor, process(7)));
+            assert_eq!(peer.next(), FromWorker::Presented(process(7)));
+            assert!(!asked.is_finished());
+            admission.answer(word.map(str::to_string));
+            assert_eq!(asked.join().unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn new_supervisor_gets_only_an_open_question_again() {
+        let (supervisor, peer) = pair();
+        let admission = Arc::new(Admission::default());
+        admission.ask_again(&supervisor);
+        assert!(peer.silent());
+        let (asking, old) = (admission.clone(), supervisor.clone());
+        let asked = std::thread::spawn(move || asking.ask(&old, process(8)));
+        assert_eq!(peer.next(), FromWorker::Presented(process(8)));
+        admission.ask_again(&supervisor);
+        assert_eq!(peer.next(), FromWorker::Presented(process(8)));
+        admission.answer(None);
+        assert_eq!(asked.join().unwrap(), Ok(()));
+        admission.ask_again(&supervisor);
+        assert!(peer.silent());
+    }
+}

@@ -57,3 +57,31 @@ pub fn bounded(count: u64, most: usize) -> Result<usize, Failure> {
         _ => Err(Failure::Status(status::INVALID_VALUE)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::Reader;
+
+    use super::*;
+
+    #[test]
+    fn client_reads_the_values_in_their_order() {
+        let mut answer = Answer::default();
+        answer.word(7);
+        answer.bytes(b"text");
+        answer.bytes(b"");
+        answer.bytes(&[1; 8]);
+        answer.word(8);
+        let mut r = Reader::new(&answer.body);
+        assert_eq!((r.word(), r.bytes(), r.bytes()), (Ok(7), Ok(&b"text"[..]), Ok(&b""[..])));
+        assert_eq!((r.bytes(), r.word(), r.is_empty()), (Ok(&[1; 8][..]), Ok(8), true));
+    }
+
+    #[test]
+    fn count_beyond_its_bound_is_refused() {
+        assert!(matches!(bounded(4, 4), Ok(4)));
+        for count in [5, 1 << 40, u64::MAX] {
+            assert!(matches!(bounded(count, 4), Err(Failure::Status(status::INVALID_VALUE))), "{count}");
+        }
+    }
+}

@@ -358,7 +358,81 @@ const TPC_TABLE: [u8; 16] = 0x1734dc26_800d4745_8726c0f1_e7dd8bca_u128.to_be_byt
 
 #[cfg(test)]
 mod tests {
+    use gpusession_proto::handle::make;
+
     use super::*;
+    use crate::driver::fake;
+
+    fn warm() -> (&'static Driver, Contexts) {
+        let driver = fake::driver();
+        (driver, Contexts::warm(driver, &fake::devices()).unwrap())
+    }
+
+    fn primary(device: u32) -> u64 {
+        make(kind::CTX, 0, 1, device)
+    }
+
+    #[test]
+    fn devices_come_in_the_order_of_the_lease() {
+        let [first, second] = fake::devices();
+        let contexts = Contexts::warm(fake::driver(), &[second.clone(), first]).unwrap();
+        assert_eq!(contexts.devices, [1, 0]);
+        assert_eq!((contexts.device(0), contexts.device(2)), (Ok(1), Err(101)));
+        let missing = DeviceLimit { uuid: [9; 16], ..second };
+        assert!(Contexts::warm(fake::driver(), &[missing]).is_err());
+    }
+
+    #[test]
+    fn device_reaches_itself_and_what_the_driver_says() {
+        let (_, contexts) = warm();
+        let reaches = |from, to| contexts.reaches(from, to);
+        assert_eq!((reaches(0, 0), reaches(0, 1), reaches(1, 0), reaches(1, 1)), (true, true, false, true));
+        assert!(!reaches(0, 2) && !reaches(2, 0));
+        assert_eq!(contexts.reached_by(1).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(contexts.reached_by(0).collect::<Vec<_>>(), [0]);
+    }
+
+    #[test]
+    fn created_context_never_hides_a_primary_one() {
+        let (_, contexts) = warm();
+        let real: Handle = std::ptr::without_provenance_mut(0x77);
+        let created = make(kind::CTX, 0, 1, 300);
+        assert_eq!(contexts.put(primary(1), real, 0), Err(status::INVALID_VALUE));
+        assert_eq!(contexts.put(created, real, 1), Ok(()));
+        assert_eq!(contexts.get(created), Ok((real, 1)));
+        assert_eq!(contexts.get(primary(0)).map(|(ctx, device)| (ctx as usize, device)), Ok((0x1000, 0)));
+        assert_eq!(contexts.get(make(kind::CTX, 0, 2, 300)), Err(201), "a later generation");
+        assert_eq!(contexts.get(make(kind::STREAM, 0, 1, 0)), Err(201), "no context");
+        assert_eq!(contexts.most_on_a_device(), 2);
+        assert_eq!(contexts.take(created), Ok(real));
+        assert_eq!(contexts.get(created), Err(201));
+        assert_eq!(contexts.most_on_a_device(), 1);
+    }
+
+    #[test]
+    fn executor_enters_the_context_of_each_frame() {
+        let (driver, contexts) = warm();
+        let mut executor = Executor { current: 0, id: 0 };
+        assert_eq!(contexts.enter(driver, &mut executor, primary(1)), Ok(()));
+        assert_eq!((executor.current, fake::current()), (primary(1), 0x1001));
+        assert_eq!(fake::capture_mode(), CAPTURE_RELAXED, "the client enforces the program's mode");
+        fake::forget_current();
+        assert_eq!(contexts.enter(driver, &mut executor, primary(1)), Ok(()));
+        assert_eq!(fake::current(), 0, "the same context needs no call");
+        assert_eq!(contexts.enter(driver, &mut executor, make(kind::CTX, 0, 1, 9)), Err(201));
+        assert_eq!(executor.current, primary(1));
+        assert_eq!(contexts.enter(driver, &mut executor, 0), Ok(()));
+        assert_eq!(fake::current(), 0);
+    }
+
+    #[test]
+    fn reset_counts_for_its_own_context() {
+        let (driver, contexts) = warm();
+        assert_eq!(contexts.reset(driver, 1), Ok(()));
+        assert_eq!((contexts.resets(primary(0)), contexts.resets(primary(1))), (0, 1));
+        assert_eq!(contexts.resets(make(kind::CTX, 0, 1, 300)), 0, "a created one is destroyed instead");
+        assert_eq!(contexts.reset(driver, 2), Err(101));
+    }
 
     unsafe extern "C" fn function(_: *mut u8, _: *mut u8) -> i32 {
         0

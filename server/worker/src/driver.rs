@@ -53,19 +53,30 @@ unsafe extern "C" fn missing() -> Status {
     status::NOT_SUPPORTED
 }
 
+/// Source of the driver's functions.
+pub trait Symbols {
+    /// Returns the address of the C function of this name.
+    fn find(&self, name: &CStr) -> Option<*const c_void>;
+}
+
+impl Symbols for Library {
+    fn find(&self, name: &CStr) -> Option<*const c_void> {
+        // SAFETY: takes only the symbol's address.
+        unsafe { self.get::<*const c_void>(name.to_bytes_with_nul()) }.ok().map(|symbol| *symbol)
+    }
+}
+
 /// Finds a function, or a substitute that returns NOT_SUPPORTED.
 ///
 /// # Safety
-/// `T` is the type of the C function of that name.
-pub unsafe fn function<T: Copy>(library: &Library, name: &CStr) -> T {
-    const { assert!(size_of::<T>() == size_of::<usize>()) };
-    // SAFETY: the caller vouches for the type; the library is never closed.
-    match unsafe { library.get::<T>(name.to_bytes_with_nul()) } {
-        Ok(symbol) => *symbol,
-        // SAFETY: callers of a C function clean up the arguments, so a function that ignores them
-        // may be called with any; it returns the same type.
-        Err(_) => unsafe { std::mem::transmute_copy(&(missing as unsafe extern "C" fn() -> Status)) },
-    }
+/// `T` is the type of the C function of that name, which stays loaded.
+pub unsafe fn function<T: Copy>(symbols: &impl Symbols, name: &CStr) -> T {
+    const { assert!(size_of::<T>() == size_of::<*const c_void>()) };
+    let missing: unsafe extern "C" fn() -> Status = missing;
+    let address = symbols.find(name).unwrap_or(missing as *const c_void);
+    // SAFETY: the caller vouches for the type. Callers of a C function clean up the arguments, so
+    // the substitute, which ignores them and returns the same type, may be called with any.
+    unsafe { std::mem::transmute_copy(&address) }
 }
 
 macro_rules! functions {
@@ -76,10 +87,10 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// `library` is a CUDA driver library.
-            unsafe fn load(library: &Library) -> Self {
-                // SAFETY: the caller vouches for the library; the types are those of cuda.h.
-                unsafe { Self { $($name: function(library, {
+            /// The symbols are those of a CUDA driver, which stays loaded.
+            unsafe fn load(symbols: &impl Symbols) -> Self {
+                // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.
+                unsafe { Self { $($name: function(symbols, {
                     const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                         Ok(name) => name,
                         Err(_) => panic!(),
@@ -245,7 +256,7 @@ functions! {
 
 /// Functions that generated code calls (see `build.rs`).
 mod generated {
-    use super::{Handle, Library, Status, c_void, function};
+    use super::{Handle, Status, Symbols, c_void, function};
 
     include!(concat!(env!("OUT_DIR"), "/functions.rs"));
 }
@@ -256,7 +267,6 @@ pub struct Driver {
     pub call: Functions,
     /// Functions that generated code calls.
     pub generated: generated::Functions,
-    _library: Library,
 }
 
 impl Driver {
@@ -274,11 +284,50 @@ impl Driver {
                 path.display()
             ));
         }
-        // SAFETY: a CUDA driver library has cuda.h's functions.
-        let call = unsafe { Functions::load(&library) };
-        // SAFETY: as above.
-        let generated = unsafe { generated::Functions::load(&library) };
         // The driver's threads live as long as the process, so the library is never unloaded.
-        Ok(Box::leak(Box::new(Self { call, generated, _library: library })))
+        // SAFETY: a CUDA driver library has cuda.h's functions.
+        Ok(unsafe { Self::of(Box::leak(Box::new(library))) })
+    }
+
+    /// Takes the functions of a driver from their source.
+    ///
+    /// # Safety
+    /// The symbols are functions of cuda.h, which stay loaded.
+    pub unsafe fn of(symbols: &impl Symbols) -> &'static Self {
+        // SAFETY: the caller vouches for the symbols.
+        let (call, generated) = unsafe { (Functions::load(symbols), generated::Functions::load(symbols)) };
+        Box::leak(Box::new(Self { call, generated }))
+    }
+}
+
+#[cfg(test)]
+pub mod fake;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn function_that_a_driver_lacks_is_not_supported() {
+        let driver = fake::driver();
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the substitute ignores its arguments.
+        let created = unsafe { (driver.call.cuGraphCreate)(&mut handle, 0) };
+        assert_eq!(created, status::NOT_SUPPORTED);
+    }
+
+    #[test]
+    fn worker_loads_only_a_drivers_absolute_path() {
+        let refused = |path: &str| Driver::load(Path::new(path)).err().unwrap();
+        assert!(refused("libcuda.so.1").contains("must be absolute"));
+        assert!(refused("/nonexistent/libcuda.so.1").contains("/nonexistent"));
+    }
+
+    #[test]
+    fn connection_waits_for_an_mps_server_that_starts() {
+        let mut answers = [status::MPS_SERVER_NOT_READY, status::MPS_SERVER_NOT_READY, 0].into_iter();
+        assert_eq!(check_connected(|| answers.next().unwrap()), Ok(()));
+        let mut answers = [status::MPS_SERVER_NOT_READY, status::OUT_OF_MEMORY].into_iter();
+        assert_eq!(check_connected(|| answers.next().unwrap()), Err(status::OUT_OF_MEMORY));
     }
 }

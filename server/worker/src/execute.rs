@@ -514,3 +514,6 @@ fn held(state: &State, keeper: usize) -> bool {
             })
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -69,3 +69,43 @@ impl Frame {
         Reader::new(&self.body)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(len: usize) -> (Frame, usize) {
+        let bytes: Vec<u8> = (0..len + 16).map(|i| i as u8).collect();
+        let mut buf = BytesMut::from(&bytes[..]);
+        let body = Body::take(&mut buf, len);
+        assert_eq!(body[..], bytes[..len]);
+        assert_eq!(buf[..], bytes[len..], "the next frame's bytes stay");
+        let address = body.as_ptr() as usize;
+        (Frame { header: Header::empty(), body }, address)
+    }
+
+    #[test]
+    fn body_is_whole_whether_the_frame_carries_it_or_not() {
+        for len in [0, 8, INLINE - 8, INLINE, INLINE + 8, 1 << 20] {
+            let (frame, _) = taken(len);
+            assert_eq!(matches!(frame.body, Body::Inline(..)), len <= INLINE, "{len}");
+            let mut r = frame.reader();
+            (0..len / 8).for_each(|_| assert!(r.word().is_ok()));
+            assert!(r.is_empty());
+        }
+    }
+
+    #[test]
+    fn frame_holds_the_memory_of_a_long_body() {
+        let short = taken(INLINE).0.held_bytes();
+        assert_eq!(short, size_of::<Frame>());
+        assert_eq!(taken(4096).0.held_bytes(), size_of::<Frame>() + 4096);
+    }
+
+    #[test]
+    fn driver_finds_parameters_aligned() {
+        let (frame, _) = taken(64);
+        let Body::Inline(_, bytes) = &frame.body else { panic!("a short body") };
+        assert_eq!(bytes.0.as_ptr() as usize % 8, 0);
+    }
+}

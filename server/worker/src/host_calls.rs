@@ -25,3 +25,25 @@ impl HostCalls {
         self.changed.notify_all();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn stream_waits_for_its_own_function_only() {
+        let calls = Arc::new(HostCalls::default());
+        let waiting = {
+            let calls = calls.clone();
+            std::thread::spawn(move || calls.wait(2))
+        };
+        calls.finished(1);
+        calls.wait(1);
+        assert!(!waiting.is_finished());
+        calls.finished(2);
+        waiting.join().unwrap();
+        assert!(calls.done.lock().unwrap().is_empty(), "no number stays behind");
+    }
+}

@@ -184,3 +184,117 @@ fn box_stream(frame: &Frame) -> u64 {
     let at = 8 + BOX;
     frame.body.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
+
+#[cfg(test)]
+pub mod tests {
+    use bytes::BytesMut;
+    use gpusession_proto::frame::{HEADER, Header, Writer};
+
+    use super::*;
+    use crate::frame::Body;
+    use crate::handles::{Object, kind};
+
+    /// Makes a frame of a client thread.
+    pub fn frame(op: u16, thread: u32, seq: u64, waits: bool, words: &[u64]) -> Frame {
+        let mut header = Header::empty();
+        (header.op, header.thread, header.seq) = (op.into(), thread.into(), seq.into());
+        header.flags = if waits { WAIT } else { 0 }.into();
+        let mut bytes = Vec::new();
+        let mut w = Writer::new(&mut bytes, &header);
+        words.iter().for_each(|word| w.word(*word));
+        let len = w.finish();
+        let mut body = BytesMut::from(&bytes[HEADER..]);
+        Frame { header, body: Body::take(&mut body, len) }
+    }
+
+    /// Handles of a blocking and of a non-blocking stream.
+    pub const BLOCKING: u64 = kind::make(kind::STREAM, 0, 1, 1);
+    pub const OTHER: u64 = kind::make(kind::STREAM, 0, 1, 2);
+
+    /// Returns a table with both streams.
+    pub fn streams() -> Table<Stream> {
+        let streams = Table::new(kind::STREAM);
+        for (handle, non_blocking) in [(BLOCKING, false), (OTHER, true)] {
+            let object = Object(std::ptr::null_mut());
+            streams.put(handle, Stream { object, non_blocking, ctx: 1 }).unwrap();
+        }
+        streams
+    }
+
+    fn event(slot: u32) -> u64 {
+        kind::make(kind::EVENT, 0, 1, slot)
+    }
+
+    fn launch(stream: u64) -> Frame {
+        frame(op::LAUNCH, 1, 1, false, &[77, 0, 0, 0, 0, stream])
+    }
+
+    /// Returns `true` if a frame must stay behind an earlier one.
+    fn behind(later: &Frame, earlier: &Frame) -> bool {
+        let streams = streams();
+        touches(&streams, later).depends_on(&touches(&streams, earlier))
+    }
+
+    #[test]
+    fn streams_are_ordered_as_cuda_orders_them() {
+        let copy = |stream| frame(op::COPY_TO_DEVICE, 2, 2, false, &[0, 8, stream, 1]);
+        assert!(behind(&copy(BLOCKING), &launch(BLOCKING)));
+        assert!(!behind(&copy(OTHER), &launch(BLOCKING)));
+        for default in [0, 1, 2] {
+            assert!(behind(&copy(default), &launch(BLOCKING)) && behind(&copy(BLOCKING), &launch(default)));
+            assert!(!behind(&copy(default), &launch(OTHER)) && !behind(&copy(OTHER), &launch(default)));
+            assert!(behind(&copy(default), &launch(default)));
+        }
+        let unknown = kind::make(kind::STREAM, 0, 1, 9);
+        assert!(behind(&copy(unknown), &launch(0)), "a stream that is not known may be a blocking one");
+    }
+
+    #[test]
+    fn event_orders_the_streams_that_use_it() {
+        let record = frame(op::EVENT_RECORD, 1, 1, false, &[event(3), BLOCKING]);
+        let wait = |event| frame(op::STREAM_WAIT_EVENT, 2, 2, false, &[OTHER, event]);
+        assert!(behind(&wait(event(3)), &record));
+        assert!(!behind(&wait(event(4)), &record));
+        let reused = kind::make(kind::EVENT, 0, 2, 3);
+        assert!(behind(&frame(op::EVENT_CREATE, 2, 2, false, &[reused]), &record), "the same slot");
+    }
+
+    #[test]
+    fn frame_that_only_waits_holds_nothing_back() {
+        let sync = |waits| frame(op::STREAM_SYNC, 1, 1, waits, &[BLOCKING]);
+        assert!(behind(&sync(true), &launch(BLOCKING)));
+        assert!(!behind(&launch(BLOCKING), &sync(true)));
+        assert!(behind(&launch(OTHER), &sync(false)), "the program counts on it without an answer");
+    }
+
+    #[test]
+    fn end_of_objects_stays_behind_every_frame() {
+        for operation in [op::CTX_SYNC, op::FREE, op::MODULE_UNLOAD, op::CTX_DESTROY, op::cuMemUnmap] {
+            let end = frame(operation, 2, 2, true, &[5]);
+            assert!(behind(&end, &launch(OTHER)), "{operation}");
+            assert!(!behind(&launch(OTHER), &end), "{operation}");
+        }
+    }
+
+    #[test]
+    fn box_names_its_stream_behind_the_description() {
+        let mut words = vec![BOX as u64];
+        words.extend([0; BOX / 8]);
+        words.extend([BLOCKING, 0, 0]);
+        let copy = frame(op::COPY_BOX, 2, 2, false, &words);
+        assert!(behind(&copy, &launch(BLOCKING)) && !behind(&copy, &launch(OTHER)));
+        let short = frame(op::COPY_BOX, 2, 2, false, &[1]);
+        assert!(behind(&short, &launch(BLOCKING)), "a frame too short counts for the default stream");
+    }
+
+    #[test]
+    fn bulk_copy_waits_for_bytes_and_no_program_for_it() {
+        let copy = |inline| frame(op::COPY_TO_DEVICE, 1, 1, false, &[0, 8, BLOCKING, inline]);
+        assert!(is_bulk(&copy(0)) && nobody_waits(&copy(0)));
+        assert!(!is_bulk(&copy(1)) && !nobody_waits(&copy(1)));
+        let from = |waits| frame(op::COPY_FROM_DEVICE, 1, 1, waits, &[0, 8, BLOCKING, 0]);
+        assert!(nobody_waits(&from(false)) && !nobody_waits(&from(true)) && may_block(&from(true)));
+        assert!(may_block(&frame(op::STREAM_SYNC, 1, 1, true, &[BLOCKING])));
+        assert!(!may_block(&frame(op::STREAM_SYNC, 1, 1, false, &[BLOCKING])));
+    }
+}

@@ -167,3 +167,98 @@ impl Quota {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::supervise::tests::{Peer, pair};
+
+    fn quota(devices: usize) -> (Arc<Quota>, Peer) {
+        let (supervisor, peer) = pair();
+        let limit = DeviceLimit { uuid: [0; 16], memory_bytes: u64::MAX, sm_percent: 100, context_bytes: 0 };
+        (Arc::new(Quota::new(supervisor, &vec![limit; devices])), peer)
+    }
+
+    /// Runs `work` and answers its requests, each with granted bytes and bytes left.
+    fn answered<T: Send + 'static>(
+        quota: &Arc<Quota>,
+        peer: &Peer,
+        answers: &[(u64, u64)],
+        work: impl FnOnce(&Quota) -> T + Send + 'static,
+    ) -> (T, Vec<u64>) {
+        let worker = {
+            let quota = quota.clone();
+            std::thread::spawn(move || work(&quota))
+        };
+        let mut wanted = Vec::new();
+        for (granted, left) in answers {
+            let FromWorker::MemoryWanted { device, serial, bytes } = peer.next() else { panic!("a request") };
+            wanted.push(bytes);
+            quota.granted(device, serial, *granted, *left);
+        }
+        (worker.join().unwrap(), wanted)
+    }
+
+    #[test]
+    fn worker_asks_only_for_what_it_lacks() {
+        let (quota, peer) = quota(1);
+        assert_eq!(answered(&quota, &peer, &[(100, 0)], |q| q.take(0, 60)), (Ok(()), vec![60]));
+        assert_eq!(quota.take(0, 40), Ok(()), "granted already");
+        assert!(peer.silent());
+        quota.give(0, 30);
+        assert_eq!(answered(&quota, &peer, &[(20, 0)], |q| q.take(0, 50)), (Ok(()), vec![20]));
+        assert_eq!(quota.used(), 120);
+    }
+
+    #[test]
+    fn refused_request_counts_nothing() {
+        let (quota, peer) = quota(2);
+        let (refused, _) = answered(&quota, &peer, &[(9, 0)], |q| q.take(1, 10));
+        assert_eq!((refused, quota.used()), (Err(status::OUT_OF_MEMORY), 0));
+        assert_eq!(quota.take(1, 9), Ok(()), "the part that was granted stays");
+        assert_eq!(quota.take(2, 1), Err(status::INVALID_VALUE), "no such device");
+    }
+
+    #[test]
+    fn recall_returns_what_no_allocation_uses() {
+        let (quota, peer) = quota(2);
+        answered(&quota, &peer, &[(100, 0)], |q| q.take(0, 70)).0.unwrap();
+        quota.overdraw(1, 50);
+        quota.recall();
+        assert_eq!(peer.next(), FromWorker::MemoryReturned { device: 0, bytes: 30 });
+        assert_eq!(peer.next(), FromWorker::MemoryReturned { device: 1, bytes: 0 });
+        let (taken, wanted) = answered(&quota, &peer, &[(5, 0)], |q| q.take(0, 5));
+        assert_eq!((taken, wanted), (Ok(()), vec![5]), "the returned bytes are no longer granted");
+        let (taken, wanted) = answered(&quota, &peer, &[(51, 0)], |q| q.take(1, 1));
+        assert_eq!((taken, wanted), (Ok(()), vec![51]), "the overdraft must be granted, too");
+    }
+
+    #[test]
+    fn bytes_left_are_ungranted_or_unused() {
+        let (quota, peer) = quota(1);
+        answered(&quota, &peer, &[(100, 7)], |q| q.take(0, 70)).0.unwrap();
+        assert_eq!(answered(&quota, &peer, &[(0, 1000)], |q| q.left(0)), (1030, vec![0]));
+        assert_eq!(quota.left(1), 0, "no such device");
+    }
+
+    #[test]
+    fn new_supervisor_gets_only_an_open_request_again() {
+        let (quota, peer) = quota(1);
+        quota.ask_again();
+        assert!(peer.silent());
+        let taking = {
+            let quota = quota.clone();
+            std::thread::spawn(move || quota.take(0, 10))
+        };
+        let first = peer.next();
+        quota.ask_again();
+        assert_eq!(peer.next(), first);
+        // Both supervisors answer: both grants count.
+        quota.granted(0, 1, 10, 0);
+        quota.granted(0, 1, 10, 0);
+        assert_eq!(taking.join().unwrap(), Ok(()));
+        assert_eq!(quota.take(0, 10), Ok(()));
+        quota.ask_again();
+        assert!(peer.silent());
+    }
+}

@@ -87,3 +87,88 @@ impl Replies {
         }
     }
 }
+
+#[cfg(test)]
+pub mod tests {
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The client's end of the connection.
+    pub struct Peer(pub TcpStream);
+
+    impl Peer {
+        /// Waits for the next frame: its header and its body.
+        pub fn next(&mut self) -> (Header, Vec<u8>) {
+            let mut head = [0; HEADER];
+            self.0.read_exact(&mut head).expect("a frame");
+            let header = Header::parse(&head).expect("a header");
+            let mut body = vec![0; header.body_len()];
+            self.0.read_exact(&mut body).expect("a body");
+            (header, body)
+        }
+    }
+
+    /// Returns two ends of a connection.
+    pub fn transport() -> (Transport, Peer) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        theirs.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        (Transport::plain(listener.accept().unwrap().0).unwrap(), Peer(theirs))
+    }
+
+    /// Returns the worker's end, and the client's.
+    pub fn replies() -> (Arc<Replies>, Peer) {
+        let (transport, peer) = transport();
+        (Arc::new(Replies::new(transport)), peer)
+    }
+
+    #[test]
+    fn answer_follows_the_frames_that_must_precede_it() {
+        let (replies, mut peer) = replies();
+        let mut answer = Answer::default();
+        replies.append(&mut answer.before, op::LANDED, 5, 0, |w| w.bytes(b"data"));
+        answer.word(9);
+        replies.consumed.store(41, Ordering::Relaxed);
+        replies.reply(7, -1, &answer);
+        let (landed, _) = peer.next();
+        assert_eq!((landed.op.get(), landed.seq.get()), (op::LANDED, 5));
+        let (reply, body) = peer.next();
+        assert_eq!((reply.op.get(), reply.seq.get(), reply.ctx.get() as i32), (op::REPLY, 7, -1));
+        assert_eq!((body, reply.ack.get()), (9u64.to_le_bytes().to_vec(), 41), "the log's progress");
+    }
+
+    #[test]
+    fn answer_beyond_a_frame_is_not_supported() {
+        let (replies, mut peer) = replies();
+        let sizes = [(MAX_BODY, 0), (MAX_BODY + 8, status::NOT_SUPPORTED)];
+        let sender = {
+            let replies = replies.clone();
+            std::thread::spawn(move || {
+                for (len, _) in sizes {
+                    replies.reply(1, 0, &Answer { body: vec![0; len], before: Vec::new() });
+                }
+            })
+        };
+        for (len, status) in sizes {
+            let (header, body) = peer.next();
+            let expected = if status == 0 { len } else { 0 };
+            assert_eq!((header.ctx.get() as i32, body.len()), (status, expected));
+        }
+        sender.join().unwrap();
+    }
+
+    #[test]
+    fn sticky_error_is_reported_once() {
+        const ILLEGAL_ADDRESS: Status = 700;
+        let (replies, mut peer) = replies();
+        for (seq, status) in [(1, 1), (2, 1), (3, ILLEGAL_ADDRESS), (4, ILLEGAL_ADDRESS), (5, 1)] {
+            replies.late_error(seq, status);
+        }
+        let reported: Vec<_> = (0..4).map(|_| peer.next().0.seq.get()).collect();
+        assert_eq!(reported, [1, 2, 3, 5]);
+    }
+}

@@ -173,3 +173,120 @@ impl Landing {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::{HEADER, Header, Reader};
+    use gpusession_proto::handle::make;
+
+    use super::*;
+    use crate::driver::fake;
+    use crate::handles::kind;
+    use crate::replies::tests::replies;
+
+    const ONE: u64 = make(kind::CTX, 0, 1, 0);
+    const TWO: u64 = make(kind::CTX, 0, 1, 1);
+
+    struct Lab {
+        driver: &'static Driver,
+        contexts: Contexts,
+        landing: Landing,
+        replies: Arc<Replies>,
+    }
+
+    impl Lab {
+        fn new() -> Self {
+            let driver = fake::driver();
+            let contexts = Contexts::warm(driver, &fake::devices()).unwrap();
+            Self { driver, contexts, landing: Landing::default(), replies: replies().0 }
+        }
+
+        /// Queues a copy of `len` bytes with the value `seq`, and returns its event.
+        fn copy(&self, seq: u64, ctx: u64, stream: usize, len: usize) -> Handle {
+            let mut slot = self.landing.slots(self.driver, &self.contexts).unwrap().take();
+            slot.enter(self.driver, &self.contexts, ctx).unwrap();
+            // SAFETY: the slot has INLINE_MAX bytes.
+            unsafe { std::ptr::write_bytes(slot.address, seq as u8, len) };
+            let event = slot.event;
+            fake::happen(event, status::NOT_READY);
+            self.landing.pending.lock().unwrap().push(Pending { seq, stream, slot, len });
+            event
+        }
+
+        fn free(&self) -> usize {
+            let slots = self.landing.slots(self.driver, &self.contexts).unwrap();
+            let taken: Vec<Slot> = std::iter::from_fn(|| slots.try_take()).collect();
+            let count = taken.len();
+            taken.into_iter().for_each(|slot| slots.give(slot));
+            count
+        }
+
+        fn swept(&self) -> Vec<(u64, i32, Vec<u8>)> {
+            let mut frames = Vec::new();
+            self.landing.sweep(self.driver, &self.replies, &mut frames);
+            read(&frames)
+        }
+    }
+
+    /// Reads position, status and bytes of each landed copy.
+    fn read(mut frames: &[u8]) -> Vec<(u64, i32, Vec<u8>)> {
+        let mut landed = Vec::new();
+        while let Some((head, rest)) = frames.split_first_chunk::<HEADER>() {
+            let header = Header::parse(head).unwrap();
+            let (body, rest) = rest.split_at(header.body_len());
+            assert_eq!(header.op.get(), op::LANDED);
+            let bytes = Reader::new(body).bytes().unwrap().to_vec();
+            landed.push((header.seq.get(), header.ctx.get() as i32, bytes));
+            frames = rest;
+        }
+        landed
+    }
+
+    #[test]
+    fn copy_lands_once_its_event_has_happened() {
+        let lab = Lab::new();
+        let (first, second, third) = (lab.copy(1, ONE, 8, 3), lab.copy(2, ONE, 9, 5), lab.copy(3, TWO, 8, 1));
+        assert!(lab.swept().is_empty() && !lab.landing.idle());
+        fake::happen(second, 0);
+        assert_eq!(lab.swept(), [(2, 0, vec![2; 5])], "no copy waits for another stream's");
+        fake::happen(first, 0);
+        fake::happen(third, 0);
+        assert_eq!(lab.swept(), [(1, 0, vec![1; 3]), (3, 0, vec![3])]);
+        assert!(lab.landing.idle());
+        assert_eq!(lab.free(), SLOTS, "every slot is free again");
+    }
+
+    #[test]
+    fn failed_copy_lands_with_its_error_and_no_bytes() {
+        let lab = Lab::new();
+        fake::happen(lab.copy(1, ONE, 8, 3), 700);
+        assert_eq!(lab.swept(), [(1, 700, Vec::new())]);
+        assert_eq!(lab.free(), SLOTS);
+    }
+
+    #[test]
+    fn host_function_sees_the_earlier_copies_of_its_stream() {
+        let lab = Lab::new();
+        for (seq, ctx, stream) in [(1, ONE, 8), (2, TWO, 8), (3, ONE, 9), (4, ONE, 8)] {
+            lab.copy(seq, ctx, stream, 2);
+        }
+        let mut frames = Vec::new();
+        lab.landing.reached(&lab.replies, ONE, std::ptr::without_provenance_mut(8), 4, &mut frames);
+        assert_eq!(read(&frames), [(1, 0, vec![1; 2])], "not a later one, nor another stream's");
+        assert_eq!(lab.free(), SLOTS - 3);
+    }
+
+    #[test]
+    fn thread_sends_copies_that_the_program_only_watches() {
+        let lab = Lab::new();
+        let (replies, mut peer) = replies();
+        let landing = Arc::new(Landing::default());
+        let mut slot = landing.slots(lab.driver, &lab.contexts).unwrap().take();
+        slot.enter(lab.driver, &lab.contexts, ONE).unwrap();
+        let event = slot.event;
+        landing.push(lab.driver, &replies, 6, std::ptr::null_mut(), slot, 8);
+        assert!(!landing.idle());
+        fake::happen(event, 0);
+        assert_eq!(peer.next().0.seq.get(), 6);
+    }
+}

@@ -126,3 +126,69 @@ fn new_event(driver: &Driver) -> Result<Handle, Status> {
     check(unsafe { (driver.call.cuEventCreate)(&mut event, NO_TIMING) })?;
     Ok(event)
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::handle::make;
+
+    use super::*;
+    use crate::driver::fake;
+    use crate::handles::kind;
+
+    #[test]
+    fn slots_share_no_byte() {
+        let slots = Slots::new(fake::driver(), 3, 4096).unwrap();
+        let mut taken: Vec<Slot> = (0..3).map(|_| slots.try_take().unwrap()).collect();
+        assert!(slots.try_take().is_none());
+        for (i, slot) in taken.iter().enumerate() {
+            // SAFETY: the slot has 4096 bytes.
+            unsafe { std::ptr::write_bytes(slot.address, i as u8 + 1, 4096) };
+        }
+        for (i, slot) in taken.iter().enumerate() {
+            // SAFETY: as above.
+            let bytes = unsafe { std::slice::from_raw_parts(slot.address, 4096) };
+            assert!(bytes.iter().all(|byte| *byte == i as u8 + 1));
+        }
+        slots.give(taken.pop().unwrap());
+        assert!(slots.try_take().is_some());
+        assert_eq!(Slots::new(fake::driver(), 0, 4096).err(), Some(status::INVALID_VALUE));
+    }
+
+    #[test]
+    fn slot_has_one_event_in_each_context_until_a_reset() {
+        let driver = fake::driver();
+        let contexts = Contexts::warm(driver, &fake::devices()).unwrap();
+        let slots = Slots::new(driver, 1, 64).unwrap();
+        let (one, two) = (make(kind::CTX, 0, 1, 0), make(kind::CTX, 0, 1, 1));
+        let mut slot = slots.take();
+        let mut event = |ctx| {
+            slot.enter(driver, &contexts, ctx).unwrap();
+            assert_eq!(slot.ctx, ctx);
+            slot.event
+        };
+        let (first, second) = (event(one), event(two));
+        assert_ne!(first, second);
+        assert_eq!((event(one), event(two)), (first, second));
+        contexts.reset(driver, 0).unwrap();
+        let new = event(one);
+        assert_ne!(new, first, "the reset destroyed the event");
+        assert_eq!((event(one), event(two)), (new, second));
+        slots.give(slot);
+        let slot = slots.take();
+        assert!(slot.event.is_null() && slot.ctx == 0, "a free slot waits for no event");
+    }
+
+    #[test]
+    fn taker_waits_for_a_slot() {
+        let slots = std::sync::Arc::new(Slots::new(fake::driver(), 1, 64).unwrap());
+        let slot = slots.take();
+        let waiting = {
+            let slots = slots.clone();
+            std::thread::spawn(move || slots.take().address as usize)
+        };
+        let address = slot.address as usize;
+        assert!(!waiting.is_finished());
+        slots.give(slot);
+        assert_eq!(waiting.join().unwrap(), address);
+    }
+}

@@ -13,6 +13,11 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
+    /// Talks over a connected socket that keeps messages apart.
+    pub fn new(socket: OwnedFd) -> Self {
+        Self { socket }
+    }
+
     /// Takes over the inherited descriptor.
     pub fn inherited() -> io::Result<Self> {
         // SAFETY: fcntl sets a flag of the descriptor, and fails if the descriptor does not exist.
@@ -21,7 +26,7 @@ impl Supervisor {
         }
         // SAFETY: the supervisor left this descriptor to the worker; no other code in the process
         // uses it.
-        Ok(Self { socket: unsafe { OwnedFd::from_raw_fd(WORKER_FD) } })
+        Ok(Self::new(unsafe { OwnedFd::from_raw_fd(WORKER_FD) }))
     }
 
     /// Waits for a message; `None` if the supervisor has exited.
@@ -61,5 +66,74 @@ impl Supervisor {
     pub fn tell(&self, message: &FromWorker) -> bool {
         postcard::to_allocvec(message)
             .is_ok_and(|packet| send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL).is_ok())
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+
+    use nix::sys::socket::{
+        AddressFamily, ControlMessage, SockFlag, SockType, recv, sendmsg, setsockopt, socketpair, sockopt,
+    };
+    use nix::sys::time::TimeVal;
+
+    use super::*;
+
+    /// The supervisor's end of a worker's socket.
+    pub struct Peer(OwnedFd);
+
+    impl Peer {
+        /// Waits for the worker's next message; panics if none comes.
+        pub fn next(&self) -> FromWorker {
+            self.try_next().expect("a message of the worker")
+        }
+
+        /// Waits at most for seconds, like [`Self::next`].
+        fn try_next(&self) -> nix::Result<FromWorker> {
+            let mut buf = vec![0; MAX_PACKET];
+            let len = recv(self.0.as_raw_fd(), &mut buf, MsgFlags::empty())?;
+            Ok(postcard::from_bytes(&buf[..len]).expect("a message"))
+        }
+
+        /// Returns `true` if the worker has sent nothing more.
+        pub fn silent(&self) -> bool {
+            recv(self.0.as_raw_fd(), &mut [0; 8], MsgFlags::MSG_DONTWAIT) == Err(nix::errno::Errno::EAGAIN)
+        }
+    }
+
+    /// Returns a worker's end and the supervisor's.
+    pub fn pair() -> (Arc<Supervisor>, Peer) {
+        let kind = SockType::SeqPacket;
+        let (ours, theirs) = socketpair(AddressFamily::Unix, kind, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        setsockopt(&theirs, sockopt::ReceiveTimeout, &TimeVal::new(20, 0)).unwrap();
+        (Arc::new(Supervisor::new(ours)), Peer(theirs))
+    }
+
+    #[test]
+    fn message_brings_its_descriptor() {
+        let (ours, theirs) = pair();
+        let packet = postcard::to_allocvec(&ToWorker::Pause).unwrap();
+        let send = |controls: &[ControlMessage<'_>]| {
+            let parts = [std::io::IoSlice::new(&packet)];
+            sendmsg::<()>(theirs.0.as_raw_fd(), &parts, controls, MsgFlags::empty(), None).unwrap();
+        };
+        send(&[]);
+        send(&[ControlMessage::ScmRights(&[theirs.0.as_fd().as_raw_fd()])]);
+        let received = || ours.receive().unwrap().map(|(message, fd)| (message, fd.is_some()));
+        assert_eq!(received(), Some((ToWorker::Pause, false)));
+        assert_eq!(received(), Some((ToWorker::Pause, true)));
+    }
+
+    #[test]
+    fn exited_supervisor_is_no_error() {
+        let (ours, theirs) = pair();
+        assert!(ours.tell(&FromWorker::Wanted));
+        assert_eq!(theirs.next(), FromWorker::Wanted);
+        assert!(theirs.silent());
+        drop(theirs);
+        assert!(ours.receive().unwrap().is_none());
+        assert!(!ours.tell(&FromWorker::Wanted));
     }
 }

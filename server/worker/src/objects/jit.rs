@@ -60,3 +60,61 @@ impl Options {
 
 // SAFETY: the addresses in `values` are of the logs in the same structure, or numbers.
 unsafe impl Send for Options {}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::{HEADER, Header, Writer};
+
+    use super::*;
+
+    fn read(pairs: &[(i32, u64)]) -> Result<Options, Failure> {
+        let mut frame = Vec::new();
+        let mut w = Writer::new(&mut frame, &Header::empty());
+        w.word(pairs.len() as u64);
+        for (key, value) in pairs {
+            w.word(*key as u32 as u64);
+            w.word(*value);
+        }
+        w.finish();
+        Options::read(&mut Reader::new(&frame[HEADER..]))
+    }
+
+    #[test]
+    fn driver_gets_no_address_of_the_client() {
+        const MAX_REGISTERS: i32 = 0;
+        const WALL_TIME: i32 = 2;
+        const SYMBOL_NAMES: i32 = 17;
+        let client = 0x7fff_0000_1000;
+        let keys = [MAX_REGISTERS, INFO_LOG, ERROR_LOG, WALL_TIME, SYMBOL_NAMES, -1, 99];
+        let pairs: Vec<_> = keys.iter().map(|key| (*key, client)).collect();
+        let options = read(&pairs).unwrap_or_else(|_| panic!("readable"));
+        assert_eq!(options.keys, [MAX_REGISTERS]);
+    }
+
+    #[test]
+    fn log_has_a_buffer_of_its_size() {
+        let options = read(&[(INFO_SIZE, 100), (ERROR_SIZE, 1 << 40)]).unwrap_or_else(|_| panic!("readable"));
+        assert_eq!(options.keys, [INFO_SIZE, ERROR_SIZE, INFO_LOG, ERROR_LOG]);
+        assert_eq!((options.info.len(), options.error.len()), (100, MAX_LOG as usize));
+        assert_eq!(options.values[2], options.info.as_ptr().cast_mut().cast());
+        assert_eq!(options.values[3], options.error.as_ptr().cast_mut().cast());
+        assert_eq!(read(&[(ERROR_SIZE, 0)]).map(|options| options.keys).ok(), Some(vec![ERROR_SIZE]));
+    }
+
+    #[test]
+    fn answer_ends_each_log_at_its_terminator() {
+        let mut options = read(&[(INFO_SIZE, 8), (ERROR_SIZE, 4)]).unwrap_or_else(|_| panic!("readable"));
+        options.info[..3].copy_from_slice(b"ok\0");
+        options.error.copy_from_slice(b"full");
+        let mut answer = Answer::default();
+        options.logs(&mut answer);
+        let mut r = Reader::new(&answer.body);
+        assert_eq!((r.bytes(), r.bytes()), (Ok(&b"ok"[..]), Ok(&b"full"[..])));
+    }
+
+    #[test]
+    fn number_of_options_is_bounded() {
+        assert!(read(&[(0, 1); MAX_OPTIONS]).is_ok());
+        assert!(read(&[(0, 1); MAX_OPTIONS + 1]).is_err());
+    }
+}

@@ -49,3 +49,37 @@ impl Links {
         self.lock().remove(&handle).ok_or(status::INVALID_HANDLE)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::Reader;
+
+    use super::*;
+
+    fn link() -> Link {
+        let options = Options::read(&mut Reader::new(&[0; 8])).unwrap_or_else(|_| panic!("no options"));
+        Link { state: Object(std::ptr::null_mut()), options, image: None }
+    }
+
+    #[test]
+    fn state_has_one_handle_of_its_kind() {
+        let links = Links::default();
+        let handle = kind::make(kind::LINK, 0, 1, 5);
+        assert_eq!(links.put(kind::make(kind::MODULE, 0, 1, 5), link()), Err(status::INVALID_HANDLE));
+        assert_eq!(links.put(handle, link()), Ok(()));
+        assert_eq!(links.put(handle, link()), Err(status::INVALID_HANDLE), "taken");
+        assert!(links.get(handle).is_ok() && links.take(handle).is_ok());
+        assert_eq!(links.get(handle).err(), Some(status::INVALID_HANDLE));
+        assert_eq!(links.take(handle).err(), Some(status::INVALID_HANDLE));
+    }
+
+    #[test]
+    fn number_of_states_is_bounded() {
+        let links = Links::default();
+        let handle = |slot| kind::make(kind::LINK, 0, 1, slot as u32);
+        (0..MAX_LINKS).for_each(|slot| links.put(handle(slot), link()).unwrap());
+        assert_eq!(links.put(handle(MAX_LINKS), link()), Err(status::INVALID_HANDLE));
+        links.take(handle(0)).unwrap();
+        assert_eq!(links.put(handle(MAX_LINKS), link()), Ok(()));
+    }
+}

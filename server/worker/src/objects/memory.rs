@@ -72,3 +72,21 @@ impl Memory {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn address_belongs_to_the_allocation_around_it() {
+        let memory = Memory::new(&[]);
+        let allocation = |size, device| Allocation { size, device };
+        lock(&memory.allocations).extend([(0x1000, allocation(0x100, 0)), (0x1100, allocation(0x80, 1))]);
+        let owners = [0xfff, 0x1000, 0x10ff, 0x1100, 0x117f, 0x1180].map(|at| memory.device_of(at));
+        assert_eq!(owners, [None, Some(0), Some(0), Some(1), Some(1), None]);
+        assert!(memory.contains(0x1000, 0x100) && memory.contains(0x10ff, 1));
+        assert!(!memory.contains(0x1000, 0x101), "two allocations side by side are not one");
+        assert!(!memory.contains(0xfff, 2) && !memory.contains(0x1180, 1));
+        assert!(!memory.contains(0x1001, u64::MAX), "no overflow");
+    }
+}

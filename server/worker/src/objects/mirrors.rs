@@ -109,3 +109,47 @@ impl Mirrors {
         self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(mirrors: &Mirrors, region: u64, address: usize, backing: Backing) {
+        let mut inner = mirrors.lock();
+        inner.charged += 10;
+        inner.mirrors.insert(region, Mirror { address, len: 0x100, charge: 10, backing });
+    }
+
+    fn own() -> Backing {
+        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Vec::new() }
+    }
+
+    #[test]
+    fn copy_stays_within_a_region_of_host_memory() {
+        let mirrors = Mirrors::new(1000);
+        put(&mirrors, 1, 0x5000, own());
+        put(&mirrors, 2, 0x6000, Backing::Device { ctx: 1, blocks: Vec::new() });
+        assert_eq!(mirrors.address(1, 0x10, 0xf0), Ok(0x5010));
+        assert_eq!(mirrors.address(1, 0x100, 0), Ok(0x5100));
+        for (region, offset, len) in [(1, 0x10, 0xf1), (1, 0x101, 0), (1, u64::MAX, 2), (2, 0, 1), (3, 0, 1)]
+        {
+            assert_eq!(mirrors.address(region, offset, len), Err(status::INVALID_VALUE), "{region} {offset}");
+        }
+    }
+
+    #[test]
+    fn unloaded_module_takes_the_mirrors_of_its_variables_along() {
+        let mirrors = Mirrors::new(1000);
+        let managed = || Backing::Managed { shadow: Vec::new() };
+        mirrors.know_managed(0x5000, 0x100, 71);
+        mirrors.know_managed(0x6000, 0x100, 72);
+        put(&mirrors, 1, 0x5000, managed());
+        put(&mirrors, 2, 0x6000, managed());
+        put(&mirrors, 3, 0x5000, own());
+        mirrors.forget_parent(71);
+        let inner = mirrors.lock();
+        assert_eq!(inner.mirrors.keys().copied().collect::<Vec<_>>(), [2, 3]);
+        assert_eq!(inner.managed.keys().copied().collect::<Vec<_>>(), [0x6000]);
+        assert_eq!(inner.charged, 20, "its host memory is free again");
+    }
+}

@@ -381,3 +381,62 @@ fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
         Ok(())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes a copy of `height` rows of `width` bytes between sides of a kind, pitch and rows.
+    fn words(
+        source: (u32, u64, u64),
+        target: (u32, u64, u64),
+        (width, height): (u64, u64),
+    ) -> [u64; BOX / 8] {
+        let mut words = [0; BOX / 8];
+        for (side, (kind, pitch, rows)) in [(0, source), (TARGET, target)] {
+            (words[side + 4], words[side + 9], words[side + 10]) = (kind.into(), pitch, rows);
+        }
+        (words[22], words[23], words[24]) = (width, height, 2);
+        words
+    }
+
+    const HOST_SIDE: (u32, u64, u64) = (HOST, 16, 4);
+    const DEVICE_SIDE: (u32, u64, u64) = (DEVICE, 512, 8);
+
+    #[test]
+    fn box_stays_within_the_packed_bytes() {
+        let up = words(HOST_SIDE, DEVICE_SIDE, (16, 4));
+        assert!(contained(&up, 1, 128) && !contained(&up, 1, 127));
+        for (word, value) in [(0, 1), (1, 1), (2, 1), (9, 17), (10, 5), (22, 17), (23, 5), (24, 3)] {
+            let mut larger = up;
+            larger[word] = value;
+            assert!(!contained(&larger, 1, 128), "word {word}");
+            larger[word] = u64::MAX;
+            assert!(!contained(&larger, 1, 128), "word {word} at its most");
+        }
+        for empty in [23, 24] {
+            let mut none = up;
+            none[empty] = 0;
+            assert!(!contained(&none, 1, 128), "no rows");
+        }
+    }
+
+    #[test]
+    fn direction_names_the_only_host_side() {
+        let sides = [HOST_SIDE, DEVICE_SIDE, (ARRAY, 512, 8), (4, 16, 4), (0, 16, 4)];
+        for source in sides {
+            for target in sides {
+                let words = words(source, target, (16, 4));
+                let device = |side: (u32, u64, u64)| matches!(side.0, DEVICE | ARRAY);
+                let expected = [
+                    device(source) && device(target),
+                    source.0 == HOST && device(target),
+                    device(source) && target.0 == HOST,
+                    false,
+                ];
+                let allowed = [0, 1, 2, 3].map(|direction| contained(&words, direction, 128));
+                assert_eq!(allowed, expected, "{} to {}", source.0, target.0);
+            }
+        }
+    }
+}
