@@ -160,6 +160,21 @@ impl Cuboid {
         Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
     }
 
+    /// Makes a copy between two operands, whose pitches and heights may be 0 for packed ones.
+    pub fn between(target: Side, source: Side, [width, height, depth]: [usize; 3]) -> Self {
+        Self { source, target, width, height, depth }
+    }
+
+    /// Removes and returns the contexts that a copy between devices names for source and target.
+    ///
+    /// Host memory has none.
+    pub fn take_contexts(&mut self) -> [Option<u64>; 2] {
+        [&mut self.source, &mut self.target].map(|side| {
+            let ctx = std::mem::take(&mut side.reserved) as u64;
+            (side.kind != HOST).then_some(ctx)
+        })
+    }
+
     /// Splits the copy into parts of a few rows, at most [`RELAYED`] bytes or one row each.
     pub fn parts(self) -> impl Iterator<Item = Self> {
         let rows = (RELAYED / self.width.max(1)).max(1);
@@ -221,6 +236,26 @@ impl Cuboid {
 }
 
 impl Side {
+    /// Makes a side of unified memory.
+    pub fn unified(address: u64, pitch: usize, height: usize) -> Self {
+        Self::memory(UNIFIED, address, pitch, height)
+    }
+
+    /// Makes a side of device memory.
+    pub fn device(address: u64) -> Self {
+        Self::memory(DEVICE, address, 0, 0)
+    }
+
+    /// Makes a side of host memory.
+    pub fn host(address: u64) -> Self {
+        Self::memory(HOST, address, 0, 0)
+    }
+
+    /// Makes a side in an array, from an offset in bytes, rows and layers.
+    pub fn array(array: u64, [x, y, z]: [usize; 3]) -> Self {
+        Self { x, y, z, array, ..Self::memory(ARRAY, 0, 0, 0) }
+    }
+
     /// Makes a side of rows of `pitch` bytes from an address.
     pub fn memory(kind: u32, address: u64, pitch: usize, height: usize) -> Self {
         Self {

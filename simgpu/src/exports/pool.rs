@@ -120,6 +120,14 @@ export! {
         out(to, with_device(on_device(location)?, |p| handle(&p.1))?)
     }
 
+    fn cuMemSetMemPool(location: *const Location, _kind: u32, h: usize) {
+        let p = pool(h)?;
+        if p.device as i32 != on_device(location)? {
+            return Err(INVALID_VALUE);
+        }
+        with_device(p.device as i32, |entry| entry.1 = p)
+    }
+
     fn cuMemPoolCreate(to: *mut usize, props: *const PoolProps) {
         if props.is_null() || to.is_null() {
             return Err(INVALID_VALUE);

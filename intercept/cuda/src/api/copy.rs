@@ -76,18 +76,18 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
 }
 
 /// Returns the default stream, for a call that CUDA calls synchronous.
-fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
+pub(super) fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
     let (_, stream) = find(NULL, default)?;
     stream.usable_synchronously()?;
     Ok(stream)
 }
 
-fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
+pub(super) fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
     find(stream, default).map(|(_, stream)| stream)
 }
 
 /// Copies between unified addresses, each of which determines its kind of memory.
-fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
         (true, true) => device_to_device(target, source, len, stream),
         (true, false) => to_device(target, source as usize, len, stream, wait),
@@ -246,7 +246,7 @@ fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<us
     pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width.checked_mul(element)?)
 }
 
-fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
+pub(super) fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     cuboid.resolve()?;
     let here = stream.client;
     let (to, from) = (cuboid.target.elsewhere(here), cuboid.source.elsewhere(here));

@@ -13,6 +13,19 @@ use crate::entry::{
 use crate::{clients, unsolicited};
 
 driver! {
+    /// None: a remote device has no atomic operations on the program's memory.
+    fn cuDeviceGetHostAtomicCapabilities(capabilities: *mut u32, operations: *const i32, count: u32, device: i32) {
+        clients::device(device)?;
+        if capabilities.is_null() || operations.is_null() || count == 0 {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..count as usize {
+            // SAFETY: the array is not null, so by the call's contract it has `count` elements.
+            unsafe { capabilities.add(i).write_unaligned(0) };
+        }
+        Ok(())
+    }
+
     fn cuInit(flags: u32) {
         if flags != 0 { Err(INVALID_VALUE) } else { clients::init(unsolicited::receiver) }
     }

@@ -2,6 +2,7 @@
 
 pub mod context;
 pub mod copy;
+pub mod copy_batch;
 pub mod device;
 pub mod event;
 pub mod generated;

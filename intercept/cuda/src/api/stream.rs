@@ -312,6 +312,16 @@ driver! {
         host_function(stream, default, HostFunction::Plain(function.ok_or(INVALID_VALUE)?, data as usize))
     }
 
+    /// A choice of how the stream waits for the function, which a remote stream cannot make.
+    fn cuLaunchHostFunc_v2 / cuLaunchHostFunc_v2_ptsz [default] (
+        stream: *mut c_void, function: Option<extern "C" fn(*mut c_void)>, data: *mut c_void, mode: u32,
+    ) {
+        if mode > 1 {
+            return Err(INVALID_VALUE);
+        }
+        host_function(stream, default, HostFunction::Plain(function.ok_or(INVALID_VALUE)?, data as usize))
+    }
+
     fn cuStreamAddCallback / cuStreamAddCallback_ptsz [default] (
         stream: *mut c_void, function: Option<extern "C" fn(*mut c_void, i32, *mut c_void)>, data: *mut c_void, flags: u32,
     ) {

@@ -19,6 +19,8 @@ const GRANULE: u64 = 2 << 20;
 const ARRAY_GRANULE: u64 = 64 << 10;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`
 const LOCATION_DEVICE: u32 = 1;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`
+const PINNED: u32 = 1;
 /// Attributes of pools and graphs, by `cuda.h`.
 ///
 /// These are `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`, `CU_MEMPOOL_ATTR_USED_MEM_CURRENT` and
@@ -177,7 +179,12 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
         }
         op::cuMemPoolCreate => {
             // The location follows kind and handle types.
-            let device = half(body.bytes()?, 12);
+            let properties = body.bytes()?;
+            let device = half(properties, 12);
+            if half(properties, 0) != PINNED || half(properties, 8) != LOCATION_DEVICE {
+                // Memory of this host, or managed memory, which clients cannot have.
+                return Err(status::NOT_SUPPORTED.into());
+            }
             session.contexts.device(u64::from(device))?;
             replay(answer)?;
             session.allocations.lock().pools.insert(last_word(answer), device);
@@ -193,6 +200,19 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             let device = body.word()?;
             replay(answer)?;
             session.allocations.lock().pools.insert(last_word(answer), device as u32);
+            Ok(())
+        }
+        op::cuMemGetDefaultMemPool | op::cuMemGetMemPool | op::cuMemSetMemPool => {
+            let (location, kind) = (body.bytes()?, body.word()?);
+            let device = half(location, 4);
+            if half(location, 0) != LOCATION_DEVICE || kind != u64::from(PINNED) {
+                return Err(status::NOT_SUPPORTED.into());
+            }
+            session.contexts.device(u64::from(device))?;
+            replay(answer)?;
+            if operation != op::cuMemSetMemPool {
+                session.allocations.lock().pools.insert(last_word(answer), device);
+            }
             Ok(())
         }
         op::cuMemAllocAsync | op::cuMemAllocFromPoolAsync => {
