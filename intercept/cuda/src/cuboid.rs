@@ -129,6 +129,34 @@ impl Cuboid {
         words
     }
 
+    /// Makes the copy that a worker describes in words; `host` translates the region and the offset
+    /// of host memory on the source's and the target's side into an address.
+    pub fn told(
+        client: &Client,
+        words: &[u64; 25],
+        host: impl Fn(usize, u64) -> Result<u64>,
+    ) -> Result<Self> {
+        let side = |at: usize, number: usize| -> Result<Side> {
+            let w = &words[at..];
+            let kind = w[4] as u32;
+            Ok(Side {
+                x: w[0] as usize,
+                y: w[1] as usize,
+                z: w[2] as usize,
+                lod: w[3] as usize,
+                kind,
+                host: if kind == HOST { host(number, w[5])? } else { 0 },
+                device: if kind == DEVICE { w[6] } else { 0 },
+                array: if kind == ARRAY { client.name(w[7]) } else { 0 },
+                reserved: 0,
+                pitch: w[9] as usize,
+                height: w[10] as usize,
+            })
+        };
+        let [width, height, depth] = [words[22], words[23], words[24]].map(|n| n as usize);
+        Ok(Self { source: side(0, 0)?, target: side(11, 1)?, width, height, depth })
+    }
+
     /// Replaces unified addresses by their kind of memory, and fills in default pitches and
     /// heights.
     pub fn resolve(&mut self) -> Result {

@@ -168,6 +168,11 @@ pub fn forget_context(ctx: u64) {
 }
 
 impl Function {
+    /// Returns `true` for a kernel of a library, which belongs to no context.
+    pub fn is_kernel(&self) -> bool {
+        self.how == How::Kernel
+    }
+
     /// Makes a function that no worker knows; an error for parameters beyond a kernel's maximum.
     pub fn new(handle: u64, name: CString, how: How, parent: u64, params: Vec<Param>) -> Result<Self> {
         let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);

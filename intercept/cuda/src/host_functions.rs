@@ -145,6 +145,11 @@ pub fn register(
     Ok(id)
 }
 
+/// Returns a function that a graph may call.
+pub fn of_graph(id: u64) -> Option<HostFunction> {
+    host().as_ref()?.functions.get(&id).filter(|known| known.keep).map(|known| known.function)
+}
+
 /// Forgets a function that the worker does not know.
 pub fn unregister(id: u64) {
     if let Some(host) = host().as_mut() {

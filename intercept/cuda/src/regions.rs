@@ -84,6 +84,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Returns the address of host memory that the worker knows by region and offset.
+pub fn address(client: &Client, region: u64, offset: u64) -> Option<u64> {
+    let known = all().into_iter().find(|r| r.client.number == client.number && r.id == region)?;
+    Some(known.base as u64 + offset)
+}
+
 /// Returns all regions.
 pub fn all() -> Vec<Arc<Region>> {
     REGIONS.read().unwrap_or_else(PoisonError::into_inner).clone()

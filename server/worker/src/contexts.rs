@@ -128,6 +128,15 @@ impl Contexts {
         self.primary.iter().copied().chain(created.into_iter().map(|(object, _)| object)).collect()
     }
 
+    /// Returns the client's handle of a context, without the number of its server.
+    pub fn handle_of(&self, real: Handle) -> Option<u64> {
+        let primary = self.primary.iter().position(|object| object.0 == real);
+        match primary {
+            Some(device) => Some(handle::make(kind::CTX, 0, 1, device as u32)),
+            None => self.created.handle_of(|(object, _)| object.0 == real),
+        }
+    }
+
     /// Stores a created context.
     pub fn put(&self, ctx: u64, real: Handle, device: u32) -> Result<(), Status> {
         if (handle::slot(ctx) as usize) < self.primary.len() {

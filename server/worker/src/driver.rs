@@ -232,6 +232,14 @@ functions! {
     cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddNode_v2(*mut Handle, Handle, *const Handle, *const c_void, usize, *mut c_void);
+    cuGraphKernelNodeGetParams_v2(Handle, *mut c_void);
+    cuGraphMemcpyNodeGetParams(Handle, *mut c_void);
+    cuGraphMemsetNodeGetParams(Handle, *mut c_void);
+    cuGraphHostNodeGetParams(Handle, *mut c_void);
+    cuGraphEventRecordNodeGetEvent(Handle, *mut Handle);
+    cuGraphEventWaitNodeGetEvent(Handle, *mut Handle);
+    cuGraphMemAllocNodeGetParams(Handle, *mut c_void);
+    cuGraphBatchMemOpNodeGetParams(Handle, *mut c_void);
     cuGraphAddMemAllocNode(*mut Handle, Handle, *const Handle, usize, *mut c_void);
     cuGraphAddMemFreeNode(*mut Handle, Handle, *const Handle, usize, Address);
     cuGraphAddBatchMemOpNode(*mut Handle, Handle, *const Handle, usize, *const c_void);

@@ -43,6 +43,15 @@ impl<T: Copy> Table<T> {
         slots.iter().flatten().map(|(_, value)| *value).collect()
     }
 
+    /// Returns the client's handle of an object, without the number of its server.
+    pub fn handle_of(&self, is: impl Fn(&T) -> bool) -> Option<u64> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        let found = slots.iter().enumerate().find_map(|(slot, entry)| {
+            entry.as_ref().filter(|(_, value)| is(value)).map(|(generation, _)| (slot, *generation))
+        });
+        found.map(|(slot, generation)| kind::make(self.kind, 0, generation, slot as u32))
+    }
+
     /// Forgets the objects for which `goes` returns `true`.
     pub fn forget(&self, goes: impl Fn(&T) -> bool) {
         for slot in self.slots.write().unwrap_or_else(PoisonError::into_inner).iter_mut() {

@@ -81,8 +81,13 @@ fn copy(p: &Memcpy3D) -> Result<NodeKind> {
     Ok(NodeKind::Copy(c))
 }
 
+fn pinned(at: u64) -> bool {
+    driver().is_ok_and(|d| d.space.find(at).is_some_and(|a| a.on_host()))
+}
+
 fn describe_copy(c: &Copy) -> Memcpy3D {
     let side = |place: &Place| match place {
+        Place::Known(at) if pinned(*at) => (MEMORY_HOST, *at, 0),
         Place::Known(at) => (MEMORY_DEVICE, 0, *at),
         Place::Pageable(at) => (MEMORY_HOST, *at, 0),
         Place::Staged(bytes) => (MEMORY_HOST, bytes.as_ptr() as u64, 0),
@@ -323,6 +328,27 @@ export! {
             return Err(INVALID_VALUE);
         }
         add(to, g, deps, n, NodeKind::Free(at))
+    }
+    fn cuGraphMemAllocNodeGetParams(h: usize, p: *mut [u64; 15]) {
+        let a = get!(h, NodeKind::Alloc(m) => m.allocation.clone());
+        let mut params = [0; 15];
+        params[0] = 1;
+        params[1] = 1 | u64::from(a.device) << 32;
+        (params[13], params[14]) = (a.size, a.base);
+        out(p, params)
+    }
+    fn cuGraphBatchMemOpNodeGetParams(h: usize, p: *mut [u64; 4]) {
+        let list: Vec<[u64; 6]> = get!(h, NodeKind::MemOps(ops) => ops.iter().map(|op| match op {
+            Op::Wait { at, value, flags, wide } => [if *wide { 4 } else { 1 }, *at, *value, u64::from(*flags), 0, 0],
+            Op::Write { at, value, wide } => [if *wide { 5 } else { 2 }, *at, *value, 0, 0, 0],
+            _ => [0; 6],
+        }).collect());
+        let items = LENT.with(|lent| {
+            let mut lent = lent.borrow_mut();
+            lent.1 = list.concat();
+            lent.1.as_ptr() as u64
+        });
+        out(p, [handle(&current()?) as u64, list.len() as u64, items, 0])
     }
     fn cuGraphMemFreeNodeGetParams(h: usize, at: *mut u64) { out(at, get!(h, NodeKind::Free(at) => *at)) }
     fn cuGraphBatchMemOpNodeSetParams(h: usize, p: *const [usize; 4]) {

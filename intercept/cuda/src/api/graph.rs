@@ -40,26 +40,26 @@ mod node {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct KernelNode {
-    func: *mut c_void,
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
-    each: *const *mut c_void,
-    extra: *const *mut c_void,
-    kernel: *mut c_void,
-    ctx: *mut c_void,
+    pub func: *mut c_void,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub each: *const *mut c_void,
+    pub extra: *const *mut c_void,
+    pub kernel: *mut c_void,
+    pub ctx: *mut c_void,
 }
 
 /// `CUDA_KERNEL_NODE_PARAMS` (before CUDA 12), without the last two fields.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct OldKernelNode {
-    func: *mut c_void,
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
-    each: *const *mut c_void,
-    extra: *const *mut c_void,
+    pub func: *mut c_void,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub each: *const *mut c_void,
+    pub extra: *const *mut c_void,
 }
 
 impl From<OldKernelNode> for KernelNode {
@@ -81,30 +81,30 @@ impl From<OldKernelNode> for KernelNode {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct SetNode {
-    address: u64,
-    pitch: usize,
-    value: u32,
-    element: u32,
-    width: usize,
-    height: usize,
+    pub address: u64,
+    pub pitch: usize,
+    pub value: u32,
+    pub element: u32,
+    pub width: usize,
+    pub height: usize,
 }
 
 /// `CUDA_HOST_NODE_PARAMS`
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct HostNode {
-    function: Option<extern "C" fn(*mut c_void)>,
-    data: *mut c_void,
+    pub function: Option<extern "C" fn(*mut c_void)>,
+    pub data: *mut c_void,
 }
 
 /// `CUgraphNodeParams`: a type and the parameters of a node of that type.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct NodeParams {
-    kind: i32,
-    reserved: [i32; 3],
-    body: [u64; 29],
-    reserved_too: u64,
+    pub kind: i32,
+    pub reserved: [i32; 3],
+    pub body: [u64; 29],
+    pub reserved_too: u64,
 }
 
 /// `CUDA_BATCH_MEM_OP_NODE_PARAMS`
@@ -547,6 +547,26 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     }
 }
 
+/// Returns the graph inside a node.
+pub(super) fn child_of(node: u64) -> Result<u64> {
+    let client = clients::of(node)?;
+    // Held until the end, so that two threads do not name one graph twice.
+    let mut known = child_graphs();
+    if let Some(child) = known.of_node(node) {
+        return Ok(child);
+    }
+    let parent = mapped::graph_of(node).ok_or(INVALID_VALUE)?;
+    let new = client.mint(handle::GRAPH);
+    let made = client.call(op::GRAPH_CHILD, |w| {
+        w.word(new);
+        w.word(parent);
+        w.word(client.own(node));
+    });
+    made.inspect_err(|_| handles::retire(new))?;
+    known.insert(new, parent, node);
+    Ok(new)
+}
+
 fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
     let client = clients::of(graph)?;
     if handle::kind(graph) != kind {
@@ -772,32 +792,10 @@ driver! {
     }
 
     fn cuGraphChildGraphNodeGetGraph(node: u64, graph: *mut *mut c_void) {
-        let client = clients::of(node)?;
         if graph.is_null() {
             return Err(INVALID_VALUE);
         }
-        // Held until the end, so that two threads do not name one graph twice.
-        let mut known = child_graphs();
-        if let Some(child) = known.of_node(node) {
-            return give(graph, child as *mut c_void);
-        }
-        let parent = mapped::graph_of(node).ok_or(INVALID_VALUE)?;
-        let new = client.mint(handle::GRAPH);
-        let made = client.call(op::GRAPH_CHILD, |w| {
-            w.word(new);
-            w.word(parent);
-            w.word(client.own(node));
-        });
-        match made {
-            Ok(_) => {
-                known.insert(new, parent, node);
-                give(graph, new as *mut c_void)
-            }
-            Err(status) => {
-                handles::retire(new);
-                Err(status)
-            }
-        }
+        give(graph, child_of(node)? as *mut c_void)
     }
 
     fn cuGraphDestroyNode(node: u64) {

@@ -7,6 +7,7 @@ pub mod device;
 pub mod event;
 pub mod generated;
 pub mod graph;
+pub mod graph_params;
 pub mod graph_queries;
 pub mod launch;
 pub mod link;

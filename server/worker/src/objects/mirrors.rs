@@ -104,6 +104,17 @@ impl Mirrors {
         Ok(mirror.address as u64 + offset)
     }
 
+    /// Returns region and offset of an address of this process.
+    pub fn region(&self, address: u64) -> Option<(u64, u64)> {
+        let inner = self.lock();
+        let own = |mirror: &Mirror| matches!(mirror.backing, Backing::Own { .. });
+        let offset = |mirror: &Mirror| address.checked_sub(mirror.address as u64);
+        let mut found = inner.mirrors.iter().filter(|(_, mirror)| own(mirror));
+        found.find_map(|(id, mirror)| {
+            offset(mirror).filter(|offset| *offset < mirror.len as u64).map(|offset| (*id, offset))
+        })
+    }
+
     /// Returns `true` if device memory is mirrored, which only the driver can read.
     pub fn any_in_device_memory(&self) -> bool {
         self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))

@@ -16,15 +16,15 @@ use crate::session::Session;
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
 #[repr(C)]
-struct KernelNode {
-    func: Handle,
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
-    params: *const *mut std::ffi::c_void,
-    extra: *const *mut std::ffi::c_void,
-    kernel: Handle,
-    ctx: Handle,
+pub struct KernelNode {
+    pub func: Handle,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub params: *const *mut std::ffi::c_void,
+    pub extra: *const *mut std::ffi::c_void,
+    pub kernel: Handle,
+    pub ctx: Handle,
 }
 
 /// `CUgraphNodeParams`: a type and the parameters of a node of that type.
@@ -219,9 +219,9 @@ enum Params {
 }
 
 /// Bytes of a `CUmemPoolProps`, of a `CUmemAccessDesc`, of a `CUstreamBatchMemOpParams`.
-const POOL: usize = 88;
-const ACCESS: usize = 12;
-const MEM_OP: usize = 48;
+pub const POOL: usize = 88;
+pub const ACCESS: usize = 12;
+pub const MEM_OP: usize = 48;
 /// Words of a `CUstreamBatchMemOpParams`.
 const MEM_OP_WORDS: usize = MEM_OP / 8;
 /// Graphs of one conditional node at most.
@@ -315,21 +315,21 @@ impl Params {
 
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`
 #[repr(C)]
-struct AllocNode {
-    pool: [u64; POOL / 8],
-    access: *const u8,
-    count: usize,
-    size: u64,
-    address: u64,
+pub struct AllocNode {
+    pub pool: [u64; POOL / 8],
+    pub access: *const u8,
+    pub count: usize,
+    pub size: u64,
+    pub address: u64,
 }
 
 /// `CUDA_BATCH_MEM_OP_NODE_PARAMS`
 #[repr(C)]
-struct MemOpsNode {
-    ctx: Handle,
-    count: u32,
-    items: *const u64,
-    flags: u32,
+pub struct MemOpsNode {
+    pub ctx: Handle,
+    pub count: u32,
+    pub items: *const u64,
+    pub flags: u32,
 }
 
 impl MemOpsNode {

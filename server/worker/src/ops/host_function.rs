@@ -139,6 +139,19 @@ impl HostCalls {
         queued
     }
 
+    /// Returns the client's number of the function that a node calls.
+    ///
+    /// # Safety
+    /// The words are those of a node of this worker, as the driver returned them.
+    pub unsafe fn of_node([function, data]: [u64; 2]) -> Option<u64> {
+        let own: extern "C" fn(*mut c_void) = run;
+        if function != own as usize as u64 {
+            return None;
+        }
+        // SAFETY: the worker gave this function only with a call of its own, which a graph keeps.
+        Some(unsafe { (*(data as *const Call)).id })
+    }
+
     /// Returns the parameters of a graph node that calls the client's function `id`.
     ///
     /// The graph, its copies and its executable forms share the call, so it lives as long as the

@@ -5,6 +5,7 @@ pub mod copy;
 mod flush;
 mod generated;
 pub mod graph;
+mod graph_params;
 mod graph_queries;
 mod host_function;
 pub mod launch;
@@ -221,6 +222,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_CLONE => graph::clone(session, &mut r),
         op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
+        op::GRAPH_NODE_PARAMS => graph_params::read(session, &mut r, answer),
         op::GRAPH_DRAW => graph_queries::draw(session, &mut r, answer),
         op::USER_OBJECT_CREATE => host_function::user_object(session, &mut r),
         op::GRAPH_CHILD => graph::child(session, &mut r),
