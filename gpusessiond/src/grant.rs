@@ -205,33 +205,7 @@ impl Server {
             Some(fd) => Some(watched(fd)?),
             None => None,
         };
-        let request =
-            tokio::time::timeout(self.limits.patience, read_request(&mut stream, self.limits.request_bytes))
-                .await
-                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no request within the time limit"))?;
-        let request = match request {
-            Ok(request) => request,
-            Err(error) => {
-                if error.kind() == io::ErrorKind::InvalidData {
-                    // A library of another version gets an answer that it can show.
-                    let reason =
-                        format!("the library and the daemon do not speak the same protocol: {error}");
-                    if let Some(more) = self.quiet.may() {
-                        warn!(
-                            message_id = Event::ProtocolMismatch.id(),
-                            gpusession_user = peer.uid,
-                            gpusession_reason = reason,
-                            "process {} of uid {}: no GPU: {reason}{more}",
-                            peer.pid,
-                            peer.uid
-                        );
-                    }
-                    let denied = Reply::Denied { denial: Denial::ProtocolMismatch, reason };
-                    let _ = self.answer(&mut stream, &denied).await;
-                }
-                return Err(error);
-            }
-        };
+        let request = self.receive(&mut stream, peer.uid, peer.pid).await?;
         let person = self.gate.person(peer.uid).await;
         let sessions = self.sessions.as_ref();
         let session = sessions.and_then(|s| s.of(peer.uid, peer.pid, request.session.as_deref()));
@@ -305,6 +279,30 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    /// Reads the request; a library of another version gets an answer that it can show.
+    async fn receive(&self, stream: &mut UnixStream, uid: u32, pid: u32) -> io::Result<Request> {
+        let request =
+            tokio::time::timeout(self.limits.patience, read_request(stream, self.limits.request_bytes))
+                .await
+                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no request within the time limit"))?;
+        if let Err(error) = &request
+            && error.kind() == io::ErrorKind::InvalidData
+        {
+            let reason = format!("the library and the daemon do not speak the same protocol: {error}");
+            if let Some(more) = self.quiet.may() {
+                warn!(
+                    message_id = Event::ProtocolMismatch.id(),
+                    gpusession_user = uid,
+                    gpusession_reason = reason,
+                    "process {pid} of uid {uid}: no GPU: {reason}{more}"
+                );
+            }
+            let denied = Reply::Denied { denial: Denial::ProtocolMismatch, reason };
+            let _ = self.answer(stream, &denied).await;
+        }
+        request
     }
 
     /// Asks until there is a final answer or the waiting time is over.

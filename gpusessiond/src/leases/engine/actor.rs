@@ -4,11 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpusession_common::units::human_duration;
-use gpusession_proto::journal::Event;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 use super::effects::{follow, tell_ended};
 use super::{HostFacts, Message, Updates};
@@ -16,8 +14,8 @@ use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
 use crate::leases::{
-    Caller, Failure, Granted, LeaseView, ServerFacts, ServerGauges, ServerView, Session, Slot, Snapshot,
-    Time, WorkerRequest,
+    Caller, Failure, Granted, LeaseView, ServerFacts, ServerView, Session, Slot, Snapshot, Time,
+    WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -171,82 +169,16 @@ impl Actor {
                 }
                 self.drained.push(reply);
             }
-            Message::Allocated(slot, result) => {
-                if let Ok((server, lease)) = &result {
-                    self.machine.name_server(now, *server, &lease.server);
-                    if !lease.server.is_empty() {
-                        self.about[*server].facts.name.clone_from(&lease.server);
-                    }
-                    info!(
-                        message_id = Event::LeaseGranted.id(),
-                        gpusession_lease = lease.id,
-                        gpusession_server = lease.server,
-                        "lease {}: granted by server {}: {} GPU(s)",
-                        lease.id,
-                        lease.server,
-                        lease.devices.len()
-                    );
-                    let asked = self.machine.slot(slot).and_then(|wanted| wanted.spec.ttl);
-                    let granted = Duration::from_micros(lease.ttl_usec);
-                    if let Some(asked) = asked.filter(|asked| granted < *asked) {
-                        warn!(
-                            gpusession_lease = lease.id,
-                            gpusession_server = lease.server,
-                            "lease {}: ends after {}, not after {} as requested: lease_ttl of server {} is smaller",
-                            lease.id,
-                            human_duration(granted),
-                            human_duration(asked),
-                            lease.server
-                        );
-                    }
-                }
-                if let Ok((server, _)) = &result {
-                    self.describe(*server);
-                }
-                self.machine.allocated(now, slot, result);
-            }
-            Message::Renewed(server, asked, rtt, result) => {
-                if let Ok(reply) = &result {
-                    let about = &mut self.about[server];
-                    (about.gauges.last_seen, about.gauges.rtt) = (Some(now), rtt);
-                    if !reply.state.is_empty() {
-                        about.facts.state.clone_from(&reply.state);
-                    }
-                }
-                self.machine.renewed(now, server, &asked, result.map(|reply| reply.leases));
-            }
+            Message::Allocated(slot, result) => self.allocated(slot, result),
+            Message::Renewed(server, asked, rtt, result) => self.renewed(server, &asked, rtt, result),
             Message::Withdrawn(server, request, result) => {
                 if let Err(error) = &result {
                     debug!("request {request}: not withdrawn: {error}; its server forgets it in time");
                 }
                 self.machine.released(now, server, &request, result);
             }
-            Message::Released(server, lease, result) => {
-                if let Err(error) = &result {
-                    warn!(
-                        gpusession_lease = lease,
-                        "lease {lease}: not released yet: {error}; it expires at its server at the latest"
-                    );
-                }
-                self.machine.released(now, server, &lease, result);
-                self.describe(server);
-            }
-            Message::Workers(slot, lease, result) => {
-                let refused = result.as_ref().err().map(|error| error.message.clone());
-                if self.refused.get(&slot) != refused.as_ref() {
-                    if let Some(reason) = &refused {
-                        warn!(
-                            gpusession_lease = lease,
-                            "lease {lease}: its server gives no worker: {reason}"
-                        );
-                    }
-                    match refused {
-                        Some(reason) => drop(self.refused.insert(slot, reason)),
-                        None => drop(self.refused.remove(&slot)),
-                    }
-                }
-                self.machine.workers(now, slot, &lease, result);
-            }
+            Message::Released(server, lease, result) => self.released(server, &lease, result),
+            Message::Workers(slot, lease, result) => self.workers(slot, &lease, result),
             Message::Connect(servers) => {
                 for server in servers {
                     let address = server.address().to_owned();
@@ -272,22 +204,7 @@ impl Actor {
                 let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.lease.id.clone())));
             }
             Message::Event(server, event) => self.machine.event(now, server, event),
-            Message::Described(server, rtt, description) => {
-                self.machine.name_server(now, server, &description.name);
-                let free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
-                let about = &mut self.about[server];
-                about.gauges = ServerGauges { last_seen: Some(now), rtt, free };
-                if !description.name.is_empty() {
-                    about.facts.name = description.name;
-                }
-                about.facts.protocol = description.protocol;
-                about.facts.software = description.software;
-                about.facts.devices = description.devices.len() as u32;
-                about.facts.state = description.state;
-                about.facts.idle_timeout_usec = description.idle_timeout_usec;
-                about.facts.lease_ttl_usec = description.lease_ttl_usec;
-                self.machine.described(now, server, free);
-            }
+            Message::Described(server, rtt, description) => self.described(server, rtt, description),
         }
     }
 

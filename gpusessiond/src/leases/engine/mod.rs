@@ -1,6 +1,7 @@
 //! Runs the [`machine`](super::machine): calls the servers, keeps time, publishes snapshots.
 
 mod actor;
+mod answers;
 mod effects;
 mod grants;
 mod journal;
