@@ -84,10 +84,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     raise_descriptor_limit();
 
     let _lock = store::lock(&config.state_dir).context("state_dir")?;
-    let authority = Authority::open(&config.state_dir).map_err(|e| match e {
-        AuthorityError::Missing(_) => ConfigError::new(config.origin("state_dir"), e.to_string()).into(),
-        e => anyhow::Error::from(e),
-    })?;
+    let authority = open_authority(&config)?;
     let tls = authority.server_tls(&config.name, random.as_ref())?;
     let host = tokio::select! {
         host = Host::discover(&config, !left.workers.is_empty()) => host?,
@@ -185,6 +182,13 @@ fn report(config: &Config) {
     for warning in &config.warnings {
         warn!("configuration: {warning}");
     }
+}
+
+fn open_authority(config: &Config) -> anyhow::Result<Authority> {
+    Authority::open(&config.state_dir).map_err(|e| match e {
+        AuthorityError::Missing(_) => ConfigError::new(config.origin("state_dir"), e.to_string()).into(),
+        e => e.into(),
+    })
 }
 
 /// The worker's program, the driver, and the GPUs to serve.
