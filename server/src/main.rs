@@ -57,7 +57,7 @@ fn map_buffers() {}
 
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     map_buffers();
-    let config = cli::load_config(cli)?;
+    let config = cli::load_config(cli.config.as_deref())?;
     log();
     gpusession_fatal::install("gpuserver");
     // A panic ends the task of one connection or worker. The server ends only if it needs the task.

@@ -4,10 +4,33 @@ use gpusession_common::units::parse_duration;
 
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use super::verbs::AccountingOptions;
 use crate::accounting::{self, Accounting, Kind, Record, Wanted};
 use crate::admin::{Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
+use clap::Args;
+
+/// Selection of accounting records, and their form.
+#[derive(Debug, Args)]
+pub struct AccountingOptions {
+    /// Earliest end: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub since: String,
+    /// Only records with an earlier end than this, in the same form
+    #[arg(long, value_name = "TIME")]
+    pub until: Option<String>,
+    /// Only records of this client
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub client: String,
+    /// Only records of this user (name or id), and leases with programs of this user
+    #[arg(long, value_name = "NAME|UID", default_value = "")]
+    pub user: String,
+    /// Only leases, or only programs
+    #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]
+    pub kind: Option<String>,
+    /// Print comma-separated values
+    #[arg(long, conflicts_with = "json")]
+    pub csv: bool,
+}
 
 pub(super) fn accounting(
     out: &mut Output<'_>,

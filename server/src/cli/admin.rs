@@ -1,14 +1,13 @@
 //! `gpuserver admin`: creates, lists and revokes administrators.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use super::verbs::AdminVerb;
 use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
 use crate::admin::answer::clients::a_name;
 use crate::admin::{Ask, Refusal};
@@ -17,6 +16,27 @@ use crate::pool::Files;
 use crate::pool::administrators::Administrators;
 use crate::pool::ca::Authority;
 use crate::store;
+use clap::Subcommand;
+
+/// A verb of `gpuserver admin`.
+#[derive(Debug, Subcommand)]
+pub enum AdminVerb {
+    /// Create an administrator's certificate, valid for a year, with root's rights on this server
+    Create {
+        /// Name of the administrator
+        name: String,
+        /// File to write, which must not exist
+        #[arg(short, long, value_name = "FILE", default_value = "admin.pem")]
+        out: PathBuf,
+    },
+    /// List the administrators that this server knows
+    List,
+    /// Revoke all certificates of a name so far, on this server only; repeat it on each server
+    Revoke {
+        /// Name of the administrator
+        name: String,
+    },
+}
 
 pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
     match verb {

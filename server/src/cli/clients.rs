@@ -4,7 +4,6 @@ use serde_json::{Value, json};
 
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use super::verbs::ClientsVerb;
 use crate::admin::Ask;
 use crate::admin::answer::clients::{ClientRow, a_name};
 use crate::clock::{Clock, SystemClock};
@@ -12,6 +11,22 @@ use crate::config::Config;
 use crate::pool::Files;
 use crate::pool::clients::Clients;
 use crate::store;
+use clap::Subcommand;
+
+/// A verb of `gpuserver clients`.
+#[derive(Debug, Subcommand)]
+pub enum ClientsVerb {
+    /// Revoke a client: refuse its calls, and end its leases
+    Revoke {
+        /// Name of the client
+        name: String,
+    },
+    /// Forget a client, so that a machine can join under its name again
+    Forget {
+        /// Name of the client
+        name: String,
+    },
+}
 
 pub(super) fn clients(
     out: &mut Output<'_>,

@@ -1,14 +1,50 @@
 //! `gpuserver config` and `check-config`: show, change and check the configuration.
 
+use std::path::Path;
+
 use serde_json::{Value, json};
 
 use super::show::{self, Output};
 use super::target::{Target, config_file, must_run, running};
-use super::verbs::{Cli, ConfigVerb};
 use crate::admin::answer::config::{ConfigRow, config_rows};
 use crate::admin::{Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
 use crate::discovery::find_driver;
+use clap::Subcommand;
+
+/// A verb of `gpuserver config`.
+#[derive(Debug, Subcommand)]
+pub enum ConfigVerb {
+    /// Print keys and their values
+    Get {
+        /// Key or its start; without it, all keys
+        #[arg(default_value = "")]
+        key: String,
+        /// Also print the source of each value
+        #[arg(long)]
+        origin: bool,
+    },
+    /// Change a key now, and store the change in gpuserver.d/90-runtime.toml
+    Set {
+        /// Name of the key
+        key: String,
+        /// New value
+        value: String,
+    },
+    /// Remove a change that `set` has stored
+    Unset {
+        /// Name of the key
+        key: String,
+    },
+    /// Print the keys that the configuration sets, and values that wait for a restart
+    Diff {
+        /// Also print the source of each value
+        #[arg(long)]
+        origin: bool,
+    },
+    /// Read the configuration files again, as SIGHUP does
+    Reload,
+}
 
 pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb) -> anyhow::Result<()> {
     let ask = match verb {
@@ -45,7 +81,7 @@ pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb
 
 pub(super) fn check_config(
     out: &mut Output<'_>,
-    cli: &Cli,
+    file: Option<&Path>,
     config: &Config,
     explain: bool,
 ) -> anyhow::Result<()> {
@@ -98,7 +134,7 @@ pub(super) fn check_config(
         for warning in &warnings {
             writeln!(out, "note: {warning}")?;
         }
-        writeln!(out, "{}: good", config_file(cli).0.display())?;
+        writeln!(out, "{}: good", config_file(file).0.display())?;
         Ok(())
     })
 }

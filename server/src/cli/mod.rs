@@ -6,14 +6,17 @@ mod clients;
 mod config;
 mod pool;
 mod remote;
-mod run;
+mod several;
 pub mod show;
 mod target;
 mod token;
 mod verbs;
 
-pub use self::run::run;
+pub use self::accounting::AccountingOptions;
+pub use self::admin::AdminVerb;
+pub use self::clients::ClientsVerb;
+pub use self::config::ConfigVerb;
+pub use self::pool::PoolVerb;
 pub use self::target::{config_file, load_config};
-pub use self::verbs::{
-    AccountingOptions, AdminVerb, Cli, ClientsVerb, ConfigVerb, PoolVerb, TokenVerb, Verb,
-};
+pub use self::token::TokenVerb;
+pub use self::verbs::{Cli, Verb, run};

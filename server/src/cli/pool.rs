@@ -1,20 +1,35 @@
 //! `gpuserver pool`: creates, exports and imports the pool's authority.
 
 use std::io::Read;
+use std::path::PathBuf;
 
 use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::show::Output;
 use super::target::offline;
-use super::verbs::PoolVerb;
 use crate::admin::Refusal;
 use crate::clock::SystemRandom;
 use crate::config::Config;
 use crate::pool::ca::Authority;
+use clap::Subcommand;
 
 /// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;
+
+/// A verb of `gpuserver pool`.
+#[derive(Debug, Subcommand)]
+pub enum PoolVerb {
+    /// Create the pool's certificate authority in the state directory
+    Init,
+    /// Print the authority with its secret key, for `pool import` on another server of the pool
+    Export,
+    /// Import the authority of a pool from the output of `pool export`
+    Import {
+        /// File with that output; - for standard input
+        file: PathBuf,
+    },
+}
 
 pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
     let authority = match verb {

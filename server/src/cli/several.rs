@@ -1,6 +1,7 @@
-//! The way from the command line to a verb, and the verbs that send several requests.
+//! The verbs that send several requests: `ps`, `top` and `stop`.
 #![expect(clippy::disallowed_methods, reason = "a command waits on its only thread")]
 
+use std::path::Path;
 use std::time::Duration;
 
 use gpusession_common::units::parse_duration;
@@ -8,26 +9,13 @@ use serde_json::json;
 
 use super::show::{self, Output};
 use super::target::{Target, must_run, running};
-use super::verbs::Cli;
 use crate::admin::answer::status::{PsRow, StatusView, StopView};
 use crate::admin::{self, Ask, Refusal};
-
-/// Runs a verb that is not `serve`.
-pub fn run(cli: &Cli) -> anyhow::Result<()> {
-    if cli.server.is_some()
-        && let Some(why) = cli.verb.local()
-    {
-        return Err(admin::local_only(why).into());
-    }
-    let server = Target::of(cli)?;
-    let out = &mut std::io::stdout().lock();
-    cli.verb.run(cli, &server, &mut Output { out, json: cli.json })
-}
 
 /// `gpuserver ps`
 pub(super) fn ps(
     out: &mut Output<'_>,
-    cli: &Cli,
+    file: Option<&Path>,
     server: &Target,
     all: bool,
     threads: bool,
@@ -39,7 +27,7 @@ pub(super) fn ps(
             return Err(admin::local_only("--all asks the servers of this host").into());
         }
         let mut answered = false;
-        for server in Target::beside(cli) {
+        for server in Target::beside(file) {
             match running(&server, &ask) {
                 Ok(Some(value)) => {
                     answered = true;

@@ -7,22 +7,21 @@ use anyhow::Context;
 use serde_json::Value;
 
 use super::remote::Remote;
-use super::verbs::Cli;
 use crate::admin::{self, Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
 use crate::store::{self, StoreError};
 
 /// Returns the configuration file, and whether it must exist.
-pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
-    match &cli.config {
-        Some(path) => (path.clone(), true),
+pub fn config_file(named: Option<&Path>) -> (PathBuf, bool) {
+    match named {
+        Some(path) => (path.into(), true),
         None => (config::DEFAULT_FILE.into(), false),
     }
 }
 
 /// Reads the configuration that the command line names.
-pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
-    let (file, required) = config_file(cli);
+pub fn load_config(named: Option<&Path>) -> Result<Config, ConfigError> {
+    let (file, required) = config_file(named);
     // Messages name the file, and a reader may be in another working directory.
     let file = std::path::absolute(&file).unwrap_or(file);
     config::load_here(&file, required)
@@ -39,10 +38,14 @@ impl Target {
     /// Finds the server that the command line names.
     ///
     /// A running server is found even if its configuration files are bad now.
-    pub(super) fn of(cli: &Cli) -> anyhow::Result<Self> {
-        let remote = cli.server.as_deref().map(|server| Remote::new(server, cli.identity.as_deref()));
+    pub(super) fn of(
+        named: Option<&Path>,
+        server: Option<&str>,
+        identity: Option<&Path>,
+    ) -> anyhow::Result<Self> {
+        let remote = server.map(|server| Remote::new(server, identity));
         let remote = remote.transpose()?;
-        let here = Self::here(&config_file(cli).0, load_config(cli));
+        let here = Self::here(&config_file(named).0, load_config(named));
         Ok(Self { remote, ..here })
     }
 
@@ -56,8 +59,8 @@ impl Target {
     }
 
     /// Lists the servers whose configurations are in the same folder.
-    pub(super) fn beside(cli: &Cli) -> Vec<Self> {
-        let file = config_file(cli).0;
+    pub(super) fn beside(named: Option<&Path>) -> Vec<Self> {
+        let file = config_file(named).0;
         let file = std::path::absolute(&file).unwrap_or(file);
         let folder = file.parent().and_then(|f| std::fs::read_dir(f).ok()).into_iter().flatten().flatten();
         let is_one = |path: &Path| {
@@ -70,7 +73,7 @@ impl Target {
             folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone(), unnamed]).collect();
         files
             .into_iter()
-            .map(|f| Self::here(&f, config::load_here(&f, f == file && cli.config.is_some())))
+            .map(|f| Self::here(&f, config::load_here(&f, f == file && named.is_some())))
             .collect()
     }
 

@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use super::verbs::TokenVerb;
 use crate::admin::Ask;
 use crate::admin::answer::tokens::{TokenView, no_token, token_rows, token_ttl};
 use crate::clock::{Clock, SystemClock, SystemRandom};
@@ -16,6 +15,31 @@ use crate::pool::Files;
 use crate::pool::ca::Authority;
 use crate::pool::tokens::Tokens;
 use crate::store;
+use clap::Subcommand;
+
+/// A verb of `gpuserver token`.
+#[derive(Debug, Subcommand)]
+pub enum TokenVerb {
+    /// Create a token with which new clients join, and print it once
+    Create {
+        /// Pattern of the clients' names, as in "vm-*"
+        #[arg(long, value_name = "PATTERN", default_value = "*")]
+        name: String,
+        /// Number of clients that can join with it
+        #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        uses: u32,
+        /// Lifetime of the token
+        #[arg(long, value_name = "TIME", default_value = "24h")]
+        ttl: String,
+    },
+    /// List the tokens, without their secrets, which the server does not keep
+    List,
+    /// Revoke a token; clients that joined with it stay
+    Revoke {
+        /// Token id or its start
+        id: String,
+    },
+}
 
 pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
     let ask = match verb {

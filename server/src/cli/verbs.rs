@@ -1,19 +1,19 @@
 //! The command line's verbs and options.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
-use super::accounting::accounting;
-use super::admin::administrators;
-use super::clients::clients;
-use super::config::{check_config, configure};
-use super::pool::pool;
-use super::run::{ps, stop, top};
+use super::accounting::{AccountingOptions, accounting};
+use super::admin::{AdminVerb, administrators};
+use super::clients::{ClientsVerb, clients};
+use super::config::{ConfigVerb, check_config, configure};
+use super::pool::{PoolVerb, pool};
+use super::several::{ps, stop, top};
 use super::show::{self, Output};
 use super::target::{Target, must_run};
-use super::token::token;
-use crate::admin::Ask;
+use super::token::{TokenVerb, token};
+use crate::admin::{self, Ask};
 
 /// Leases this host's GPUs to other machines
 ///
@@ -174,19 +174,31 @@ pub enum Verb {
     },
 }
 
+/// Runs a verb that is not `serve`.
+pub fn run(cli: &Cli) -> anyhow::Result<()> {
+    if cli.server.is_some()
+        && let Some(why) = cli.verb.local()
+    {
+        return Err(admin::local_only(why).into());
+    }
+    let server = Target::of(cli.config.as_deref(), cli.server.as_deref(), cli.identity.as_deref())?;
+    let out = &mut std::io::stdout().lock();
+    cli.verb.run(cli.config.as_deref(), &server, &mut Output { out, json: cli.json })
+}
+
 impl Verb {
-    /// Runs the verb: most send one request, and show its answer.
-    pub(super) fn run(&self, cli: &Cli, server: &Target, out: &mut Output<'_>) -> anyhow::Result<()> {
+    /// Runs the verb: most send one request, and show its answer. `file`: from the command line.
+    fn run(&self, file: Option<&Path>, server: &Target, out: &mut Output<'_>) -> anyhow::Result<()> {
         let ask = |ask: Ask| must_run(server, &ask);
         match self {
             Self::Serve => anyhow::bail!("internal error: serve is not a verb of this function"),
-            Self::CheckConfig { explain } => check_config(out, cli, server.config()?, *explain),
+            Self::CheckConfig { explain } => check_config(out, file, server.config()?, *explain),
             Self::Pool { verb } => pool(out, server.config()?, verb),
             Self::Token { verb } => token(out, server, verb),
             Self::Admin { verb } => administrators(out, server, verb),
             Self::Clients { verb } => clients(out, server, verb.as_ref()),
             Self::Status => out.answer("server", ask(Ask::Status)?, show::status),
-            Self::Ps { all, threads } => ps(out, cli, server, *all, *threads),
+            Self::Ps { all, threads } => ps(out, file, server, *all, *threads),
             Self::Leases => out.answer("leases", ask(Ask::Leases)?, show::leases),
             Self::Gpus => out.answer("gpus", ask(Ask::Gpus)?, show::gpus),
             Self::Park { lease } => {
@@ -226,7 +238,7 @@ impl Verb {
     /// Returns why the verb is refused with `--server`, if it asks no running server.
     ///
     /// For the other verbs [`Ask::local`] decides.
-    pub(super) fn local(&self) -> Option<&'static str> {
+    fn local(&self) -> Option<&'static str> {
         match self {
             Self::Serve => Some("a server is started on its own host"),
             Self::CheckConfig { .. } => {
@@ -236,136 +248,6 @@ impl Verb {
             _ => None,
         }
     }
-}
-
-/// Selection of accounting records, and their form.
-#[derive(Debug, Args)]
-pub struct AccountingOptions {
-    /// Earliest end: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
-    #[arg(long, value_name = "TIME", default_value = "24h")]
-    pub since: String,
-    /// Only records with an earlier end than this, in the same form
-    #[arg(long, value_name = "TIME")]
-    pub until: Option<String>,
-    /// Only records of this client
-    #[arg(long, value_name = "NAME", default_value = "")]
-    pub client: String,
-    /// Only records of this user (name or id), and leases with programs of this user
-    #[arg(long, value_name = "NAME|UID", default_value = "")]
-    pub user: String,
-    /// Only leases, or only programs
-    #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]
-    pub kind: Option<String>,
-    /// Print comma-separated values
-    #[arg(long, conflicts_with = "json")]
-    pub csv: bool,
-}
-
-/// A verb of `gpuserver config`.
-#[derive(Debug, Subcommand)]
-pub enum ConfigVerb {
-    /// Print keys and their values
-    Get {
-        /// Key or its start; without it, all keys
-        #[arg(default_value = "")]
-        key: String,
-        /// Also print the source of each value
-        #[arg(long)]
-        origin: bool,
-    },
-    /// Change a key now, and store the change in gpuserver.d/90-runtime.toml
-    Set {
-        /// Name of the key
-        key: String,
-        /// New value
-        value: String,
-    },
-    /// Remove a change that `set` has stored
-    Unset {
-        /// Name of the key
-        key: String,
-    },
-    /// Print the keys that the configuration sets, and values that wait for a restart
-    Diff {
-        /// Also print the source of each value
-        #[arg(long)]
-        origin: bool,
-    },
-    /// Read the configuration files again, as SIGHUP does
-    Reload,
-}
-
-/// A verb of `gpuserver pool`.
-#[derive(Debug, Subcommand)]
-pub enum PoolVerb {
-    /// Create the pool's certificate authority in the state directory
-    Init,
-    /// Print the authority with its secret key, for `pool import` on another server of the pool
-    Export,
-    /// Import the authority of a pool from the output of `pool export`
-    Import {
-        /// File with that output; - for standard input
-        file: PathBuf,
-    },
-}
-
-/// A verb of `gpuserver token`.
-#[derive(Debug, Subcommand)]
-pub enum TokenVerb {
-    /// Create a token with which new clients join, and print it once
-    Create {
-        /// Pattern of the clients' names, as in "vm-*"
-        #[arg(long, value_name = "PATTERN", default_value = "*")]
-        name: String,
-        /// Number of clients that can join with it
-        #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-        uses: u32,
-        /// Lifetime of the token
-        #[arg(long, value_name = "TIME", default_value = "24h")]
-        ttl: String,
-    },
-    /// List the tokens, without their secrets, which the server does not keep
-    List,
-    /// Revoke a token; clients that joined with it stay
-    Revoke {
-        /// Token id or its start
-        id: String,
-    },
-}
-
-/// A verb of `gpuserver admin`.
-#[derive(Debug, Subcommand)]
-pub enum AdminVerb {
-    /// Create an administrator's certificate, valid for a year, with root's rights on this server
-    Create {
-        /// Name of the administrator
-        name: String,
-        /// File to write, which must not exist
-        #[arg(short, long, value_name = "FILE", default_value = "admin.pem")]
-        out: PathBuf,
-    },
-    /// List the administrators that this server knows
-    List,
-    /// Revoke all certificates of a name so far, on this server only; repeat it on each server
-    Revoke {
-        /// Name of the administrator
-        name: String,
-    },
-}
-
-/// A verb of `gpuserver clients`.
-#[derive(Debug, Subcommand)]
-pub enum ClientsVerb {
-    /// Revoke a client: refuse its calls, and end its leases
-    Revoke {
-        /// Name of the client
-        name: String,
-    },
-    /// Forget a client, so that a machine can join under its name again
-    Forget {
-        /// Name of the client
-        name: String,
-    },
 }
 
 #[cfg(test)]
