@@ -37,7 +37,7 @@ help:
 	@echo 'make gpu-bundle   target/gpu-bundle: a folder that tests and measures on a machine with a GPU'
 	@echo 'make build        release binaries'
 	@echo 'make programs     the CUDA test programs'
-	@echo 'make docs         writes generated files: docs/coverage*.md, gpuserver.toml and its manual'
+	@echo 'make docs         writes generated files: docs/coverage*.md, gpuserver.toml, gpusession.toml and their manuals'
 	@echo 'make bench        what can be measured without a GPU'
 	@echo 'make deb rpm      packages for distributions, into target/dist'
 	@echo 'make release-check  builds and checks everything as it is shipped'
@@ -67,7 +67,7 @@ docs:
 	mv docs/coverage.md.new docs/coverage.md
 	$(CARGO) run --locked -q -p gpusession-nvml-calls --example coverage-nvml >docs/coverage-nvml.md.new
 	mv docs/coverage-nvml.md.new docs/coverage-nvml.md
-	GPUSESSION_BLESS=1 $(CARGO) test --locked -q -p gpuserver --lib config::tests::texts
+	GPUSESSION_BLESS=1 $(CARGO) test --locked -q -p gpuserver -p gpusessiond --lib comes_from_the_rows
 
 # ---- trying
 

@@ -68,7 +68,7 @@ fn main() -> ExitCode {
         println!("{}: {} lease(s) configured", path.display(), config.leases.len());
         return ExitCode::SUCCESS;
     }
-    let level = log(&config.log_level);
+    let level = log(&config.keys.log_level);
     gpusession_fatal::install("gpusessiond");
     // After a panic in one task the daemon must not run on without it: it exits and systemd
     // restarts it.
@@ -264,7 +264,7 @@ async fn join(
     }
     addresses.extend(home.addresses()?);
     for address in addresses {
-        match identity::join_pool(home, &address, token, config.client_name.as_deref(), client::join).await {
+        match identity::join_pool(home, &address, token, config.client.name.as_deref(), client::join).await {
             Ok(joined) => return Ok(joined),
             Err(error) => last = error,
         }
@@ -422,9 +422,14 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let sessions = Sessions::restore(leases.clone(), &paths::sessions_directory());
     settings.apply().await;
     tokio::spawn(notice::follow(leases.clone(), paths::notice_directory()));
-    let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default())
-        .with_sessions(sessions.clone())
-        .with_store(Store);
+    let grants = grant::Server::new(
+        leases.clone(),
+        gate.clone(),
+        Duration::from_millis(config.keys.wait_ms),
+        Limits::default(),
+    )
+    .with_sessions(sessions.clone())
+    .with_store(Store);
     let grants = Arc::new(grants);
     grants.resume(inherited.returned.processes).await;
     tokio::spawn(grants.clone().serve(grant_listener));
@@ -457,8 +462,8 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let following = async {
         while changed.changed().await.is_ok() {
             let config = changed.borrow_and_update().clone();
-            level(&config.log_level);
-            grants.set_wait(config.wait);
+            level(&config.keys.log_level);
+            grants.set_wait(Duration::from_millis(config.keys.wait_ms));
             logins.configure(gate.clone(), given(&config));
         }
     };

@@ -6,7 +6,9 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::{GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, want};
+use common::{
+    GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
+};
 use gpusession_proto::grant::{Denial, MAX_OUTCOME, MAX_OUTCOMES, Outcome, Reply, Request, Want};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, uuid_bytes};
@@ -23,7 +25,7 @@ fn helper_process() {
 }
 
 fn quick() -> Config {
-    Config { wait: Duration::from_millis(100), ..config(&[1]) }
+    waiting(Duration::from_millis(100), &[1])
 }
 
 fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
@@ -211,7 +213,7 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer")));
     let engine = engine(&[&sim]);
-    let config = Config { wait: PATIENCE, ..config(&[1]) };
+    let config = waiting(PATIENCE, &[1]);
     want(&engine, &config).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
@@ -441,7 +443,7 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             let sim = SimServer::new("gpu-a", 1);
             sim.with(|s| s.refuses_workers = Some(PoolError::new(trouble, "one program at a time")));
             let engine = engine(&[&sim]);
-            let config = Config { wait: PATIENCE, ..config(&[1]) };
+            let config = waiting(PATIENCE, &[1]);
             want(&engine, &config).await;
             until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
             let socket = GrantSocket::start(&engine, &config, Limits::default());
@@ -478,7 +480,7 @@ async fn a_caller_that_gives_up_takes_no_worker() {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| s.no_workers = true);
     let engine = engine(&[&sim]);
-    let config = Config { wait: PATIENCE, ..config(&[1]) };
+    let config = waiting(PATIENCE, &[1]);
     want(&engine, &config).await;
     until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());

@@ -100,7 +100,7 @@ async fn each_event_says_whom_it_concerns_and_why() {
     sim.with(|s| s.ids = ["first", "second"].map(String::from).into());
     let engine = engine(&[&sim]);
     let mut config = config(&[1]);
-    config.wait = std::time::Duration::ZERO;
+    config.keys.wait_ms = 0;
     want(&engine, &config).await;
 
     journal.has(Event::LeaseGranted, &[("LEASE", "first"), ("SERVER", "gpu-a")]).await;

@@ -37,6 +37,13 @@ pub fn engine(servers: &[&SimServer]) -> Engine {
     engine
 }
 
+/// As [`config`], for calls that wait this long.
+pub fn waiting(wait: Duration, leases: &[u32]) -> Config {
+    let mut config = config(leases);
+    config.keys.wait_ms = wait.as_millis() as u64;
+    config
+}
+
 /// Creates a configuration with leases of these numbers of GPUs.
 pub fn config(leases: &[u32]) -> Config {
     let leases = (1..).zip(leases);
@@ -204,7 +211,12 @@ impl GrantSocket {
         let path = folder.path().join("grant.sock");
         let (listener, file) = peer::bind(&path, 0o666).unwrap();
         let gate = Arc::new(Gate::new(config.access.clone()));
-        let server = Arc::new(grant::Server::new(Arc::new(engine.clone()), gate, config.wait, limits));
+        let server = Arc::new(grant::Server::new(
+            Arc::new(engine.clone()),
+            gate,
+            Duration::from_millis(config.keys.wait_ms),
+            limits,
+        ));
         Self { path, _folder: folder, _file: file, task: tokio::spawn(server.serve(listener)) }
     }
 }

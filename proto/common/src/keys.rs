@@ -95,15 +95,15 @@ pub fn prose(about: &[&str]) -> String {
                 bold = !bold;
                 out += if bold { "\\fB" } else { "\\fR" };
             }
-            ' ' if text[..i].ends_with('.')
-                && text[i + 1..].starts_with(|c: char| c.is_ascii_uppercase()) =>
-            {
-                out.push('\n');
-            }
+            ' ' if text[..i].ends_with('.') && begins_sentence(&text[i + 1..]) => out.push('\n'),
             _ => out += &troff(c.encode_utf8(&mut [0; 4])),
         }
     }
     out + "\n"
+}
+
+fn begins_sentence(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_uppercase() || c == '"')
 }
 
 fn troff(text: &str) -> String {
@@ -139,6 +139,58 @@ pub fn comment(text: &str) -> String {
     out + "\n"
 }
 
+/// Returns a table's section of the manual.
+pub fn manual_table(title: &str, about: &[&str], rows: &[Row]) -> String {
+    format!(".SS {title}\n{}{}", prose(about), manual(rows))
+}
+
+/// Returns a table's part of the shipped file, with the header as it stands in a file.
+pub fn sample_table(header: &str, about: &[&str], rows: &[Row]) -> String {
+    let about: Vec<_> = paragraphs(about).collect();
+    format!("\n{}#{header}\n{}", comment(&about.join(" ").replace('`', "")), sample(rows))
+}
+
+/// Returns the key lines of a shipped file without their `#`.
+///
+/// An explanation has a space after the `#`; a line without `#` is an error.
+pub fn uncommented(file: &str) -> Result<String, String> {
+    let mut out = String::new();
+    for line in file.lines().filter(|line| !line.is_empty()) {
+        let comment = line.strip_prefix('#').ok_or_else(|| format!("not a comment: {line}"))?;
+        if !comment.starts_with(' ') {
+            out += comment;
+            out.push('\n');
+        }
+    }
+    Ok(out)
+}
+
+/// Lists rows whose field no source file below `folder` reads, but for tests and `keys.rs`.
+pub fn unread<'a>(
+    folder: &Path,
+    rows: impl IntoIterator<Item = &'a Row>,
+) -> std::io::Result<Vec<&'static str>> {
+    fn collect(folder: &Path, text: &mut String) -> std::io::Result<()> {
+        for entry in std::fs::read_dir(folder)? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if path.is_dir() && name != "tests" {
+                collect(&path, text)?;
+            } else if name.ends_with(".rs") && !["tests.rs", "keys.rs"].contains(&&*name) {
+                text.push_str(&std::fs::read_to_string(path)?);
+            }
+        }
+        Ok(())
+    }
+    let mut text = String::new();
+    collect(folder, &mut text)?;
+    let fields: std::collections::HashSet<_> = text
+        .split('.')
+        .map(|after| after.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default())
+        .collect();
+    Ok(rows.into_iter().filter(|row| !fields.contains(row.key())).map(|row| row.name).collect())
+}
+
 /// Compares the lines of a file from `start` up to a line that starts with `end` with `block`.
 ///
 /// Writes them instead if `GPUSESSION_BLESS` is set, as `make docs` does.
@@ -172,6 +224,7 @@ fn replace_block(text: &str, start: &str, end: &str, block: &str) -> Option<Stri
 macro_rules! keys {
     (
         $(#[doc = $title:literal])*
+        $(#[derive($($derive:path),+)])?
         pub struct $table:ident($prefix:literal, $reader:ty, $error:ty) {
             $(
                 $($section:literal;)?
@@ -183,6 +236,7 @@ macro_rules! keys {
     ) => {
         $(#[doc = $title])*
         #[derive(Debug, Clone, PartialEq)]
+        $(#[derive($($derive),+)])?
         pub struct $table {
             $($(#[doc = $about])+ pub $field: $type),+
         }

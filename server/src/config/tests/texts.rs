@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gpusession_common::keys::{comment, manual, prose, sample, up_to_date};
+use gpusession_common::keys::{manual, manual_table, sample, sample_table, uncommented, unread, up_to_date};
 
 use super::*;
 use crate::config::keys::{GpuSharing, ReserveKeys};
@@ -33,15 +33,14 @@ fn limits() -> Vec<gpusession_common::keys::Row> {
 
 #[test]
 fn the_manual_comes_from_the_rows() {
-    let table = |title: &str, about: &[&str], rows| format!(".SS {title}\n{}{}", prose(about), manual(rows));
     let layers = "[limits], [limits.group.NAME], [limits.client.NAME], [limits.user.NAME]";
     let text = [
         ".SH KEYS\n".into(),
         manual(Keys::ROWS),
-        table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
-        table("[users]", Users::ABOUT, Users::ROWS),
-        table(layers, LIMIT_TABLES, &limits()),
-        table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
+        manual_table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
+        manual_table("[users]", Users::ABOUT, Users::ROWS),
+        manual_table(layers, LIMIT_TABLES, &limits()),
+        manual_table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
     ]
     .concat();
     up_to_date(&file("docs/man/gpuserver.toml.5"), ".SH KEYS", ".SH ENVIRONMENT", &text).unwrap();
@@ -49,33 +48,21 @@ fn the_manual_comes_from_the_rows() {
 
 #[test]
 fn the_shipped_file_comes_from_the_rows() {
-    let table = |title: &str, about: &[&str], rows| {
-        let about = prose(about).replace("\\fB", "").replace("\\fR", "").replace('\n', " ");
-        format!("\n{}#{title}\n{}", comment(about.trim_end()), sample(rows))
-    };
     let limits_for_all = ["Limits for everyone without other limits."];
     let text = [
         sample(Keys::ROWS).trim_start().into(),
         "\n# ---- Tables\n".into(),
-        table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
-        table("[users]", Users::ABOUT, Users::ROWS),
-        table("[limits]", &limits_for_all, &limits()),
-        table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
+        sample_table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
+        sample_table("[users]", Users::ABOUT, Users::ROWS),
+        sample_table("[limits]", &limits_for_all, &limits()),
+        sample_table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
         "\n".into(),
     ]
     .concat();
     let path = file("packaging/etc/gpuserver.toml");
     up_to_date(&path, "# ---- ", "# ---- Examples", &text).unwrap();
     // All of it is a comment, and the configuration without the # signs works and changes nothing.
-    let mut written = String::new();
-    for line in std::fs::read_to_string(path).unwrap().lines().filter(|l| !l.is_empty()) {
-        let comment = line.strip_prefix('#').expect("something is not commented out");
-        // Explanations have a space after the #, keys have none.
-        if !comment.starts_with(' ') {
-            written += comment;
-            written.push('\n');
-        }
-    }
+    let written = uncommented(&std::fs::read_to_string(path).unwrap()).unwrap();
     let (shipped, without) = (parse(&written).unwrap(), parse("").unwrap());
     let value = |of: &Config, key: &str| of.report.iter().find(|(k, ..)| k == key).map(|(_, v, _)| v.clone());
     for row in keys() {
@@ -95,23 +82,7 @@ const ONE_VALUE: [&str; 2] = ["registry", "compute_mode"];
 
 #[test]
 fn each_key_has_a_consumer() {
-    fn read_all(folder: &Path, text: &mut String) {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            if path.is_dir() && name != "tests" {
-                read_all(&path, text);
-            } else if name.ends_with(".rs") && name != "tests.rs" && name != "keys.rs" {
-                text.push_str(&std::fs::read_to_string(path).unwrap());
-            }
-        }
-    }
-    let mut sources = String::new();
-    read_all(&file("server/src"), &mut sources);
-    let words: Vec<&str> = sources.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '.').collect();
-    for row in Keys::ROWS.iter().chain(Users::ROWS).filter(|row| !ONE_VALUE.contains(&row.name)) {
-        let field = format!(".{}", row.key());
-        let used = words.iter().any(|w| w.ends_with(&field) || w.contains(&format!("{field}.")));
-        assert!(used, "no code reads {}", row.name);
-    }
+    let rows = Keys::ROWS.iter().chain(Users::ROWS).filter(|row| !ONE_VALUE.contains(&row.name));
+    let unread = unread(&file("server/src"), rows).unwrap();
+    assert!(unread.is_empty(), "no code reads {unread:?}");
 }
