@@ -356,3 +356,64 @@ impl Drop for Client {
         window::withdraw(self.whole_window.start);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::op;
+
+    use super::*;
+    use crate::fake_worker::Program;
+
+    const ILLEGAL_ADDRESS: i32 = 700;
+
+    #[test]
+    fn call_returns_its_own_error_before_a_late_one() {
+        let program = Program::alone();
+        let client = program.client;
+        let call = || client.call(op::ALLOC, |_| {}).map(drop);
+        assert_eq!(call(), Ok(()));
+        program.tell(op::LATE_ERROR, 1, &[]);
+        program.tell(op::LATE_ERROR, 2, &[]);
+        program.answer(op::ALLOC, 3, &[]);
+        assert_eq!(call(), Err(3));
+        assert_eq!(client.take_late_error(), Ok(()), "the late error came along with the call's own");
+        program.tell(op::LATE_ERROR, 1, &[]);
+        assert_eq!(call(), Err(1), "the first late error");
+        assert_eq!(call(), Ok(()));
+    }
+
+    #[test]
+    fn fault_stays_for_good_with_its_first_status() {
+        let program = Program::alone();
+        let client = program.client;
+        program.tell(op::LATE_ERROR, 1, &[]);
+        assert_eq!((client.take_late_error(), client.take_late_error()), (Err(1), Ok(())));
+        program.tell(op::LATE_ERROR, ILLEGAL_ADDRESS, &[]);
+        assert_eq!(client.take_late_error(), Err(ILLEGAL_ADDRESS));
+        client.poison(DEVICE_UNAVAILABLE);
+        assert_eq!(client.take_late_error(), Err(ILLEGAL_ADDRESS), "the cause of the others");
+    }
+
+    #[test]
+    fn frame_names_a_context_that_its_worker_knows() {
+        let program = Program::new();
+        let client = program.client;
+        assert_eq!(client.context(), program.ctx);
+        let other = handle::make(handle::CTX, 3, 1, 5);
+        assert_eq!(thread::within(other, || client.context()), client.primary(0));
+        assert_eq!(thread::within(0, || client.context()), 0);
+        assert_eq!(client.device_of(other).err(), Some(INVALID_CONTEXT));
+        assert_eq!(client.device_of(handle::make(handle::STREAM, 0, 1, 0)).err(), Some(INVALID_CONTEXT));
+        assert!(client.device_of(program.ctx).is_ok());
+    }
+
+    #[test]
+    fn frame_without_a_verdict_waits_unless_it_is_sure() {
+        let program = Program::new();
+        program.answer(op::FREE, 1, &[]);
+        program.answer(op::FREE, 1, &[]);
+        let post = |sure| program.client.post_if(sure, op::FREE, |_| {}).map(drop);
+        assert_eq!(post(true), Ok(()), "nobody waits for the answer");
+        assert_eq!(post(false), Err(1));
+    }
+}

@@ -120,3 +120,57 @@ impl Event {
         stream.synced(seq);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+
+    fn setup(flags: u32) -> (Arc<Event>, Arc<Stream>) {
+        let program = Program::new();
+        let new = program.client.mint(handle::EVENT);
+        add(program.client, new, flags);
+        let stream = program.client.mint(handle::STREAM);
+        (find(new).unwrap(), Arc::new(Stream::new(program.client, stream, program.ctx, 1, 0, 9)))
+    }
+
+    #[test]
+    fn event_is_pending_until_its_last_record_has_happened() {
+        let (event, stream) = setup(0);
+        assert!(event.pending().is_none(), "never recorded");
+        event.record(&stream, 5);
+        assert!(event.recorded() && event.pending().is_some_and(|(_, seq)| seq == 5));
+        stream.synced(4);
+        assert!(event.pending().is_some());
+        stream.synced(5);
+        assert!(event.pending().is_none(), "the stream was synchronized behind it");
+        event.record(&stream, 8);
+        assert!(event.pending().is_some());
+        event.has_happened(&stream, 8);
+        assert!(event.pending().is_none() && stream.done(8), "the stream's earlier work is done, too");
+        event.record(&stream, 9);
+        event.is_past(9);
+        assert!(event.pending().is_none() && !stream.done(9));
+    }
+
+    #[test]
+    fn only_an_event_without_timing_may_be_past_at_once() {
+        let (timed, stream) = setup(0);
+        let (event, _) = setup(DISABLE_TIMING);
+        assert!(event.is_immediate(&stream) && !timed.is_immediate(&stream));
+        stream.worked(3);
+        assert!(!event.is_immediate(&stream), "the stream has work");
+        stream.synced(3);
+        assert!(event.is_immediate(&stream));
+    }
+
+    #[test]
+    fn destroyed_event_has_no_handle() {
+        let (event, _) = setup(0);
+        assert!(take(event.handle).is_ok());
+        assert_eq!(find(event.handle).err(), Some(INVALID_HANDLE));
+        assert_eq!(take(event.handle).err(), Some(INVALID_HANDLE));
+        let other = handle::make(handle::STREAM, 0, 1, handle::slot(event.handle));
+        assert_eq!(find(other).err(), Some(INVALID_HANDLE));
+    }
+}

@@ -303,3 +303,88 @@ pub fn accept(shape: u64) {
     ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(shape);
     crate::thread::seen(shape, true);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+
+    fn function(program: &Program, how: How, name: &CStr) -> Result<u64> {
+        // Two parameters, of 8 bytes at 0 and of 4 at 8; three attributes, of which the second is
+        // not known.
+        let both = |offset: u64, size: u64| offset | size << 32;
+        program.answer(op::GET_FUNCTION, 0, &[2, both(0, 8), both(8, 4), 3, 1024, u64::MAX, 64]);
+        get(program.client, 71, how, name.into())
+    }
+
+    #[test]
+    fn function_is_looked_up_once() {
+        let program = Program::new();
+        let handle = function(&program, How::Function, c"once").unwrap();
+        assert_eq!(function(&program, How::Function, c"once"), Ok(handle));
+        assert_eq!(program.operations(), [op::GET_FUNCTION]);
+        let known = find(handle).unwrap();
+        assert_eq!((known.params.len(), known.param_bytes, known.params[1].offset), (2, 12, 8));
+        assert!(own(handle).is_ok());
+        let kernel = function(&program, How::Kernel, c"once").unwrap();
+        assert_ne!(kernel, handle, "a kernel is another object");
+        assert_eq!(own(kernel).err(), Some(INVALID_HANDLE));
+    }
+
+    #[test]
+    fn attribute_is_asked_once_until_a_setting_may_have_changed_it() {
+        let program = Program::new();
+        let client = program.client;
+        let known = find(function(&program, How::Function, c"attributes").unwrap()).unwrap();
+        program.frames();
+        let attribute = |number| known.attribute(client, number, OWN_DEVICE);
+        assert_eq!((attribute(0), attribute(2)), (Ok(1024), Ok(64)), "they came with the function");
+        assert!(program.frames().is_empty());
+        program.answer(op::FUNC_ATTRIBUTE, 0, &[u64::from(-1i32 as u32)]);
+        assert_eq!((attribute(1), attribute(1)), (Ok(-1), Ok(-1)));
+        assert_eq!(program.operations(), [op::FUNC_ATTRIBUTE]);
+        let set = |value| known.set(client, 0, 8, value, OWN_DEVICE);
+        assert_eq!((set(9), set(9)), (Ok(()), Ok(())));
+        assert_eq!(program.operations(), [op::FUNC_SET_ATTRIBUTE], "the driver has accepted the value");
+        program.answer(op::FUNC_ATTRIBUTE, 0, &[512]);
+        assert_eq!(attribute(0), Ok(512));
+        program.answer(op::FUNC_SET_ATTRIBUTE, 1, &[]);
+        assert_eq!((set(10), set(10)), (Err(1), Ok(())), "a refused value is asked again");
+    }
+
+    #[test]
+    fn unloaded_parent_takes_its_functions_along() {
+        let program = Program::new();
+        program.answer(op::GET_FUNCTION, 0, &[0, 0]);
+        let kernel = get(program.client, 91, How::Kernel, c"kernel".into()).unwrap();
+        program.answer(op::GET_FUNCTION, 0, &[0, 0]);
+        let of_kernel = get(program.client, kernel, How::OfKernel, c"kernel".into()).unwrap();
+        let other = function(&program, How::Function, c"stays").unwrap();
+        forget(91);
+        assert_eq!((find(kernel).err(), find(of_kernel).err()), (Some(INVALID_HANDLE), Some(INVALID_HANDLE)));
+        assert!(find(other).is_ok());
+        program.frames();
+        assert!(get(program.client, 91, How::Kernel, c"kernel".into()).is_ok());
+        assert_eq!(program.operations(), [op::GET_FUNCTION], "a new library may have the old handle");
+    }
+
+    #[test]
+    fn kernel_has_at_most_64_kib_of_parameters() {
+        let bytes = |offset, size| {
+            let params = vec![Param { offset, size }, Param { offset: 0, size: 8 }];
+            Function::new(1, c"f".into(), How::Function, 2, params).map(|function| function.param_bytes)
+        };
+        assert_eq!(bytes(16, 4), Ok(20));
+        assert_eq!(bytes((1 << 16) - 8, 8), Ok(1 << 16));
+        assert_eq!(bytes((1 << 16) - 8, 9), Err(INVALID_VALUE));
+        assert_eq!(bytes(u32::MAX, u32::MAX), Err(INVALID_VALUE));
+    }
+
+    #[test]
+    fn accepted_shape_is_known_to_every_thread() {
+        let shape = 0x5a5a_0001;
+        assert!(!accepted(shape));
+        std::thread::spawn(move || accept(shape)).join().unwrap();
+        assert!(accepted(shape) && !accepted(shape + 1));
+    }
+}

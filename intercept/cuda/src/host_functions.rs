@@ -263,3 +263,88 @@ fn run_host() {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::time::Duration;
+
+    use gpusession_proto::handle;
+
+    use super::*;
+    use crate::fake_worker::Program;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Two channels: the function sends, then waits for the test's word.
+    struct Meeting(Sender<bool>, Receiver<()>);
+
+    extern "C" fn meet(data: *mut c_void) {
+        // SAFETY: the test leaked the meeting, which only this function uses.
+        let Meeting(here, word) = unsafe { &*data.cast::<Meeting>() };
+        here.send(thread::in_host_function()).unwrap();
+        word.recv_timeout(PATIENCE).unwrap();
+    }
+
+    fn stream(program: &Program) -> Arc<Stream> {
+        let new = program.client.mint(handle::STREAM);
+        Arc::new(Stream::new(program.client, new, program.ctx, 1, 0, 9))
+    }
+
+    fn wait(done: impl Fn() -> bool) {
+        let since = std::time::Instant::now();
+        while !done() {
+            assert!(since.elapsed() < PATIENCE);
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn function_is_due_until_it_has_run() {
+        let program = Program::new();
+        let (mine, other) = (stream(&program), stream(&program));
+        let ((here, started), (word, waiting)) = (channel(), channel());
+        let data = Box::leak(Box::new(Meeting(here, waiting)));
+        let function = HostFunction::Plain(meet, std::ptr::from_ref(data) as usize);
+        let id = register(program.client, function, Some((&mine, Vec::new()))).unwrap();
+        let seq = program.client.post(op::HOST_FUNC, |w| w.word(id)).unwrap();
+        appended(&mine, seq);
+        assert_eq!(due(mine.on(), &[]), Due::Function);
+        assert_eq!(due(other.on(), &[(mine.on(), seq)]), Due::Nothing, "work before it");
+        assert_eq!(due(other.on(), &[(mine.on(), seq + 1)]), Due::Function, "work behind it");
+        assert_eq!(due(other.on(), &[]), Due::Nothing);
+        mine.synced(seq);
+        forget_launches(|_, _| true);
+        assert_eq!(due(mine.on(), &[]), Due::Function, "only the end of its run completes it");
+        program.frames();
+        program.tell(op::CALL_HOST, 0, &[id]);
+        assert!(started.recv_timeout(PATIENCE).unwrap(), "the function must not call CUDA");
+        assert_eq!(due(mine.on(), &[]), Due::Function);
+        word.send(()).unwrap();
+        wait(|| due(mine.on(), &[]) == Due::Nothing);
+    }
+
+    #[test]
+    fn launched_graph_with_functions_is_due_until_its_launch_is_done() {
+        let program = Program::new();
+        let mine = stream(&program);
+        launching_graph(&mine, || panic!("no graph of this client has a function"));
+        let never = HostFunction::Plain(meet, 0);
+        register(program.client, never, None).unwrap();
+        for _ in 0..MAX_LAUNCHES + 3 {
+            launching_graph(&mine, Vec::new);
+            appended(&mine, 7);
+        }
+        launching_graph(&mine, Vec::new);
+        appended(&mine, 9);
+        let entries =
+            || host().as_ref().map_or(0, |h| h.calling.iter().filter(|w| w.on.on() == mine.on()).count());
+        assert_eq!(entries(), MAX_LAUNCHES + 1, "later launches join the last entry");
+        assert_eq!(due(mine.on(), &[]), Due::Graph);
+        mine.synced(8);
+        assert_eq!(due(mine.on(), &[]), Due::Graph, "the last launch");
+        mine.synced(9);
+        assert_eq!(due(mine.on(), &[]), Due::Nothing);
+        assert_eq!(entries(), 0);
+    }
+}

@@ -204,4 +204,23 @@ mod tests {
         assert_eq!(wrapped(std::ptr::null()), Err(INVALID_IMAGE));
         assert_eq!(wrapped(c".version 8.0".as_ptr().cast()), Err(INVALID_IMAGE), "text has no wrapper");
     }
+
+    #[test]
+    fn image_travels_once_and_only_to_a_server_without_it() {
+        let program = crate::fake_worker::Program::new();
+        let image = vec![0x51; PIECE + 1];
+        program.answer(op::IMAGE_HAVE, 0, &[0]);
+        program.answer(op::IMAGE_HAVE, 0, &[1]);
+        let hash = offer(program.client, &image).unwrap();
+        let sent = [op::IMAGE_HAVE, op::IMAGE_DATA, op::IMAGE_DATA, op::IMAGE_HAVE];
+        assert_eq!(program.operations(), sent, "in pieces");
+        assert_eq!(offer(program.client, &image), Ok(hash));
+        assert!(program.frames().is_empty(), "the process remembers");
+        program.answer(op::IMAGE_HAVE, 0, &[1]);
+        assert!(offer(program.client, b"another").is_ok_and(|other| other != hash));
+        assert_eq!(program.operations(), [op::IMAGE_HAVE], "another process sent it");
+        program.answer(op::IMAGE_HAVE, 0, &[0]);
+        program.answer(op::IMAGE_HAVE, 0, &[0]);
+        assert_eq!(offer(program.client, b"damaged"), Err(INVALID_IMAGE));
+    }
 }

@@ -29,6 +29,8 @@ mod devices;
 mod entry;
 mod errors;
 mod events;
+#[cfg(test)]
+mod fake_worker;
 mod foreign_addresses;
 mod functions;
 mod handles;

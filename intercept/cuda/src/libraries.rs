@@ -52,3 +52,32 @@ pub fn usable_on(library: u64, client: &Client) -> Result {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+    use crate::status::NOT_SUPPORTED;
+
+    #[test]
+    fn client_uses_a_library_that_it_loaded() {
+        let client = Program::new().client;
+        assert_eq!(usable_on(1, client), Ok(()), "the same on every client");
+        failed_on(1, vec![(client.number + 1, 209)]);
+        assert_eq!(usable_on(1, client), Ok(()));
+        failed_on(2, vec![(client.number, 209)]);
+        assert_eq!(usable_on(2, client), Err(209));
+        assert_eq!((forget(2), forget(2)), (vec![client.number], Vec::new()));
+        assert_eq!(usable_on(2, client), Ok(()));
+    }
+
+    #[test]
+    fn managed_variables_stay_with_their_first_client() {
+        let client = Program::new().client;
+        managed_by(3, client);
+        assert_eq!(usable_on(3, client), Ok(()));
+        exceptions().entry(4).or_default().managed = Some(client.number + 1);
+        managed_by(4, client);
+        assert_eq!(usable_on(4, client), Err(NOT_SUPPORTED));
+    }
+}

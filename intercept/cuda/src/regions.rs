@@ -299,3 +299,100 @@ pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
     // writable until `discard`, which takes this lock, or while the graphs that write to it run.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (region.base + offset) as *mut u8, bytes.len()) };
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::Reader;
+
+    use super::*;
+    use crate::fake_worker::Program;
+
+    /// Blocks of memory with a region, and the region.
+    fn mirrored(program: &Program, kind: u64, blocks: usize) -> (Vec<u8>, Arc<Region>) {
+        let memory = vec![0u8; blocks * BLOCK];
+        let region =
+            Region::new(program.client, memory.as_ptr() as u64, memory.len() as u64, kind, false, true);
+        let region = create(region).unwrap();
+        program.frames();
+        (memory, region)
+    }
+
+    /// Returns offset and length of each change that the program has sent.
+    fn sent(program: &Program, region: &Region) -> Vec<(u64, usize)> {
+        let mut changes = Vec::new();
+        for (operation, body) in program.frames() {
+            assert_eq!(operation, op::WRITE_HOST);
+            let mut r = Reader::new(&body);
+            assert_eq!(r.word(), Ok(region.id()));
+            changes::read(&mut r, |offset, bytes| changes.push((offset, bytes.len()))).unwrap();
+        }
+        changes
+    }
+
+    #[test]
+    fn launch_sends_only_what_the_program_has_changed() {
+        let program = Program::new();
+        let (mut memory, region) = mirrored(&program, mirror::SAME, 3);
+        region.upload().unwrap();
+        assert!(sent(&program, &region).is_empty());
+        memory[BLOCK + 8] = 1;
+        memory[2 * BLOCK] = 1;
+        region.upload_part(BLOCK + 100, 1).unwrap();
+        assert_eq!(sent(&program, &region), [(BLOCK as u64 + 8, 4)], "the blocks that a copy names");
+        region.upload().unwrap();
+        assert_eq!(sent(&program, &region), [(2 * BLOCK as u64, 4)]);
+        region.upload().unwrap();
+        assert!(sent(&program, &region).is_empty(), "the worker knows all");
+        discard(&region).unwrap();
+    }
+
+    #[test]
+    fn device_memory_takes_whole_blocks() {
+        let program = Program::new();
+        let (mut memory, region) = mirrored(&program, mirror::DEVICE, 2);
+        memory[BLOCK + 8] = 1;
+        region.upload().unwrap();
+        assert_eq!(sent(&program, &region), [(BLOCK as u64, BLOCK)]);
+        discard(&region).unwrap();
+    }
+
+    #[test]
+    fn devices_change_reaches_the_program_and_does_not_return() {
+        let program = Program::new();
+        let (memory, region) = mirrored(&program, mirror::SAME, 1);
+        changed(region.id(), 16, &[7; 8]);
+        assert_eq!(memory[16..24], [7; 8]);
+        region.upload().unwrap();
+        assert!(sent(&program, &region).is_empty());
+        for (offset, len) in [(BLOCK as u64 - 4, 8), (u64::MAX, 8), (BLOCK as u64, 1)] {
+            changed(region.id(), offset, &vec![9; len]);
+        }
+        assert!(memory.iter().all(|byte| *byte != 9), "a change beyond the region is dropped");
+        discard(&region).unwrap();
+        changed(region.id(), 16, &[8; 8]);
+        assert_eq!(memory[16..24], [7; 8], "the memory is the program's alone again");
+        region.upload().unwrap();
+        assert_eq!(program.operations(), [op::UNMIRROR_HOST]);
+    }
+
+    #[test]
+    fn region_contains_and_overlaps_by_bytes() {
+        let program = Program::new();
+        let region = Region::new(program.client, 0x1000, 0x100, mirror::SAME, false, false);
+        assert!(region.contains(0x1000, 0x100) && region.contains(0x10ff, 1));
+        assert!(!region.contains(0xfff, 2) && !region.contains(0x1001, 0x100));
+        assert!(!region.contains(0x1001, usize::MAX), "no overflow");
+        assert!(region.overlaps(0xfff, 2) && region.overlaps(0x10ff, 9));
+        assert!(!region.overlaps(0xf00, 0x100) && !region.overlaps(0x1100, 1));
+    }
+
+    #[test]
+    fn refused_mirror_leaves_no_region() {
+        let program = Program::new();
+        program.answer(op::MIRROR_HOST, 2, &[]);
+        let base = 0x7f00_0000_0000;
+        let region = Region::new(program.client, base, 64, mirror::ANYWHERE, true, false);
+        assert_eq!(create(region).err(), Some(2));
+        assert!(find(program.client, base as usize, 64).is_none());
+    }
+}

@@ -347,3 +347,79 @@ pub fn end(capture: &Arc<Capture>) {
     }
     capture.end();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+
+    const NON_BLOCKING: u32 = 1;
+
+    fn stream(program: &Program, flags: u32) -> Arc<Stream> {
+        by_handle(create(program.client, program.ctx, flags, 0).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn priority_stays_in_the_range_of_the_device() {
+        let program = Program::new();
+        let priority = |wanted| {
+            let handle = create(program.client, program.ctx, 0, wanted).unwrap();
+            by_handle(handle).unwrap().priority
+        };
+        assert_eq!([priority(7), priority(-3), priority(-9)], [0, -3, -5]);
+    }
+
+    #[test]
+    fn synchronization_without_effect_returns_at_once() {
+        let program = Program::new();
+        let (stream, seq) = (stream(&program, NON_BLOCKING), program.client.link.position());
+        program.frames();
+        assert_eq!(stream.synchronize(), Ok(()));
+        assert!(program.frames().is_empty(), "the stream is idle");
+        stream.copied_in(seq + 1);
+        program.answer(op::STREAM_SYNC, 1, &[]);
+        assert_eq!(stream.synchronize(), Ok(()), "only copies to the device: nobody waits for the answer");
+        assert_eq!(program.operations(), [op::STREAM_SYNC]);
+        stream.worked(program.client.link.position());
+        program.answer(op::STREAM_SYNC, 1, &[]);
+        assert_eq!(stream.synchronize(), Err(1));
+        assert_eq!(stream.synchronize(), Ok(()));
+        program.frames();
+        assert!(stream.idle());
+        assert_eq!(stream.synchronize(), Ok(()));
+        assert!(program.frames().is_empty(), "the last synchronization covered it");
+    }
+
+    #[test]
+    fn handle_means_a_stream_of_the_current_context() {
+        let program = Program::new();
+        let find = |stream: u64, default| {
+            meant(program.client, stream as *mut c_void, default).map(|(_, stream)| stream.handle)
+        };
+        let legacy = Default::Legacy;
+        assert_eq!((find(0, legacy), find(LEGACY, Default::PerThread)), (Ok(0), Ok(0)));
+        let own = find(0, Default::PerThread).unwrap();
+        assert_eq!((find(PER_THREAD, legacy), find(0, Default::PerThread)), (Ok(own), Ok(own)));
+        assert_ne!(own, 0);
+        forget_context(program.ctx);
+        assert_eq!(find(own, legacy), Err(INVALID_HANDLE), "a reset destroyed it");
+        assert_ne!(find(PER_THREAD, legacy), Ok(own));
+        assert_eq!(thread::within(0, || find(0, legacy)), Err(crate::status::INVALID_CONTEXT));
+        assert_eq!(find(program.ctx, legacy), Err(INVALID_HANDLE));
+    }
+
+    #[test]
+    fn blocking_streams_cover_the_default_stream_of_their_context() {
+        let (program, other) = (Program::new(), Program::new());
+        let (blocking, free) = (stream(&program, 0), stream(&program, NON_BLOCKING));
+        let default = legacy(program.client, program.ctx).unwrap();
+        let elsewhere = legacy(other.client, other.ctx).unwrap();
+        default.worked(10);
+        elsewhere.worked(10);
+        let covers = blocking.covers(20);
+        assert!(is_covered(&covers, default.on(), 10) && is_covered(&covers, blocking.on(), 19));
+        assert!(!is_covered(&covers, free.on(), 1) && !is_covered(&covers, elsewhere.on(), 1));
+        assert!(!is_covered(&free.covers(20), default.on(), 10));
+        assert!(is_covered(&default.covers(20), blocking.on(), 19));
+    }
+}
