@@ -380,3 +380,6 @@ impl DownQueue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -67,3 +67,63 @@ impl Output {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use gpusession_proto::frame::{HEADER, Header, Reader};
+
+    use super::*;
+    use crate::replies::tests::replies;
+
+    /// Returns output that reads these two files instead of the process's own.
+    fn output() -> (Output, [File; 2]) {
+        let file = || -> File { memfd_create("output", MFdFlags::MFD_CLOEXEC).unwrap().into() };
+        let files = [file(), file()];
+        // The driver's end appends, as that of a redirected descriptor does.
+        let appending = |file: &File| {
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            File::options().append(true).open(path).unwrap()
+        };
+        let ends = [appending(&files[0]), appending(&files[1])];
+        (Output { files: Mutex::new(files) }, ends)
+    }
+
+    fn collected(output: &Output) -> Vec<(Vec<u8>, Vec<u8>)> {
+        let mut frames = Vec::new();
+        output.collect(&replies().0, &mut frames);
+        let (mut rest, mut texts) = (&frames[..], Vec::new());
+        while let Some((head, bytes)) = rest.split_first_chunk::<HEADER>() {
+            let header = Header::parse(head).unwrap();
+            assert_eq!(header.op.get(), op::OUTPUT);
+            let (body, next) = bytes.split_at(header.body_len());
+            let mut r = Reader::new(body);
+            texts.push((r.bytes().unwrap().to_vec(), r.bytes().unwrap().to_vec()));
+            rest = next;
+        }
+        texts
+    }
+
+    #[test]
+    fn client_gets_each_line_once() {
+        let (output, [mut out, mut err]) = output();
+        assert!(collected(&output).is_empty());
+        out.write_all(b"one").unwrap();
+        assert_eq!(collected(&output), [(b"one".to_vec(), Vec::new())]);
+        assert!(collected(&output).is_empty());
+        err.write_all(b"two").unwrap();
+        out.write_all(b"three").unwrap();
+        assert_eq!(collected(&output), [(b"three".to_vec(), b"two".to_vec())], "without a hole");
+    }
+
+    #[test]
+    fn long_output_travels_in_several_frames() {
+        let (output, [mut out, mut err]) = output();
+        out.write_all(&vec![b'x'; 2 * INLINE_MAX + 1]).unwrap();
+        err.write_all(b"e").unwrap();
+        let texts = collected(&output);
+        let lengths: Vec<_> = texts.iter().map(|(out, err)| (out.len(), err.len())).collect();
+        assert_eq!(lengths, [(INLINE_MAX, 1), (INLINE_MAX, 0), (1, 0)]);
+    }
+}

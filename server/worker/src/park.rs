@@ -31,7 +31,9 @@ pub fn run(driver: &str, pid: &str, limit: Option<&str>) -> ExitCode {
         eprintln!("gpuserver-worker: --park needs a driver, a process id and a number of milliseconds");
         return ExitCode::from(1);
     };
-    match stay(driver, pid, limit) {
+    let driver = Driver::load(Path::new(driver)).map_err(|e| (status::NOT_SUPPORTED, e));
+    let requests = std::io::stdin().lines().map_while(Result::ok);
+    match driver.and_then(|driver| stay(driver, pid, limit, requests, say)) {
         Ok(()) => ExitCode::SUCCESS,
         Err((code, text)) => {
             say(&format!("no {code} {text}"));
@@ -45,8 +47,14 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-fn stay(driver: &str, pid: i32, limit: Option<u32>) -> Result<(), (Status, String)> {
-    let driver = Driver::load(Path::new(driver)).map_err(|e| (status::NOT_SUPPORTED, e))?;
+/// Parks a process, and brings it back when one of the `requests` finds room on the GPU.
+fn stay(
+    driver: &Driver,
+    pid: i32,
+    limit: Option<u32>,
+    requests: impl Iterator<Item = String>,
+    mut say: impl FnMut(&str),
+) -> Result<(), (Status, String)> {
     let call = &driver.call;
     let said = |what: &'static str| move |code: Status| (code, format!("{what}: CUDA error {code}"));
     // SAFETY: cuInit takes only flags, which must be 0.
@@ -65,10 +73,7 @@ fn stay(driver: &str, pid: i32, limit: Option<u32>) -> Result<(), (Status, Strin
         }
     }
     say("parked");
-    for line in std::io::stdin().lines() {
-        if line.is_err() {
-            break;
-        }
+    for _ in requests {
         // SAFETY: as above.
         match check(unsafe { (call.cuCheckpointProcessRestore)(pid, none) }) {
             Ok(()) => {
@@ -83,4 +88,45 @@ fn stay(driver: &str, pid: i32, limit: Option<u32>) -> Result<(), (Status, Strin
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::driver::fake;
+
+    /// Returns the answers to the requests for process `pid`, which `full` times finds no room.
+    fn answers(pid: i32, limit: Option<u32>, full: i32, requests: usize) -> (Vec<String>, i32) {
+        let (mut said, left) = (Vec::new(), &fake::FULL[pid as usize]);
+        left.store(full, Ordering::SeqCst);
+        let requests = std::iter::repeat_n(String::new(), requests);
+        stay(fake::driver(), pid, limit, requests, |line| said.push(line.into())).unwrap();
+        (said, left.load(Ordering::SeqCst))
+    }
+
+    #[test]
+    fn parked_process_comes_back_once_the_gpu_has_room() {
+        let (said, left) = answers(1, Some(100), 2, 9);
+        assert_eq!(said, ["parked", "full", "full", "back"]);
+        assert_eq!(left, -1, "no request after the answer");
+    }
+
+    #[test]
+    fn process_stays_parked_when_nobody_asks_any_more() {
+        assert_eq!(answers(2, None, 1, 1), (vec!["parked".into(), "full".into()], 0));
+        assert_eq!(answers(2, None, 5, 0), (vec!["parked".into()], 5));
+    }
+
+    #[test]
+    fn process_that_cannot_be_locked_is_refused_with_the_call() {
+        let mut said = Vec::new();
+        let none = std::iter::empty();
+        let (code, text) =
+            stay(fake::driver(), fake::UNLOCKABLE, Some(1), none, |line: &str| said.push(line.to_string()))
+                .unwrap_err();
+        assert_eq!((code, said), (status::NOT_READY, Vec::new()));
+        assert!(text.contains("cuCheckpointProcessLock"), "{text}");
+    }
 }

@@ -125,6 +125,13 @@ extern "C" fn init(_flags: u32) -> Status {
     0
 }
 
+/// Id of a process whose calls never return.
+pub const UNLOCKABLE: i32 = 77;
+
+extern "C" fn lock(pid: i32, _args: *const c_void) -> Status {
+    if pid == UNLOCKABLE { status::NOT_READY } else { 0 }
+}
+
 extern "C" fn park(_pid: i32, _args: *const c_void) -> Status {
     0
 }
@@ -151,7 +158,7 @@ pub fn driver() -> &'static Driver {
         (c"cuEventCreate", event_create as *const c_void),
         (c"cuEventQuery", event_query as *const c_void),
         (c"cuEventSynchronize", event_synchronize as *const c_void),
-        (c"cuCheckpointProcessLock", park as *const c_void),
+        (c"cuCheckpointProcessLock", lock as *const c_void),
         (c"cuCheckpointProcessCheckpoint", park as *const c_void),
         (c"cuCheckpointProcessRestore", restore as *const c_void),
         (c"cuCheckpointProcessUnlock", park as *const c_void),

@@ -1,0 +1,194 @@
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use gpusession_proto::handle::{CTX, make};
+
+use super::*;
+use crate::driver::{Handle, fake};
+use crate::replies::tests::{Peer, transport};
+
+const CTX_0: u64 = make(CTX, 0, 1, 0);
+const CTX_1: u64 = make(CTX, 0, 1, 1);
+
+struct Lab {
+    driver: &'static Driver,
+    contexts: Arc<Contexts>,
+    lanes: Arc<Lanes>,
+}
+
+impl Lab {
+    fn new() -> Self {
+        let driver = fake::driver();
+        let contexts = Arc::new(Contexts::warm(driver, &fake::devices()).unwrap());
+        Self { driver, contexts, lanes: Arc::default() }
+    }
+
+    /// Serves a lane, and returns the client's end of it.
+    fn open(&self, lane: u16) -> (Peer, JoinHandle<io::Result<()>>) {
+        let (transport, peer) = transport();
+        let (driver, contexts, lanes) = (self.driver, self.contexts.clone(), self.lanes.clone());
+        (peer, std::thread::spawn(move || lanes.serve(driver, &contexts, lane, &transport)))
+    }
+}
+
+fn send(peer: &mut Peer, transfer: u64, offset: u64, bytes: &[u8]) {
+    let padding = [0; 8];
+    let padded = bytes.len().next_multiple_of(8) - bytes.len();
+    let header = chunk_header(transfer, offset, bytes.len(), 0);
+    for part in [header.as_bytes(), bytes, &padding[..padded]] {
+        peer.0.write_all(part).unwrap();
+    }
+}
+
+#[test]
+fn lane_exists_and_has_one_connection() {
+    let lanes = Lanes::default();
+    for lane in [0, UP_LANES + DOWN_LANES + 1, 63, u16::MAX] {
+        assert!(!lanes.claim(lane), "{lane}");
+    }
+    for lane in 1..=UP_LANES + DOWN_LANES {
+        assert!(lanes.claim(lane) && !lanes.claim(lane), "{lane}");
+    }
+}
+
+#[test]
+fn frame_finds_the_chunks_of_its_transfer() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(1);
+    send(&mut peer, 7, 0, b"first");
+    send(&mut peer, 8, 100, b"of another frame");
+    let other = lab.lanes.next_chunk(8).unwrap();
+    let chunk = lab.lanes.next_chunk(7).unwrap();
+    assert_eq!((other.offset, other.len, chunk.offset, chunk.len), (100, 16, 0, 5));
+    // SAFETY: the slot holds the chunk's bytes.
+    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.slot.address, 5) }, b"first");
+    assert_eq!(lab.lanes.bytes_to_device(), 21, "without the padding");
+}
+
+#[test]
+fn slot_is_free_once_the_device_has_read_it() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(1);
+    for transfer in 1..=SLOTS_PER_LANE as u64 + 1 {
+        send(&mut peer, transfer, 0, &[transfer as u8; 8]);
+    }
+    let mut chunk = lab.lanes.next_chunk(1).unwrap();
+    chunk.slot.enter(lab.driver, &lab.contexts, CTX_0).unwrap();
+    let (event, address) = (chunk.slot.event, chunk.slot.address);
+    fake::happen(event, status::NOT_READY);
+    lab.lanes.copied(chunk);
+    let waiting = {
+        let lanes = lab.lanes.clone();
+        std::thread::spawn(move || lanes.next_chunk(3).unwrap().slot.address as usize)
+    };
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished(), "the copy still reads the only slot that could be free");
+    fake::happen(event, 0);
+    assert_eq!(waiting.join().unwrap(), address as usize);
+}
+
+#[test]
+fn failed_frame_leaves_its_lane_free() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(1);
+    send(&mut peer, 5, 0, &[0; 8]);
+    lab.lanes.copied(lab.lanes.next_chunk(5).unwrap());
+    lab.lanes.discard(5);
+    // More chunks than the lane has slots.
+    for offset in 1..=3 * SLOTS_PER_LANE as u64 {
+        send(&mut peer, 5, 8 * offset, &[0; 8]);
+    }
+    send(&mut peer, 6, 0, &[6; 8]);
+    assert_eq!(lab.lanes.next_chunk(6).unwrap().len, 8);
+}
+
+#[test]
+fn frame_gives_up_when_a_lane_fails() {
+    let lab = Lab::new();
+    let (mut peer, serving) = lab.open(2);
+    let waiting = {
+        let lanes = lab.lanes.clone();
+        std::thread::spawn(move || lanes.next_chunk(1).is_none())
+    };
+    let mut header = chunk_header(1, 0, 8, 0);
+    header.op = op::LAUNCH.into();
+    peer.0.write_all(header.as_bytes()).unwrap();
+    assert!(serving.join().unwrap().is_err());
+    assert!(waiting.join().unwrap());
+}
+
+#[test]
+fn closed_lane_to_the_device_is_no_error() {
+    let lab = Lab::new();
+    let (peer, serving) = lab.open(1);
+    peer.0.shutdown(Shutdown::Write).unwrap();
+    assert!(serving.join().unwrap().is_ok());
+    assert!(lab.lanes.next_chunk(1).is_none());
+}
+
+/// Queues a chunk from the device with this value, and returns its event.
+fn queue(lab: &Lab, transfer: u64, ctx: u64, value: u8) -> Handle {
+    let mut event = std::ptr::null_mut();
+    let queued = lab.lanes.send(transfer, 3, |_, len, slot| {
+        slot.enter(lab.driver, &lab.contexts, ctx)?;
+        event = slot.event;
+        fake::happen(event, status::NOT_READY);
+        // SAFETY: the slot has room for a chunk.
+        unsafe { std::ptr::write_bytes(slot.address, value, len) };
+        Ok(())
+    });
+    queued.unwrap();
+    event
+}
+
+#[test]
+fn blocked_stream_delays_no_other_copy_to_the_client() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
+    let (first, second) = (queue(&lab, 1, CTX_0, 1), queue(&lab, 2, CTX_1, 2));
+    fake::happen(second, 0);
+    let (header, body) = peer.next();
+    assert_eq!((header.seq.get(), header.ack.get(), &body[..3]), (2, 3, &[2; 3][..]));
+    assert!(!lab.lanes.idle());
+    fake::happen(first, 700);
+    let (header, body) = peer.next();
+    assert_eq!(
+        (header.seq.get(), header.thread.get(), body.len()),
+        (1, 700, 0),
+        "its error instead of bytes"
+    );
+    assert!(lab.lanes.idle());
+    assert_eq!(lab.lanes.bytes_from_device(), 6);
+}
+
+#[test]
+fn refused_copy_ends_its_transfer_with_the_error() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
+    let queued = lab.lanes.send(4, 3 * CHUNK, |offset, _, _| if offset == 0 { Err(1) } else { Ok(()) });
+    assert_eq!(queued, Err(1));
+    let (header, body) = peer.next();
+    assert_eq!((header.seq.get(), header.thread.get(), body.len()), (4, 1, 0));
+    peer.0.set_nonblocking(true).unwrap();
+    assert!(peer.0.read(&mut [0]).is_err(), "no further chunk");
+}
+
+#[test]
+fn context_ends_after_the_lanes_left_it() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
+    let (mine, other) = (queue(&lab, 1, CTX_1, 1), queue(&lab, 2, CTX_0, 2));
+    let leaving = {
+        let lanes = lab.lanes.clone();
+        std::thread::spawn(move || lanes.leave(CTX_1))
+    };
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!leaving.is_finished(), "a piece still has an event of the context");
+    fake::happen(mine, 0);
+    leaving.join().unwrap();
+    assert_eq!(peer.next().0.seq.get(), 1);
+    fake::happen(other, 0);
+    assert_eq!(peer.next().0.seq.get(), 2);
+}
