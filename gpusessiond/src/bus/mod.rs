@@ -166,6 +166,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_manual_names_every_member() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let manual = std::fs::read_to_string(folder.join("docs/man/org.gpusession1.5")).unwrap();
+        let words: Vec<&str> = manual.split(|c: char| !c.is_ascii_alphanumeric()).collect();
+        for entry in std::fs::read_dir(folder.join("units/dbus-1/interfaces")).unwrap() {
+            let xml = std::fs::read_to_string(entry.unwrap().path()).unwrap();
+            let members = ["<method name=\"", "<signal name=\"", "<property name=\""]
+                .into_iter()
+                .flat_map(|tag| xml.split(tag).skip(1))
+                .map(|rest| rest.split_once('"').unwrap().0);
+            for member in members {
+                assert!(words.contains(&member), "docs/man/org.gpusession1.5 does not name {member}");
+            }
+        }
+    }
+
+    #[test]
     fn callers_and_daemon_name_the_same_interfaces() {
         assert_eq!(ManagerProxy::INTERFACE.as_ref().unwrap(), &Manager::name());
         assert_eq!(LeaseProxy::INTERFACE.as_ref().unwrap(), &Lease::name());

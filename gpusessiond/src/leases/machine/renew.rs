@@ -48,33 +48,45 @@ impl Machine {
     }
 
     fn one_renewed(&mut self, now: Time, server: usize, renewed: control::RenewedLease) {
+        // Every field by name: a new one does not compile until it is used here.
+        let control::RenewedLease {
+            id,
+            lost,
+            reason,
+            ttl_usec,
+            state,
+            devices,
+            fencing_token,
+            idle_timeout_usec,
+            position,
+            waiting,
+        } = renewed;
         let found = self.slots.iter_mut().find_map(|(slot, wanted)| match &mut wanted.phase {
-            Phase::Held(held) if held.server == server && held.lease.id == renewed.id => {
+            Phase::Held(held) if held.server == server && held.lease.id == id => {
                 Some((*slot, wanted.spec.ttl.filter(|_| wanted.spec.once), held))
             }
             _ => None,
         });
         let Some((slot, ttl, held)) = found else { return };
-        if renewed.lost {
-            let reason =
-                if renewed.reason.is_empty() { "its server no longer knows it" } else { &renewed.reason };
+        if lost {
+            let reason = if reason.is_empty() { "its server no longer knows it" } else { &reason };
             self.lose(now, slot, reason);
             return;
         }
-        if renewed.ttl_usec > 0 {
+        if ttl_usec > 0 {
             let longest = ttl.unwrap_or(Duration::MAX);
-            let expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
+            let expires = now + Duration::from_micros(ttl_usec).min(longest);
             held.warned &= expires <= held.expires;
             held.expires = expires;
         }
-        if let Some(state) = LeaseState::of_server(&renewed.state) {
-            self.set_state(now, slot, state, PoolError::place_of(renewed.position, renewed.waiting));
+        if let Some(state) = LeaseState::of_server(&state) {
+            self.set_state(now, slot, state, PoolError::place_of(position, waiting));
         }
-        self.set_devices(slot, renewed.devices, renewed.fencing_token);
+        self.set_devices(slot, devices, fencing_token);
         if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase)
-            && held.lease.idle_timeout_usec != renewed.idle_timeout_usec
+            && held.lease.idle_timeout_usec != idle_timeout_usec
         {
-            held.lease.idle_timeout_usec = renewed.idle_timeout_usec;
+            held.lease.idle_timeout_usec = idle_timeout_usec;
             self.tell(Change::Changed { slot });
         }
     }
