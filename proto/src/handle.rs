@@ -16,6 +16,10 @@ pub const EXEC: u8 = 0x18;
 /// Kind of states of the linker.
 pub const LINK: u8 = 0x19;
 pub const USER_OBJECT: u8 = 0x1a;
+/// Kind of green contexts; each also has a handle of the kind of contexts.
+pub const GREEN: u8 = 0x1b;
+/// Kind of descriptors of device resources.
+pub const RESOURCE_DESC: u8 = 0x1c;
 
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {

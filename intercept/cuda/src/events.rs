@@ -81,6 +81,15 @@ impl Event {
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
+    /// Notes that the frame at this position records the event for all streams of contexts.
+    ///
+    /// `together` stands for these streams, and `covers` names them.
+    pub fn record_all(&self, together: Arc<Stream>, seq: u64, covers: Vec<(On, u64)>) {
+        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = covers;
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((together, seq));
+        *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     /// Notes that the event was recorded in a capture.
     pub fn captured_in(&self, capture: &Arc<Capture>) {
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = None;

@@ -163,6 +163,12 @@ pub fn unmapped(base: u64, size: u64) {
     }
 }
 
+/// Gives the memory of a green context to its device's primary context, which outlives it.
+pub fn adopt(green: u64, primary: u64) {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    ranges.values_mut().filter(|r| r.ctx == green).for_each(|r| r.ctx = primary);
+}
+
 /// Removes a context's memory and returns it; its pinned host memory only with `with_host`.
 pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);

@@ -148,6 +148,13 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
     Ok(stream.clone())
 }
 
+/// Returns the streams of contexts, default streams included.
+pub fn of_contexts(contexts: &[u64]) -> Vec<Arc<Stream>> {
+    let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
+    let named = streams.iter().flatten().filter(|s| contexts.contains(&s.ctx)).cloned();
+    named.chain(contexts.iter().filter_map(|ctx| known_legacy(*ctx))).collect()
+}
+
 /// Removes the streams of a destroyed context.
 pub fn forget_context(ctx: u64) {
     host_functions::forget_launches(|on, _| on.ctx == ctx);

@@ -240,6 +240,18 @@ functions! {
     cuGraphEventWaitNodeGetEvent(Handle, *mut Handle);
     cuGraphMemAllocNodeGetParams(Handle, *mut c_void);
     cuGraphBatchMemOpNodeGetParams(Handle, *mut c_void);
+    cuDeviceGetDevResource(i32, *mut c_void, i32);
+    cuCtxGetDevResource(Handle, *mut c_void, i32);
+    cuGreenCtxGetDevResource(Handle, *mut c_void, i32);
+    cuDevSmResourceSplitByCount(*mut c_void, *mut u32, *const c_void, *mut c_void, u32, u32);
+    cuDevResourceGenerateDesc(*mut Handle, *mut c_void, u32);
+    cuGreenCtxCreate(*mut Handle, Handle, i32, u32);
+    cuGreenCtxDestroy(Handle);
+    cuCtxFromGreenCtx(*mut Handle, Handle);
+    cuGreenCtxRecordEvent(Handle, Handle);
+    cuGreenCtxWaitEvent(Handle, Handle);
+    cuCtxRecordEvent(Handle, Handle);
+    cuCtxWaitEvent(Handle, Handle);
     cuGraphAddMemAllocNode(*mut Handle, Handle, *const Handle, usize, *mut c_void);
     cuGraphAddMemFreeNode(*mut Handle, Handle, *const Handle, usize, Address);
     cuGraphAddBatchMemOpNode(*mut Handle, Handle, *const Handle, usize, *const c_void);

@@ -123,6 +123,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::MODULE_UNLOAD
         | op::LIBRARY_UNLOAD
         | op::CTX_DESTROY
+        | op::GREEN_DESTROY
         | op::PRIMARY_RESET => {
             touched.everything = true;
             touched.only_waits = true;
@@ -141,6 +142,11 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::STREAM_DESTROY
         | op::CAPTURE_BEGIN
         | op::HOST_FUNC => touched.stream(streams, words[0]),
+        // Works on all streams of a context.
+        op::CTX_EVENT => {
+            touched.everything = true;
+            touched.barrier = true;
+        }
         op::CAPTURE_UPDATE | op::CAPTURE_INFO => touched.stream(streams, words[0]),
         op::GRAPH_DRAW | op::USER_OBJECT_CREATE => touched.object(words[0]),
         op::CAPTURE_END => {

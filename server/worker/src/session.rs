@@ -1,7 +1,7 @@
 //! State of the one client process that a worker has admitted.
 #![expect(clippy::disallowed_methods, reason = "the end of a process is polled")]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -54,6 +54,11 @@ pub struct Session {
     pub child_graphs: Mutex<ChildGraphs>,
     /// User objects that the program or a graph still refers to.
     pub user_objects: Table<Object>,
+    /// Green contexts, each with its handle as a context.
+    pub greens: Table<(Object, u64)>,
+    pub resource_descs: Table<Object>,
+    /// Resources that the driver has described: only these may come back.
+    pub resources: Mutex<HashSet<Vec<u8>>>,
     /// Graphs that captures create, by the stream that each began on.
     pub captures: Mutex<HashMap<u64, u64>>,
     /// Executable graphs.
@@ -126,6 +131,9 @@ impl Session {
             graphs: Table::new(kind::GRAPH),
             child_graphs: Mutex::default(),
             user_objects: Table::new(kind::USER_OBJECT),
+            greens: Table::new(kind::GREEN),
+            resource_descs: Table::new(kind::RESOURCE_DESC),
+            resources: Mutex::default(),
             captures: Mutex::default(),
             execs: Table::new(kind::EXEC),
             landing: Arc::default(),

@@ -5,6 +5,7 @@ pub mod context;
 pub mod copy;
 pub mod device;
 pub mod graph;
+pub mod green;
 pub mod launch;
 pub mod link;
 pub mod memory;

@@ -80,7 +80,7 @@ fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Resul
     Ok(())
 }
 
-fn recorded(e: &Event) -> Result<Option<Recorded>> {
+pub(super) fn recorded(e: &Event) -> Result<Option<Recorded>> {
     let state = e.state.lock();
     if let Some((c, _)) = &state.captured {
         c.invalidate();
@@ -260,17 +260,6 @@ export! {
 
     fn cuStreamGetCtx | cuStreamGetCtx_ptsz (h: usize, ctx: *mut usize) {
         out(ctx, stream(h, PER_THREAD)?.context)
-    }
-
-    fn cuStreamGetCtx_v2 | cuStreamGetCtx_v2_ptsz (h: usize, ctx: *mut usize, green: *mut usize) {
-        out(ctx, stream(h, PER_THREAD)?.context)?;
-        out_opt(green, 0);
-        Ok(())
-    }
-
-    fn cuStreamGetGreenCtx(h: usize, green: *mut usize) {
-        stream(h, false)?;
-        out(green, 0)
     }
 
     fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz (h: usize, e: usize, flags: u32) {

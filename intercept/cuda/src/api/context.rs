@@ -152,9 +152,13 @@ driver! {
     fn cuCtxDestroy_v2(ctx: *mut c_void) {
         let ctx = ctx as u64;
         let (client, _) = clients::of_context(ctx)?;
-        if client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx).is_none() {
+        // A green context ends by a call of its own.
+        let green = super::green::of_context(ctx).is_some();
+        let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
+        if green || known.remove(&ctx).is_none() {
             return Err(INVALID_CONTEXT);
         }
+        drop(known);
         thread::forget(ctx);
         super::memory::end_context(client, ctx, true, || {
             let destroyed = client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)));

@@ -9,6 +9,7 @@ pub mod generated;
 pub mod graph;
 pub mod graph_params;
 pub mod graph_queries;
+pub mod green;
 pub mod launch;
 pub mod link;
 pub mod memory;

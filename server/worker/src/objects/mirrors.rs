@@ -68,6 +68,16 @@ impl Mirrors {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Gives the mirrors of a green context to its device's primary context, which outlives it.
+    pub fn adopt(&self, green: u64, primary: u64) {
+        for mirror in self.lock().mirrors.values_mut() {
+            match &mut mirror.backing {
+                Backing::Device { ctx, .. } if *ctx == green => *ctx = primary,
+                _ => {}
+            }
+        }
+    }
+
     /// Forgets the worker's stream in a context that was destroyed or reset.
     pub fn forget_context(&self, ctx: u64) {
         self.lock().streams.remove(&ctx);

@@ -79,6 +79,16 @@ pub fn context_gone(session: &Session, ctx: u64) {
     }
 }
 
+/// Counts what belongs to a green context for its device's primary context, which outlives it.
+pub fn adopt(session: &Session, green: u64, primary: u64) {
+    let state = &mut *session.allocations.lock();
+    for counted in state.arrays.values_mut().chain(state.objects.values_mut()) {
+        if counted.ctx == green {
+            counted.ctx = primary;
+        }
+    }
+}
+
 /// Counts the heaps of device code, which `CTX_SET_LIMIT` sizes.
 pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result<(), Status> {
     let Some((_, included)) = HEAPS.iter().find(|(l, _)| *l == limit) else { return Ok(()) };

@@ -7,6 +7,7 @@ mod generated;
 pub mod graph;
 mod graph_params;
 mod graph_queries;
+mod green;
 mod host_function;
 pub mod launch;
 pub mod link;
@@ -222,6 +223,12 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_CLONE => graph::clone(session, &mut r),
         op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
+        op::DEV_RESOURCE => green::resource(session, &mut r, answer),
+        op::DEV_RESOURCE_SPLIT => green::split(session, &mut r, answer),
+        op::DEV_RESOURCE_DESC => green::describe(session, &mut r),
+        op::GREEN_CREATE => green::create(session, &mut r),
+        op::GREEN_DESTROY => green::destroy(session, executor, &mut r, answer),
+        op::CTX_EVENT => green::event(session, &mut r),
         op::GRAPH_NODE_PARAMS => graph_params::read(session, &mut r, answer),
         op::GRAPH_DRAW => graph_queries::draw(session, &mut r, answer),
         op::USER_OBJECT_CREATE => host_function::user_object(session, &mut r),
