@@ -49,40 +49,71 @@ pub(super) async fn allocate(
     let allowed = pool.limits_of(&client, &wish.user);
     pool.serves(&allowed)?;
     let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
-    let memory = match (wish.memory_bytes, wish.memory_percent) {
+    // Exhaustive, so that a new field does not compile before this server reads it.
+    let wire::AllocateRequest {
+        request_id,
+        gpus,
+        memory_bytes,
+        memory_percent,
+        sm_percent,
+        sm_count,
+        sm_auto,
+        model,
+        devices,
+        sticky,
+        user,
+        uid,
+        ttl_usec,
+        who,
+        why,
+        boot_id,
+        once,
+        persistent,
+        hold,
+        order,
+        again,
+        workers,
+        // `terms` and `present` have read these.
+        sharing: _,
+        priority: _,
+        on_idle: _,
+        idle_timeout_usec: _,
+        machine_id: _,
+    } = wish;
+    let memory = match (memory_bytes, memory_percent) {
         (0, 0.0) => Memory::Percent(100.0),
         (0, percent) => Memory::Percent(percent),
         (bytes, _) => Memory::Bytes(bytes),
     };
     let wanted = LeaseRequest {
         client: client.clone(),
-        request_id: wish.request_id,
-        gpus: wish.gpus,
+        request_id,
+        gpus,
         memory,
-        model: wish.model,
-        devices: wish.devices,
-        sticky: wish.sticky,
-        user: wish.user,
-        uid: wish.uid,
-        ttl: Duration::from_micros(wish.ttl_usec),
-        who: wish.who,
-        why: wish.why,
-        boot_id: wish.boot_id,
+        model,
+        devices,
+        sticky,
+        user,
+        uid,
+        ttl: Duration::from_micros(ttl_usec),
+        who,
+        why,
+        boot_id,
         encrypted,
-        sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
-        sm_count: wish.sm_count,
-        sm_auto: wish.sm_auto,
-        once: wish.once,
+        sm_percent: if sm_percent == 0 { 100 } else { sm_percent },
+        sm_count,
+        sm_auto,
+        once,
         sharing,
         priority,
-        persistent: wish.persistent,
+        persistent,
         on_idle,
-        hold: wish.hold,
+        hold,
         idle_timeout,
-        order: wish.order,
+        order,
         limits: allowed.clone(),
     };
-    let known = wish.again.then_some(wish.workers);
+    let known = again.then_some(workers);
     let allocated = {
         let pool = pool.clone();
         run_detached(async move { pool.allocate(&wanted).await }).await?
