@@ -1,11 +1,22 @@
 //! Faults that the logs of a daemon report.
 
+use std::time::Duration;
+
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use super::domain::Domain;
 use super::log::{self, LogEvent, Tail};
-use super::run::{End, POLL_INTERVAL};
+
+/// Interval at which logs are read.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Reason why the attendance to a daemon ends.
+pub(super) enum End {
+    Unneeded,
+    Died(String),
+    Fault { culprits: Vec<u32>, why: String },
+}
 
 /// Lines of one log that go to the journal at a time.
 const MAX_LINES: usize = 50;

@@ -15,15 +15,13 @@ use tracing::{info, warn};
 use super::clear::{clean, left_behind};
 use super::control::{ANSWER_TIMEOUT, Control, ServerState};
 use super::domain::{Domain, FaultView, Generation, Phase, until};
-use super::fault::{fault, unless_fault};
+use super::fault::{End, POLL_INTERVAL, fault, unless_fault};
 use super::log::Tail;
 use super::{DomainEvent, Mps, QUIT_TIMEOUT};
 use crate::spawn::clean_environment;
 
 /// Time in which a started daemon must answer.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Interval at which logs are read.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Intervals of state queries for a domain with workers.
 ///
 /// The second one applies after a failed query or the crash of a worker.
@@ -36,12 +34,6 @@ const BACKOFF_MIN: Duration = Duration::from_millis(250);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// Faults that a domain remembers.
 const MAX_FAULTS: usize = 16;
-
-pub(super) enum End {
-    Unneeded,
-    Died(String),
-    Fault { culprits: Vec<u32>, why: String },
-}
 
 impl Mps {
     /// Runs a domain from its first lease to its end.
