@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
 use super::process::end_group;
-use super::worker::WorkerRecord;
+use super::record::WorkerRecord;
 
 /// Version of the records; a server kills workers whose record has another version.
 const SCHEMA: u32 = 1;

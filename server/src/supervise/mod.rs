@@ -53,6 +53,7 @@ pub mod park;
 pub mod process;
 pub mod quota;
 mod reconcile;
+mod record;
 mod run;
 mod shutdown;
 pub mod stock;

@@ -1,22 +1,19 @@
-//! One worker in the supervisor's books: its record for the next server, its phase, and the senders
-//! of its orders.
+//! One worker in the supervisor's books: its state beside the record, and its orders' senders.
 
 use std::fmt;
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use std::time::Duration;
 
-use gpusession_proto::supervise::{ClientProcess, ToWorker, Usage};
-use serde::{Deserialize, Serialize};
+use gpusession_proto::supervise::ToWorker;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
 use super::handover::Kept;
 use super::quota::Ledger;
+pub use super::record::{Phase, WorkerRecord};
 use super::stock::WorkerId;
 use super::unadmitted::Unadmitted;
-use crate::clock::Moment;
 use crate::limits::Exceeded;
 use crate::mps::Seat;
 
@@ -28,37 +25,6 @@ pub(super) const LATER: &str = "later";
 /// Handed-over sockets that wait for one worker, at most.
 const MAX_QUEUED: usize = 64;
 
-/// Phase in the life of a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Phase {
-    /// Loads the driver.
-    Starting,
-    /// Ready and in stock.
-    Warm,
-    /// Assigned to the client; no process admitted yet.
-    Taken,
-    /// Serves a process.
-    Active,
-    /// Serves a process whose device memory is parked in host memory.
-    Parked,
-    /// Was sent a stop request, or exits by itself.
-    Ending,
-}
-
-impl Phase {
-    /// Returns the name of the phase in listings.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Warm => "warm",
-            Self::Taken => "taken",
-            Self::Active => "active",
-            Self::Parked => "parked",
-            Self::Ending => "ending",
-        }
-    }
-}
-
 pub(super) enum Command {
     Adopt {
         number: u64,
@@ -69,42 +35,6 @@ pub(super) enum Command {
     Tell(ToWorker),
     /// Send the queued messages, then leave the worker to the next server.
     Leave,
-}
-
-/// State of a worker; the store keeps it for the next server.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct WorkerRecord {
-    pub(super) id: WorkerId,
-    pub(super) lease: String,
-    pub(super) client: String,
-    pub(super) gpus: Vec<String>,
-    pub(super) phase: Phase,
-    pub(super) pid: Option<u32>,
-    pub(super) stocked: bool,
-    pub(super) given: bool,
-    pub(super) encrypted: bool,
-    pub(super) process: Option<ClientProcess>,
-    pub(super) peer: Option<SocketAddr>,
-    /// Lanes that it has admitted, a bit each; they close with the worker.
-    pub(super) lanes: u64,
-    pub(super) fingerprint: Option<[u8; 32]>,
-    pub(super) usage: Usage,
-    /// Time of the last usage report, and the GPU time up to it.
-    pub(super) used_at: Moment,
-    pub(super) busy: Duration,
-    pub(super) admitted_unix: u64,
-    pub(super) user: String,
-    /// When GPU work of the client was last seen.
-    pub(super) active: Moment,
-    /// Its client has sent it something while it is paused.
-    pub(super) wanted: bool,
-    /// Its device memory is being parked or unparked.
-    pub(super) moving: bool,
-    pub(super) isolation: String,
-    pub(super) since: Moment,
-    pub(super) ended_because: Option<String>,
-    /// As [`Ledger::held`] returns it.
-    pub(super) held: Vec<([u8; 16], u64, u64)>,
 }
 
 pub(super) struct Worker {
