@@ -72,31 +72,41 @@ struct Piece {
     sent: Arc<Sent>,
 }
 
-/// Progress of a transfer to the device: the number of chunks that are not sent yet.
+/// Progress of a transfer to the device.
 pub struct Sent {
-    left: Mutex<Option<usize>>,
+    left: Mutex<Left>,
     changed: Condvar,
 }
 
+struct Left {
+    /// Number of chunks that a lane still has to read.
+    chunks: usize,
+    failed: bool,
+}
+
 impl Sent {
+    fn new(chunks: usize) -> Self {
+        Self { left: Mutex::new(Left { chunks, failed: false }), changed: Condvar::new() }
+    }
+
     fn piece_done(&self, ok: bool) {
         let mut left = lock(&self.left);
-        *left = if ok { left.map(|n| n - 1) } else { None };
-        if !matches!(*left, Some(n) if n > 0) {
+        left.chunks -= 1;
+        left.failed |= !ok;
+        if left.chunks == 0 {
             self.changed.notify_all();
         }
     }
 
     /// Waits until the program may change the source again; `false` if the link was lost before.
+    ///
+    /// A lost link, too, leaves other lanes reading their chunks of the source for a moment.
     pub fn wait(&self) -> bool {
         let mut left = lock(&self.left);
-        loop {
-            match *left {
-                None => return false,
-                Some(0) => return true,
-                Some(_) => left = self.changed.wait(left).unwrap_or_else(PoisonError::into_inner),
-            }
+        while left.chunks > 0 {
+            left = self.changed.wait(left).unwrap_or_else(PoisonError::into_inner);
         }
+        !left.failed
     }
 }
 
@@ -121,7 +131,7 @@ impl Lanes {
     /// Queues a transfer to the device.
     pub fn send(&self, transfer: u64, range: HostRange) -> Arc<Sent> {
         let chunks = range.len.div_ceil(CHUNK);
-        let sent = Arc::new(Sent { left: Mutex::new(Some(chunks)), changed: Condvar::new() });
+        let sent = Arc::new(Sent::new(chunks));
         let mut pieces = lock(&self.up.pieces);
         for offset in (0..range.len).step_by(CHUNK) {
             let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
@@ -388,5 +398,27 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
     })();
     if let (Err(e), Some(link)) = (result, link.upgrade()) {
         link.lose(&format!("bulk connection to {} lost: {e}", link.server));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn source_stays_until_no_lane_reads_it() {
+        let sent = Arc::new(Sent::new(3));
+        let waiting = {
+            let sent = sent.clone();
+            std::thread::spawn(move || sent.wait())
+        };
+        sent.piece_done(true);
+        sent.piece_done(false);
+        assert!(!waiting.is_finished(), "a lane still reads the last chunk");
+        sent.piece_done(true);
+        assert!(!waiting.join().unwrap(), "the link was lost");
+        let sent = Sent::new(1);
+        sent.piece_done(true);
+        assert!(sent.wait());
     }
 }
