@@ -116,14 +116,15 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
     let known = |p: &Place| matches!(p, Place::Known(_));
     let to_pageable = matches!(copy.dst.place, Place::Pageable(_));
     let from_pageable = !known(&copy.src.place);
-    let on_device = known(&copy.dst.place) && known(&copy.src.place) && !touches_host(&copy)?;
+    let to_host = is_host(&copy.dst.place)?;
+    let on_device = known(&copy.src.place) && !is_host(&copy.src.place)? && !to_host;
     if from_pageable && !graph::capturing(s) {
         copy.stage()?;
     }
     let point = submit(s, Op::Copy(Arc::new(copy)))?;
     // Between device addresses, even synchronous calls return before the copy is complete. From
-    // pageable memory, they return once the bytes are staged.
-    let must_wait = to_pageable || (wait && !on_device && !from_pageable);
+    // pageable memory to the device, they return once the bytes are staged.
+    let must_wait = to_pageable || (wait && !on_device && (to_host || !from_pageable));
     if let Some(point) = point.filter(|_| must_wait) {
         point.wait();
         s.life.flush();
@@ -141,12 +142,13 @@ fn reachable(copy: &Copy, device: u32) -> Result {
     if known { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
-fn touches_host(copy: &Copy) -> Result<bool> {
+/// Returns `true` for memory of the host, known to the driver or not.
+fn is_host(place: &Place) -> Result<bool> {
     let d = crate::driver::driver()?;
-    Ok([&copy.dst.place, &copy.src.place].iter().any(|p| match p {
+    Ok(match place {
         Place::Known(at) => d.space.find(*at).is_some_and(|a| a.on_host()),
         _ => true,
-    }))
+    })
 }
 
 /// Returns the place of a unified address: known to the driver, else the program's memory.
