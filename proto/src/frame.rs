@@ -50,6 +50,9 @@ pub mod mirror {
 /// Request flag: the program waits for the reply.
 pub const WAIT: u16 = 1;
 
+/// Second word of `STREAM_SYNC`: work of the default stream counts that precedes later work only.
+pub const DRAIN: u64 = 1;
+
 /// Header of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]

@@ -55,7 +55,7 @@ pub fn done_there(
     }
     let Some(range) = known(client, source, len) else { return Ok(false) };
     if due && range.size > PLACED {
-        stream.ask(op::STREAM_SYNC)?;
+        stream.drain()?;
         due = false;
     }
     if !mapped::there(client, source, len) {
@@ -66,7 +66,7 @@ pub fn done_there(
     }
     let placed = match cuboid.name_regions(client) {
         // The worker has no room for a mirror.
-        Err(OUT_OF_MEMORY) => return stream.ask(op::STREAM_SYNC).map(|()| false),
+        Err(OUT_OF_MEMORY) => return stream.drain().map(|()| false),
         placed => placed?,
     };
     put(&cuboid, placed, stream)?;

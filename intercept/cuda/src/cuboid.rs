@@ -19,9 +19,11 @@ const ARRAY: u32 = 3;
 const UNIFIED: u32 = 4;
 
 /// Returns `true` if a unified address is copied as device memory.
+///
+/// Managed memory is: while the device works on it, only the device has its present contents.
 pub fn on_device(address: u64) -> bool {
     match ranges::find(address) {
-        Some(range) => range.kind.on_device() && !range.kind.managed(),
+        Some(range) => range.kind.on_device(),
         None => home(address).is_some(),
     }
 }

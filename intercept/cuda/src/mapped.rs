@@ -22,7 +22,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Returns `true` if pinned or managed memory has a mirror, which streams then work with.
 pub fn there(client: &Client, address: usize, len: usize) -> bool {
-    any() && find(client, address, len).is_some_and(|r| !r.pageable)
+    any() && find(client, address, len).is_some()
 }
 
 /// Serializes the creation of regions, so that no memory gets two.
@@ -32,7 +32,7 @@ static MAKING: Mutex<()> = Mutex::new(());
 fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     let Range { base, size, kind, .. } = *range;
     let _making = lock(&MAKING);
-    if let Some(known) = find(client, base as usize, size as usize).filter(|r| !r.pageable) {
+    if let Some(known) = find(client, base as usize, size as usize) {
         return Ok(known);
     }
     // With unified addressing, kernels use pinned memory of the arena by its own address.
@@ -118,9 +118,11 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<R
     let _making = lock(&MAKING);
     reap(client)?;
     let mut overlaps = false;
-    for region in all().into_iter().filter(|r| r.client.number == client.number) {
+    let regions = all();
+    // A region that `reap` could not discard during a capture is as good as gone.
+    for region in regions.iter().filter(|r| r.client.number == client.number && !is_unnamed(r)) {
         if region.contains(address, len) {
-            return Ok(region);
+            return Ok(region.clone());
         }
         overlaps |= region.overlaps(address, len);
     }
@@ -132,12 +134,16 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<R
     create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false))
 }
 
+/// Returns `true` if a region of [`all`] is of pageable memory that no graph names any more.
+fn is_unnamed(region: &Arc<Region>) -> bool {
+    // One reference is in the table of regions, one in the list that `all` returned.
+    region.pageable && Arc::strong_count(region) == 2
+}
+
 /// Discards regions of pageable memory that no graph names any more.
 fn reap(client: &Client) -> Result {
-    // One reference is in the table of regions, one in the list that `all` returned.
-    let unnamed =
-        |r: &Arc<Region>| r.client.number == client.number && r.pageable && Arc::strong_count(r) == 2;
-    let dead: Vec<_> = all().into_iter().filter(unnamed).collect();
+    let dead: Vec<_> =
+        all().into_iter().filter(|r| r.client.number == client.number && is_unnamed(r)).collect();
     if dead.is_empty() || capture::capturing() {
         return Ok(());
     }

@@ -232,10 +232,13 @@ pub fn any() -> bool {
     COUNT.load(Ordering::Relaxed) != 0
 }
 
-/// Returns a region of the client that has all of these bytes.
+/// Returns the region of pinned or managed memory of the client that has all of these bytes.
+///
+/// A graph that is gone may have left a region of pageable memory at the same place.
 pub fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
-    regions.iter().find(|r| r.client.number == client.number && r.contains(address, len)).cloned()
+    let fits = |r: &&Arc<Region>| r.client.number == client.number && !r.pageable && r.contains(address, len);
+    regions.iter().find(fits).cloned()
 }
 
 /// Frees the second address of registered memory in the arena.

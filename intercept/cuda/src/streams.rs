@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{DRAIN, op};
 use gpusession_proto::handle;
 
 pub use crate::capture::{Capture, allowed, capturing, context_sync_allowed};
@@ -246,6 +246,32 @@ impl Stream {
         let reply = client.link.finish_call(begun).map_err(unavailable)?;
         if reply.status == 0 {
             self.wait_landed(seq);
+            self.synced(seq);
+        }
+        client.check_status(reply.status)
+    }
+
+    /// Waits until work that is added to the stream now would run at once, and until the program
+    /// has what the device has changed.
+    ///
+    /// That is more than [`Self::synchronize`] waits for: work of the default stream precedes later
+    /// work of this one, but a synchronization of this one does not wait for it.
+    pub fn drain(&self) -> Result {
+        let client = self.client;
+        self.not_captured()?;
+        let begun = client
+            .link
+            .begin_call(op::STREAM_SYNC, client.caller(), |w| {
+                w.word(self.handle);
+                w.word(DRAIN);
+            })
+            .map_err(unavailable)?;
+        let seq = begun.seq;
+        let reply = client.link.finish_call(begun).map_err(unavailable)?;
+        if reply.status == 0 {
+            if tracking(client) {
+                settle_covered(client, &self.covers(seq));
+            }
             self.synced(seq);
         }
         client.check_status(reply.status)

@@ -24,7 +24,7 @@ const PACKED: usize = 256 << 20;
 /// The work is complete at the return. The two servers cannot wait for each other, so the program
 /// waits for both.
 fn beside(stream: &Stream, ctx: u64, work: impl FnOnce(&Stream) -> Result) -> Result {
-    stream.synchronize()?;
+    stream.drain()?;
     on_default(ctx, |there| {
         work(there)?;
         there.synchronize()
@@ -61,7 +61,7 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
         }
         _ => {
             let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
-            stream.synchronize()?;
+            stream.drain()?;
             let mut bytes = vec![0u8; len.min(RELAYED)];
             for offset in (0..len).step_by(RELAYED) {
                 let part = &mut bytes[..RELAYED.min(len - offset)];
@@ -89,7 +89,12 @@ pub(super) fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>
 /// Copies between unified addresses, each of which determines its kind of memory.
 pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
-        (true, true) => device_to_device(target, source, len, stream),
+        (true, true) => {
+            device_to_device(target, source, len, stream)?;
+            // The program may read or change its own copy of managed memory at once.
+            let managed = |address| ranges::find(address).is_some_and(|range| range.kind.managed());
+            if wait && (managed(target) || managed(source)) { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
+        }
         (true, false) => to_device(target, source as usize, len, stream, wait),
         (false, true) => from_device(target as usize, source, len, stream, wait),
         (false, false) => {
@@ -97,8 +102,7 @@ pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wai
                 return copies::in_order(Cuboid::row((HOST, target), (HOST, source), len), stream);
             }
             // The program's own CPU copies, after the stream's work.
-            stream.not_captured()?;
-            stream.ask(op::STREAM_SYNC)?;
+            stream.drain()?;
             // SAFETY: by the call's contract both ranges have `len` bytes; `copy` allows an
             // overlap.
             unsafe { std::ptr::copy(source as *const u8, target as *mut u8, len) };
@@ -228,22 +232,38 @@ fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arg
 
 fills! {
     cuMemsetD8_v2 / cuMemsetD8_v2_ptds, cuMemsetD8Async / cuMemsetD8Async_ptsz
-        (target: u64, value: u8, count: usize) covers Some(count);
+        (target: u64, value: u8, count: usize) covers line(target, count, 1);
     cuMemsetD16_v2 / cuMemsetD16_v2_ptds, cuMemsetD16Async / cuMemsetD16Async_ptsz
-        (target: u64, value: u16, count: usize) covers count.checked_mul(2);
+        (target: u64, value: u16, count: usize) covers line(target, count, 2);
     cuMemsetD32_v2 / cuMemsetD32_v2_ptds, cuMemsetD32Async / cuMemsetD32Async_ptsz
-        (target: u64, value: u32, count: usize) covers count.checked_mul(4);
+        (target: u64, value: u32, count: usize) covers line(target, count, 4);
     cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds, cuMemsetD2D8Async / cuMemsetD2D8Async_ptsz
-        (target: u64, pitch: usize, value: u8, width: usize, height: usize) covers plane(pitch, width, height, 1);
+        (target: u64, pitch: usize, value: u8, width: usize, height: usize)
+        covers plane(target, pitch, width, height, 1);
     cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds, cuMemsetD2D16Async / cuMemsetD2D16Async_ptsz
-        (target: u64, pitch: usize, value: u16, width: usize, height: usize) covers plane(pitch, width, height, 2);
+        (target: u64, pitch: usize, value: u16, width: usize, height: usize)
+        covers plane(target, pitch, width, height, 2);
     cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds, cuMemsetD2D32Async / cuMemsetD2D32Async_ptsz
-        (target: u64, pitch: usize, value: u32, width: usize, height: usize) covers plane(pitch, width, height, 4);
+        (target: u64, pitch: usize, value: u32, width: usize, height: usize)
+        covers plane(target, pitch, width, height, 4);
 }
 
-/// Returns the bytes from the first to the last element of a plane.
-fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<usize> {
-    pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width.checked_mul(element)?)
+/// Returns the bytes of a fill, or nothing if the driver refuses it for its alignment.
+fn line(target: u64, count: usize, element: usize) -> Option<usize> {
+    if !target.is_multiple_of(element as u64) {
+        return None;
+    }
+    count.checked_mul(element)
+}
+
+/// Returns the bytes from the first to the last element of a plane, or nothing if the driver may
+/// refuse it.
+fn plane(target: u64, pitch: usize, width: usize, height: usize, element: usize) -> Option<usize> {
+    let row = line(target, width, element)?;
+    if !pitch.is_multiple_of(element) || pitch < row {
+        return None;
+    }
+    pitch.checked_mul(height.checked_sub(1)?)?.checked_add(row)
 }
 
 pub(super) fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
@@ -260,7 +280,7 @@ pub(super) fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         }
         _ => {
             let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
-            stream.synchronize()?;
+            stream.drain()?;
             for part in cuboid.parts() {
                 let mut bytes = vec![0u8; part.width * part.height];
                 let host = Side::memory(HOST, bytes.as_mut_ptr() as u64, part.width, part.height);
@@ -287,8 +307,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             if stream.capture().is_some() {
                 return copies::in_order(cuboid, stream);
             }
-            stream.not_captured()?;
-            stream.ask(op::STREAM_SYNC)?;
+            stream.drain()?;
             for (y, z) in rows() {
                 // SAFETY: by the call's contract both boxes lie in the program's memory; `copy`
                 // allows an overlap.
@@ -399,14 +418,23 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
 
 #[cfg(test)]
 mod tests {
-    use super::plane;
+    use super::{line, plane};
 
     #[test]
     fn plane_ends_behind_its_last_row_without_that_row_s_padding() {
-        assert_eq!(plane(512, 10, 1, 4), Some(40));
-        assert_eq!(plane(512, 10, 3, 4), Some(1064));
-        assert_eq!(plane(512, 10, 0, 4), None, "no rows");
-        assert_eq!(plane(usize::MAX, 1, 3, 1), None);
-        assert_eq!(plane(0, usize::MAX, 1, 2), None);
+        assert_eq!(plane(0, 512, 10, 1, 4), Some(40));
+        assert_eq!(plane(0, 512, 10, 3, 4), Some(1064));
+        assert_eq!(plane(0, 512, 10, 0, 4), None, "no rows");
+        assert_eq!(plane(0, usize::MAX, 1, 3, 1), None);
+        assert_eq!(plane(0, 0, usize::MAX, 1, 2), None);
+    }
+
+    #[test]
+    fn a_fill_that_the_driver_refuses_for_its_alignment_has_no_length() {
+        assert_eq!(line(8, 3, 4), Some(12));
+        assert_eq!(line(9, 3, 1), Some(3));
+        assert_eq!(line(6, 3, 4), None);
+        assert_eq!(plane(0, 510, 10, 2, 4), None, "the second row is misaligned");
+        assert_eq!(plane(0, 16, 10, 2, 4), None, "rows would overlap");
     }
 }

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use gpusession_proto::frame::{Reader, WAIT};
+use gpusession_proto::frame::{DRAIN, Reader, WAIT};
 
 use super::flush::flush_results;
 use crate::answer::{Answer, Done};
-use crate::driver::{check, status};
+use crate::driver::{Handle, Status, check, status};
 use crate::frame::Frame;
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
@@ -18,6 +18,8 @@ use crate::session::Session;
 const CAPTURE_RELAXED: i32 = 2;
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`
+const DISABLE_TIMING: u32 = 2;
 /// `CUstreamBatchMemOpParams`
 const BATCH_ITEM: usize = 48;
 
@@ -44,16 +46,33 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuStreamDestroy_v2)(stream) })?)
 }
 
-/// `STREAM_SYNC`
+/// `STREAM_SYNC`: stream, and `DRAIN` if work of the default stream counts that precedes only later
+/// work of the stream.
 pub fn sync(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let stream = session.stream(r.word()?)?;
+    let drain = !r.is_empty() && r.word()? == DRAIN;
     // SAFETY: a stream of this worker.
-    let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
+    let sync = || check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
+    let synced = if drain { reach_new_event(session, stream) } else { sync() };
     // A client that does not wait may not read either; every later frame stays behind this one.
     if frame.header.flags.get() & WAIT != 0 {
         flush_results(session, answer);
     }
     Ok(synced?)
+}
+
+/// Waits for an event that is recorded on the stream now.
+fn reach_new_event(session: &Session, stream: Handle) -> Result<(), Status> {
+    let call = &session.driver.call;
+    let mut event = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (call.cuEventCreate)(&mut event, DISABLE_TIMING) })?;
+    // SAFETY: a stream of this worker, and the event made above.
+    let reached = check(unsafe { (call.cuEventRecord)(event, stream) })
+        .and_then(|()| check(unsafe { (call.cuEventSynchronize)(event) }));
+    // SAFETY: the event made above; the driver keeps what a stream still needs.
+    unsafe { (call.cuEventDestroy_v2)(event) };
+    reached
 }
 
 /// `STREAM_QUERY`
