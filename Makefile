@@ -26,7 +26,7 @@ CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpus
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
-.PHONY: help build programs demo quick test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
+.PHONY: help build fuzz programs demo quick test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,6 +58,10 @@ $(RELEASE)/libpam_gpusession.so:
 	$(CARGO) build --locked --profile pam -p pam_gpusession
 	@install -D -m 755 $(OUT)/pam/libpam_gpusession.so $@
 
+# Random CUDA programs, for tests only.
+fuzz:
+	$(CARGO) build --locked --profile $(PROFILE) -p gpusession-fuzz
+
 programs:
 	@.ci/setup build programs
 	@$(MAKE) --no-print-directory -s -C tests/programs
@@ -77,9 +81,9 @@ demo: build
 	@.ci/setup programs
 	@tests/demo/demo --no-build $(DEMO_ARGUMENTS)
 
-gpu-bundle: build
+gpu-bundle: build fuzz
 	@.ci/setup programs
-	@tests/gpu/bundle --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
+	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
@@ -110,7 +114,7 @@ test-unit:
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
 	fi
 
-test-conformance: build programs
+test-conformance: build fuzz programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify
 	@tests/conformance/simgpu
 
