@@ -194,8 +194,22 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             let backing = Backing::Device { ctx, blocks };
             (Mirror { address: base, len, charge, backing }, base as Address)
         }
-        _ => own(session, base, len, charge, kind == mirror::SAME)?,
+        _ => {
+            // Without the lock, as in `unmirror`. The memory counts from now on.
+            inner.charged += charge;
+            drop(inner);
+            let made = own(session, base, len, charge, kind == mirror::SAME);
+            inner = session.mirrors.lock();
+            inner.charged -= charge;
+            made?
+        }
     };
+    if inner.mirrors.contains_key(&region) {
+        // Another frame has used the number meanwhile.
+        drop(inner);
+        remove(session, mirror);
+        return Err(status::INVALID_VALUE.into());
+    }
     inner.charged += charge;
     inner.mirrors.insert(region, mirror);
     drop(inner);
@@ -263,9 +277,13 @@ fn remove(session: &Session, mirror: Mirror) {
 /// `UNMIRROR_HOST`: region.
 pub fn unmirror(session: &Session, r: &mut Reader<'_>) -> Done {
     let region = r.word()?;
-    let mut inner = session.mirrors.lock();
-    let mirror = inner.mirrors.remove(&region).ok_or(status::INVALID_VALUE)?;
-    inner.charged -= mirror.charge;
+    let mirror = {
+        let mut inner = session.mirrors.lock();
+        let mirror = inner.mirrors.remove(&region).ok_or(status::INVALID_VALUE)?;
+        inner.charged -= mirror.charge;
+        mirror
+    };
+    // Without the lock: the driver may wait for a host function, whose callback takes the lock.
     remove(session, mirror);
     Ok(())
 }
