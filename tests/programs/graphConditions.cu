@@ -48,10 +48,10 @@ static cudaGraph_t *conditional(cudaGraph_t graph, unsigned value, cudaGraphCond
     CUgraphNodeParams params = {};
     CUgraphNode node;
     params.type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
-    CHECK_DRIVER(create(&params.conditional.handle, graph, nullptr, value, CU_GRAPH_COND_ASSIGN_DEFAULT));
+    CHECK_DRIVER(cuCtxGetCurrent_(&params.conditional.ctx));
+    CHECK_DRIVER(create(&params.conditional.handle, graph, params.conditional.ctx, value, CU_GRAPH_COND_ASSIGN_DEFAULT));
     params.conditional.type = static_cast<CUgraphConditionalNodeType>(type);
     params.conditional.size = size;
-    CHECK_DRIVER(cuCtxGetCurrent_(&params.conditional.ctx));
     CHECK_DRIVER(add_node(&node, graph, nullptr, nullptr, 0, &params));
     CUgraphNodeType found;
     DRIVER(cuGraphNodeGetType);

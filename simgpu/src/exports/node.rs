@@ -7,9 +7,9 @@ use crate::abi::{
     BatchMemOp, HostNodeParams, KernelNodeParams, KernelNodeParamsV2, MEMORY_DEVICE, MEMORY_HOST, Memcpy3D,
     MemsetNodeParams, NodeParams,
 };
-use crate::context::{CONTEXTS, current};
+use crate::context::{CONTEXTS, by_handle, current};
 use crate::driver::driver;
-use crate::errors::{self, INVALID_VALUE, Result};
+use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
 use crate::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
 use crate::op::{Copy, Fill, Launch, Op, Place};
@@ -359,8 +359,13 @@ export! {
         let p = read(p)?;
         replace_in(e, h, mem_ops(slice(p[2] as *const BatchMemOp, p[1] & 0xffff_ffff)?)?)
     }
-    fn cuGraphConditionalHandleCreate(to: *mut u64, g: usize, _ctx: usize, value: u32, flags: u32) {
+    fn cuGraphConditionalHandleCreate(to: *mut u64, g: usize, ctx: usize, value: u32, flags: u32) {
         graph(g)?;
+        // An H100 names no context by null here.
+        if ctx == 0 {
+            return Err(INVALID_CONTEXT);
+        }
+        by_handle(ctx)?;
         // CU_GRAPH_COND_ASSIGN_DEFAULT
         if to.is_null() || flags > 1 {
             return Err(INVALID_VALUE);

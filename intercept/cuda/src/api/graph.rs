@@ -765,6 +765,10 @@ driver! {
 
     fn cuGraphConditionalHandleCreate(condition: *mut u64, graph: *mut c_void, ctx: *mut c_void, default: u32, flags: u32) {
         let client = clients::of(graph as u64)?;
+        // Null is not the current context here.
+        if ctx.is_null() {
+            return Err(crate::status::INVALID_CONTEXT);
+        }
         let ctx = super::context::named(ctx)?;
         client.same(clients::of(ctx)?)?;
         if condition.is_null() {
