@@ -25,10 +25,11 @@ class Fuzz:
             if not failure:
                 break
             # The programs after the one that broke the process run in a new one.
-            first = max([first - 1, *some]) + 1
-            if first not in some and first < last:
-                lines[first] = f"{first} CRASHED: {failure}"
-            first += 1
+            broken = max([first - 1, *some])
+            if broken < first or " ok " in some[broken]:
+                broken += 1
+                lines[broken] = f"{broken} CRASHED: {failure}"
+            first = broken + 1
         return lines
 
     def process(self, side, first, last):

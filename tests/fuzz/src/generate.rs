@@ -229,7 +229,11 @@ impl Generator<'_> {
             1 | 2 if self.signals < SIGNALS => {
                 let slot = self.signals;
                 self.signals += 1;
+                // CUDA wants the order expressed by an event, too: a wait at the head of a hardware
+                // queue may hold up the work that would end it.
                 self.add_by(thread, Op::Signal(before, slot), depth)
+                    && self.add_by(thread, Op::Record(event, before), depth)
+                    && self.add_by(thread, Op::WaitEvent(after, event), depth)
                     && self.add_by(thread, Op::WaitSignal(after, slot), depth)
             }
             _ => {

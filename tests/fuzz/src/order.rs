@@ -345,7 +345,12 @@ impl<'p> Order<'p> {
                 self.work(thread, work, legacy, true)?;
             }
             Op::Touch(work) => self.touch(thread, work)?,
-            Op::Sleep(_) | Op::Query(_) | Op::Refused(_) => {}
+            Op::Sleep(_) | Op::Refused(_) => {}
+            Op::Query(stream) => {
+                // Another thread may capture the stream, which forbids the call.
+                self.enqueue(thread, *stream)?;
+                self.queues[*stream].touched = Some(now);
+            }
             Op::Record(event, stream) => {
                 self.known_touch(thread, self.events[*event].touched)?;
                 let known = self.enqueue(thread, *stream)?;

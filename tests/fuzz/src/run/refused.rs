@@ -1,0 +1,100 @@
+//! Calls that the driver refuses.
+
+use super::{Kernel, LEGACY, Run};
+use crate::program::Invalid;
+use std::ptr::{null, null_mut};
+
+impl Run<'_> {
+    /// Makes a call that the driver refuses.
+    pub(super) fn refused(&self, number: usize, invalid: Invalid) {
+        let driver = &self.device.driver;
+        let (mut address, mut handle) = (0u64, null_mut());
+        let out = &raw mut address;
+        // SAFETY: pointers are locals of the right types; the driver reads no memory that a refused
+        // call names.
+        let (name, result) = unsafe {
+            match invalid {
+                Invalid::AllocateNothing => ("cuMemAlloc of 0 bytes", (driver.cuMemAlloc_v2)(out, 0)),
+                Invalid::AllocateTooMuch => {
+                    ("cuMemAlloc of 2^50 bytes", (driver.cuMemAlloc_v2)(out, 1 << 50))
+                }
+                Invalid::FreeUnknown => ("cuMemFree of an unknown address", (driver.cuMemFree_v2)(0x1000)),
+                Invalid::FillMisaligned => (
+                    "cuMemsetD32Async of a misaligned address",
+                    (driver.cuMemsetD32Async)(self.signals + 1, 0, 1, LEGACY),
+                ),
+                Invalid::BlockTooLarge => ("cuLaunchKernel of 2048 threads", self.launch_nothing(1, 2048)),
+                Invalid::EmptyGrid => ("cuLaunchKernel of no block", self.launch_nothing(0, 32)),
+                Invalid::TimeOfUnrecorded => {
+                    let (mut event, mut time) = (null_mut(), 0.0);
+                    (driver.cuEventCreate)(&raw mut event, 0);
+                    let result = (driver.cuEventElapsedTime_v2)(&raw mut time, event, event);
+                    (driver.cuEventDestroy_v2)(event);
+                    ("cuEventElapsedTime of an event without time", result)
+                }
+                Invalid::EndOfNoCapture => {
+                    let mut stream = null_mut();
+                    (driver.cuStreamCreate)(&raw mut stream, 1);
+                    let result = (driver.cuStreamEndCapture)(stream, &raw mut handle);
+                    (driver.cuStreamDestroy_v2)(stream);
+                    ("cuStreamEndCapture without a capture", result)
+                }
+                Invalid::UnregisterUnknown => {
+                    let mut page = [0u8; 64];
+                    (
+                        "cuMemHostUnregister of unknown memory",
+                        (driver.cuMemHostUnregister)(page.as_mut_ptr().cast()),
+                    )
+                }
+                Invalid::DevicePointerOfUnknown => {
+                    let mut page = [0u8; 64];
+                    let result = (driver.cuMemHostGetDevicePointer_v2)(out, page.as_mut_ptr().cast(), 0);
+                    ("cuMemHostGetDevicePointer of unknown memory", result)
+                }
+                Invalid::FunctionUnknown => (
+                    "cuModuleGetFunction of no module",
+                    (driver.cuModuleGetFunction)(&raw mut handle, null_mut(), c"none".as_ptr()),
+                ),
+                Invalid::CopyFromNull => {
+                    ("cuMemcpyHtoD from no address", (driver.cuMemcpyHtoD_v2)(self.signals, null(), 4))
+                }
+                Invalid::AttributeOfUnknown => (
+                    "cuPointerGetAttribute of an unknown address",
+                    (driver.cuPointerGetAttribute)(out.cast(), 2, 0x1000),
+                ),
+                Invalid::NoMode => {
+                    let mut stream = null_mut();
+                    (driver.cuStreamCreate)(&raw mut stream, 1);
+                    let result = (driver.cuStreamBeginCapture_v2)(stream, 7);
+                    (driver.cuStreamDestroy_v2)(stream);
+                    ("cuStreamBeginCapture in no mode", result)
+                }
+            }
+        };
+        self.note(number, name, result);
+    }
+
+    /// Launches a kernel that would fold no words.
+    fn launch_nothing(&self, grid: u32, block: u32) -> u32 {
+        let (to, from, words, salt) = (self.signals, self.signals, 0, 0);
+        let mut kernel = Kernel { function: self.device.fold, grid, block, to, from, words, salt, spin: 0 };
+        let mut parameters = kernel.parameters();
+        let (function, list) = (kernel.function, parameters.as_mut_ptr());
+        // SAFETY: the parameters live until the return.
+        unsafe {
+            (self.device.driver.cuLaunchKernel)(
+                function,
+                grid,
+                1,
+                1,
+                block,
+                1,
+                1,
+                0,
+                LEGACY,
+                list,
+                null_mut(),
+            )
+        }
+    }
+}
