@@ -10,7 +10,7 @@ mod program;
 mod run;
 mod shrink;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, Subcommand};
 use program::Program;
 use run::{Device, Outcome};
@@ -89,6 +89,7 @@ fn read(name: &str) -> Result<Program> {
 fn main() -> Result<()> {
     match Arguments::parse().verb {
         Verb::Run { seeds, seconds, spin, limit, quiet, files } => {
+            ensure!(seeds.is_some() || !files.is_empty(), "nothing to run: name --seeds or files");
             let device = Device::open(spin)?;
             watch(limit);
             let end = seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
