@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use gpusession_proto::frame::Writer;
 use gpusession_proto::handle;
@@ -21,6 +22,8 @@ const LIMITS: i32 = 16;
 const PEER_ATTRIBUTES: i32 = 8;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
+/// `CU_STREAM_NON_BLOCKING`
+const NON_BLOCKING: u32 = 1;
 
 /// The client's devices, their primary contexts, and the contexts that the client created.
 pub struct Contexts {
@@ -33,6 +36,19 @@ pub struct Contexts {
     created: Table<(Object, u32)>,
     /// Resets so far of each primary context.
     resets: Vec<AtomicU64>,
+    /// For each device, the context in which the worker copies managed memory.
+    apart: Vec<OnceLock<Apart>>,
+    opening: Mutex<()>,
+}
+
+/// A context of the worker's own on a device, and its stream.
+///
+/// Streams of one context share hardware queues. So a copy of the worker's in a program's context
+/// can stand behind a stream that waits in a host function, which itself waits for the copy. No
+/// stream priority prevents this (seen on an H100, driver 580).
+struct Apart {
+    ctx: Object,
+    stream: Object,
 }
 
 impl Contexts {
@@ -68,7 +84,9 @@ impl Contexts {
         let reach =
             devices.iter().map(|from| devices.iter().map(|to| reaches(*from, *to)).collect()).collect();
         let resets = devices.iter().map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { devices, limits, primary, reach, created: Table::new(kind::CTX), resets })
+        let apart = devices.iter().map(|_| OnceLock::new()).collect();
+        let created = Table::new(kind::CTX);
+        Ok(Self { devices, limits, primary, reach, created, resets, apart, opening: Mutex::default() })
     }
 
     /// Returns `true` if contexts on all devices are shared by MPS.
@@ -82,10 +100,15 @@ impl Contexts {
         })
     }
 
-    /// Returns the number of contexts, primary ones included, on the device with the most of them.
+    /// Returns the number of contexts on the device with the most of them.
+    ///
+    /// Primary contexts and the worker's own count.
     pub fn most_on_a_device(&self) -> u32 {
         let created = self.created.all();
-        let on = |device: usize| 1 + created.iter().filter(|(_, on)| *on as usize == device).count() as u32;
+        let apart = |device: usize| u32::from(self.apart[device].get().is_some());
+        let on = |device: usize| {
+            1 + apart(device) + created.iter().filter(|(_, on)| *on as usize == device).count() as u32
+        };
         (0..self.devices.len()).map(on).max().unwrap_or(0)
     }
 
@@ -194,6 +217,48 @@ impl Contexts {
         work: impl FnOnce() -> Result<T, Status>,
     ) -> Result<T, Status> {
         within(driver, self.primary(0)?, work)
+    }
+
+    /// Creates the worker's own context on a device, once, after `count` has found room for it.
+    pub fn open_apart(
+        &self,
+        driver: &Driver,
+        device: u32,
+        count: impl FnOnce() -> Result<(), Status>,
+    ) -> Result<(), Status> {
+        let ordinal = self.device(device.into())?;
+        let apart = &self.apart[device as usize];
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if apart.get().is_some() {
+            return Ok(());
+        }
+        count()?;
+        let (mut ctx, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the out pointer is valid.
+        check(unsafe { (driver.call.cuCtxCreate_v2)(&mut ctx, 0, ordinal) })?;
+        // SAFETY: the new context is current; the out pointer is valid.
+        let made = check(unsafe { (driver.call.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, 0) });
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: the new context is on top of this thread's stack; the out pointer is valid.
+        unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
+        if let Err(status) = made {
+            // SAFETY: created above, and unknown to others.
+            unsafe { (driver.call.cuCtxDestroy_v2)(ctx) };
+            return Err(status);
+        }
+        let _ = apart.set(Apart { ctx: Object(ctx), stream: Object(stream) });
+        Ok(())
+    }
+
+    /// Calls `work` with the stream of the worker's own context on a device; it is current then.
+    pub fn within_apart(
+        &self,
+        driver: &Driver,
+        device: u32,
+        work: impl FnOnce(Handle) -> Result<(), Status>,
+    ) -> Result<(), Status> {
+        let apart = self.apart.get(device as usize).and_then(OnceLock::get).ok_or(status::INVALID_VALUE)?;
+        within(driver, apart.ctx.0, || work(apart.stream.0))
     }
 
     /// Waits for everything that runs in one context.

@@ -83,6 +83,8 @@ struct Kept {
     /// Frame that the executor replays.
     current: Option<KeptFrame>,
     later: VecDeque<KeptFrame>,
+    /// Start of the present frame if no program thread waits for it, until [`Replay::step_aside`].
+    since: Option<Instant>,
 }
 
 struct KeptFrame {
@@ -154,7 +156,9 @@ impl Replay {
         transport: &Transport,
         first: BytesMut,
     ) -> io::Result<()> {
-        self.start_executor(&mut self.lock(), session)?;
+        let mut state = self.lock();
+        state.main = self.spare_executor(&mut state, session)?;
+        drop(state);
         let mut buf = first;
         let mut scratch = vec![0; 256 << 10];
         let result = loop {
@@ -208,9 +212,10 @@ impl Replay {
         Ok(received > 0)
     }
 
-    /// Returns `true` if frames wait behind the main executor, which may be blocked.
+    /// Returns `true` if frames wait behind an executor that may be blocked without need.
     fn watching(&self) -> bool {
-        !self.lock().queue.is_empty()
+        let state = self.lock();
+        !state.queue.is_empty() || state.kept.values().any(|kept| !kept.later.is_empty())
     }
 
     fn enqueue<P: Perform>(&self, session: &Arc<P>, frames: Vec<Frame>) -> io::Result<()> {
@@ -243,7 +248,17 @@ impl Replay {
     }
 
     /// Makes another executor the main one if the present one is blocked.
+    ///
+    /// Another one also replays what a blocked one keeps without need.
     fn relieve<P: Perform>(&self, session: &Arc<P>, state: &mut State) -> io::Result<()> {
+        let blocked = |kept: &Kept| {
+            !kept.later.is_empty() && kept.since.is_some_and(|since| since.elapsed() > BLOCKED_TIMEOUT)
+        };
+        let blocked: Vec<usize> =
+            state.kept.iter().filter(|(_, kept)| blocked(kept)).map(|(id, _)| *id).collect();
+        for id in blocked {
+            self.step_aside(session, state, id)?;
+        }
         match &state.busy {
             Some((since, _)) if since.elapsed() > BLOCKED_TIMEOUT && !state.queue.is_empty() => {
                 self.hand_over(session, state)
@@ -263,29 +278,60 @@ impl Replay {
             state.kept_by.insert(current.thread(), blocked);
         }
         let touched = order::touches(session.streams(), &current);
-        state.kept.insert(
-            blocked,
-            Kept { current: Some(KeptFrame { frame: current, touched }), later: VecDeque::new() },
-        );
-        match state.idle.pop() {
-            Some(next) => {
-                state.main = next;
-                self.changed.notify_all();
-                Ok(())
-            }
-            None => self.start_executor(state, session),
-        }
+        let current = Some(KeptFrame { frame: current, touched });
+        state.kept.insert(blocked, Kept { current, later: VecDeque::new(), since: None });
+        state.main = self.spare_executor(state, session)?;
+        Ok(())
     }
 
-    fn start_executor<P: Perform>(&self, state: &mut State, session: &Arc<P>) -> io::Result<()> {
+    /// Gives another executor the frames that a blocked one keeps and that need not wait for its
+    /// present frame.
+    ///
+    /// An executor that was blocked once keeps all frames of its thread. Among them can be a copy
+    /// that the thread does not wait for. The thread's work on other streams continues then, as
+    /// behind such a copy of the main executor.
+    fn step_aside<P: Perform>(&self, session: &Arc<P>, state: &mut State, id: usize) -> io::Result<()> {
+        let Some(kept) = state.kept.get_mut(&id) else { return Ok(()) };
+        kept.since = None;
+        let Some(current) = &kept.current else { return Ok(()) };
+        let mut before = order::Touched::default();
+        before.join(&current.touched);
+        let (mut stay, mut go) = (VecDeque::new(), VecDeque::new());
+        let mut bytes: HashMap<u32, usize> = HashMap::new();
+        for frame in kept.later.drain(..) {
+            let of_thread = bytes.entry(frame.frame.thread()).or_default();
+            let mark = frame.frame.header.op.get() == op::MARK;
+            if frame.touched.depends_on(&before) || mark && *of_thread > KEPT_BYTES {
+                before.join(&frame.touched);
+                *of_thread += frame.frame.held_bytes();
+                stay.push_back(frame);
+            } else {
+                go.push_back(frame);
+            }
+        }
+        kept.later = stay;
+        // The threads' next frames stay behind what they depend on, here or there.
+        state.kept_by.retain(|_, keeper| *keeper != id);
+        if !go.is_empty() {
+            let other = self.spare_executor(state, session)?;
+            state.kept.insert(other, Kept { current: None, later: go, since: None });
+        }
+        Ok(())
+    }
+
+    /// Returns an idle executor that runs once the lock is free.
+    fn spare_executor<P: Perform>(&self, state: &mut State, session: &Arc<P>) -> io::Result<usize> {
+        if let Some(id) = state.idle.pop() {
+            self.changed.notify_all();
+            return Ok(id);
+        }
         let id = state.executors;
         state.executors += 1;
-        state.main = id;
         let session = session.clone();
         std::thread::Builder::new().name(format!("executor-{id}")).spawn(move || {
             session.replay().execute(&session, &mut Executor { current: 0, id });
         })?;
-        Ok(())
+        Ok(id)
     }
 
     fn execute<P: Perform>(&self, session: &Arc<P>, executor: &mut Executor) {
@@ -371,6 +417,7 @@ impl Replay {
                     let frame = next.frame.clone();
                     state.queued_bytes -= frame.held_bytes();
                     if let Some(kept) = state.kept.get_mut(&executor.id) {
+                        kept.since = order::nobody_waits(&frame).then(Instant::now);
                         kept.current = Some(next);
                     }
                     return Some((frame, true));

@@ -72,6 +72,18 @@ impl Touched {
         }
     }
 
+    /// Adds what a frame touches: a later frame depends on the sum if it depends on a part.
+    pub fn join(&mut self, other: &Self) {
+        self.barrier |= other.barrier;
+        if !other.only_waits {
+            self.every_stream |= other.every_stream;
+            self.some_stream |= other.some_stream;
+            self.objects.extend(&other.objects);
+            self.objects.sort_unstable();
+            self.objects.dedup();
+        }
+    }
+
     /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
         earlier.barrier

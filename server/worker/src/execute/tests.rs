@@ -94,7 +94,9 @@ impl Lab {
             started: Mutex::new(sender),
             ended: Mutex::default(),
         });
-        fake.replay.start_executor(&mut fake.replay.lock(), &fake).unwrap();
+        let mut state = fake.replay.lock();
+        state.main = fake.replay.spare_executor(&mut state, &fake).unwrap();
+        drop(state);
         Self { fake, started, supervisor: peer }
     }
 
@@ -222,6 +224,26 @@ fn thread_continues_while_its_bulk_copy_waits_for_bytes() {
     assert!(lab.still(), "the copy's own stream waits");
     lab.unblock(1);
     assert_eq!(lab.next(), 3);
+}
+
+#[test]
+fn thread_continues_while_a_kept_copy_waits_for_its_stream() {
+    let lab = Lab::new(&[1, 2]);
+    lab.send(launch(1, 1, BLOCKING));
+    assert_eq!(lab.next(), 1);
+    lab.send(frame(op::COPY_FROM_DEVICE, 1, 2, false, &[0, 8, BLOCKING, 0]));
+    lab.send(launch(1, 3, BLOCKING));
+    lab.send(launch(1, 4, OTHER));
+    assert!(lab.still(), "a blocked launch holds its thread up, as natively");
+    lab.unblock(1);
+    assert_eq!(lab.next(), 2);
+    assert_eq!(lab.next(), 4, "the program waits for no copy");
+    lab.send(launch(1, 5, OTHER));
+    assert_eq!(lab.next(), 5);
+    assert!(lab.still(), "the copy's own stream waits");
+    lab.unblock(2);
+    assert_eq!(lab.next(), 3);
+    lab.finish();
 }
 
 #[test]

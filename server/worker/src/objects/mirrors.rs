@@ -5,7 +5,6 @@ use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Address, Status, status};
-use crate::handles::Object;
 
 /// Hash of a block of device memory.
 pub type Hash = [u8; 16];
@@ -16,8 +15,8 @@ pub enum Backing {
     Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
     /// Managed memory of the driver, which this process can access, and the client's version of it.
     Managed { shadow: Vec<u8> },
-    /// Device memory of a context, and the hash of each block that the client knows.
-    Device { ctx: u64, blocks: Vec<Hash> },
+    /// Memory of a device, and the hash of each block that the client knows.
+    Device { device: u32, blocks: Vec<Hash> },
 }
 
 /// One region in the worker.
@@ -40,8 +39,6 @@ pub struct Inner {
     pub charged: u64,
     /// Managed variables that the driver reported: size, and module or library.
     pub managed: HashMap<Address, (u64, u64)>,
-    /// A stream of the worker in each context, ordered with none of the program's.
-    pub streams: HashMap<u64, Object>,
 }
 
 /// All mirrors, by the client's number of the region.
@@ -66,21 +63,6 @@ impl Mirrors {
     /// Locks all mirrors.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Gives the mirrors of a green context to its device's primary context, which outlives it.
-    pub fn adopt(&self, green: u64, primary: u64) {
-        for mirror in self.lock().mirrors.values_mut() {
-            match &mut mirror.backing {
-                Backing::Device { ctx, .. } if *ctx == green => *ctx = primary,
-                _ => {}
-            }
-        }
-    }
-
-    /// Forgets the worker's stream in a context that was destroyed or reset.
-    pub fn forget_context(&self, ctx: u64) {
-        self.lock().streams.remove(&ctx);
     }
 
     /// Records a managed variable of `parent`; no other memory of the driver is mirrored in place.
@@ -149,7 +131,7 @@ mod tests {
     fn copy_stays_within_a_region_of_host_memory() {
         let mirrors = Mirrors::new(1000);
         put(&mirrors, 1, 0x5000, own());
-        put(&mirrors, 2, 0x6000, Backing::Device { ctx: 1, blocks: Vec::new() });
+        put(&mirrors, 2, 0x6000, Backing::Device { device: 0, blocks: Vec::new() });
         assert_eq!(mirrors.address(1, 0x10, 0xf0), Ok(0x5010));
         assert_eq!(mirrors.address(1, 0x100, 0), Ok(0x5100));
         for (region, offset, len) in [(1, 0x10, 0xf1), (1, 0x101, 0), (1, u64::MAX, 2), (2, 0, 1), (3, 0, 1)]

@@ -61,6 +61,11 @@ pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<()
     Ok(())
 }
 
+/// Counts a context of the worker's own, which lives as long as the worker.
+pub fn worker_context_created(session: &Session, device: u32) -> Result<(), Status> {
+    session.quota.take(device, session.allocations.contexts.get(device as usize).copied().unwrap_or(0))
+}
+
 /// Subtracts a context that is about to be destroyed or reset, and all that belongs to it.
 pub fn context_gone(session: &Session, ctx: u64) {
     let mut state = session.allocations.lock();

@@ -141,8 +141,6 @@ pub fn destroy(session: &Session, executor: &mut Executor, r: &mut Reader<'_>, a
     let _ = session.contexts.synchronize_one(session.driver, ctx);
     flush_results(session, answer);
     session.lanes.leave(ctx);
-    session.mirrors.forget_context(ctx);
-    session.mirrors.adopt(ctx, primary);
     allocations::adopt(session, ctx, primary);
     session.contexts.take(ctx)?;
     executor.current = 0;

@@ -5,7 +5,6 @@
 //!
 //! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
-use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
 use gpusession_proto::changes::{self, BLOCK};
@@ -16,14 +15,12 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Address, Handle, Status, check, status};
 use crate::frame::Frame;
-use crate::handles::Object;
-use crate::objects::mirrors::{Backing, Hash, Inner, Mirror, Mirrors, hash};
+use crate::objects::mirrors::{Backing, Hash, Mirror, Mirrors, hash};
+use crate::ops::allocations;
 use crate::session::Session;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
 const REGISTER: u32 = 1 | 2;
-/// `CU_STREAM_NON_BLOCKING`
-const NON_BLOCKING: u32 = 1;
 const PAGE: usize = 4096;
 /// Bytes of device memory that are compared at a time.
 const PIECE: usize = 2 << 20;
@@ -35,8 +32,7 @@ impl Mirrors {
     pub fn write_back(&self, session: &Session, in_callback: bool) {
         let mut out = Vec::new();
         let mut inner = self.lock();
-        let Inner { mirrors, streams, .. } = &mut *inner;
-        for (&region, mirror) in mirrors.iter_mut() {
+        for (&region, mirror) in inner.mirrors.iter_mut() {
             let mut changed = Changed { session, out: &mut out, region, body: Vec::new() };
             match &mut mirror.backing {
                 Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
@@ -55,13 +51,13 @@ impl Mirrors {
                         }
                     }
                 }
-                Backing::Device { ctx, blocks } => {
+                Backing::Device { device, blocks } => {
                     if in_callback {
                         continue;
                     }
                     // A context that no longer copies has had an error, which the program receives
                     // elsewhere.
-                    let _ = within(session, streams, *ctx, |stream| {
+                    let _ = session.contexts.within_apart(session.driver, *device, |stream| {
                         let mut piece = vec![0u8; PIECE.min(mirror.len)];
                         for start in (0..mirror.len).step_by(PIECE) {
                             let piece = &mut piece[..PIECE.min(mirror.len - start)];
@@ -109,33 +105,6 @@ impl Changed<'_> {
     }
 }
 
-/// Calls `run` with the worker's stream of a context, and the context current.
-fn within(
-    session: &Session,
-    streams: &mut HashMap<u64, Object>,
-    ctx: u64,
-    run: impl FnOnce(Handle) -> Result<(), Status>,
-) -> Result<(), Status> {
-    let call = &session.driver.call;
-    // SAFETY: a context of this worker.
-    check(unsafe { (call.cuCtxPushCurrent_v2)(session.contexts.get(ctx)?.0) })?;
-    let done = match streams.get(&ctx) {
-        Some(stream) => run(stream.0),
-        None => {
-            let mut stream = std::ptr::null_mut();
-            // SAFETY: the out pointer is valid.
-            check(unsafe { (call.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, 0) }).and_then(|()| {
-                streams.insert(ctx, Object(stream));
-                run(stream)
-            })
-        }
-    };
-    let mut popped = std::ptr::null_mut();
-    // SAFETY: the context was pushed above; the out pointer is valid.
-    unsafe { (call.cuCtxPopCurrent_v2)(&mut popped) };
-    done
-}
-
 fn copy_out(session: &Session, target: &mut [u8], source: Address, stream: Handle) -> Result<(), Status> {
     let call = &session.driver.call;
     // SAFETY: the target has that many bytes, and outlives the copy, which the next call waits for.
@@ -153,7 +122,16 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     if len == 0 || base == 0 || !fits {
         return Err(status::INVALID_VALUE.into());
     }
-    let ctx = frame.header.ctx.get();
+    let device = match kind {
+        // Without the lock: the driver may wait for a host function, whose callback takes the lock.
+        mirror::DEVICE => {
+            let (_, device) = session.contexts.get(frame.header.ctx.get())?;
+            let count = || allocations::worker_context_created(session, device);
+            session.contexts.open_apart(session.driver, device, count)?;
+            device
+        }
+        _ => 0,
+    };
     let mut inner = session.mirrors.lock();
     if inner.mirrors.contains_key(&region) {
         return Err(status::INVALID_VALUE.into());
@@ -168,7 +146,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         session.supervisor().tell(&FromWorker::StagingFull { bytes: inner.charged.saturating_add(charge) });
         return Err(status::OUT_OF_MEMORY.into());
     }
-    let (mirror, device) = match kind {
+    let (mirror, address) = match kind {
         mirror::MANAGED => {
             if inner.managed.get(&(base as Address)).is_none_or(|(size, _)| *size != len as u64) {
                 return Err(status::INVALID_VALUE.into());
@@ -180,7 +158,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             if !session.memory.contains(base as Address, len as u64) {
                 return Err(status::INVALID_VALUE.into());
             }
-            within(session, &mut inner.streams, ctx, |stream| {
+            session.contexts.within_apart(session.driver, device, |stream| {
                 let call = &session.driver.call;
                 // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
@@ -191,7 +169,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             if let (Some(last), rest @ 1..) = (blocks.last_mut(), len % BLOCK) {
                 *last = hash(&[0; BLOCK][..rest]);
             }
-            let backing = Backing::Device { ctx, blocks };
+            let backing = Backing::Device { device, blocks };
             (Mirror { address: base, len, charge, backing }, base as Address)
         }
         _ => {
@@ -213,7 +191,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     inner.charged += charge;
     inner.mirrors.insert(region, mirror);
     drop(inner);
-    answer.word(device);
+    answer.word(address);
     if kind == mirror::MANAGED {
         session.mirrors.write_back(session, false);
     }
@@ -292,8 +270,7 @@ pub fn unmirror(session: &Session, r: &mut Reader<'_>) -> Done {
 pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
     let region = r.word()?;
     let mut inner = session.mirrors.lock();
-    let Inner { mirrors, streams, .. } = &mut *inner;
-    let Mirror { address, len, backing, .. } = mirrors.get_mut(&region).ok_or(status::INVALID_VALUE)?;
+    let Mirror { address, len, backing, .. } = inner.mirrors.get_mut(&region).ok_or(status::INVALID_VALUE)?;
     let mut parts = Vec::new();
     changes::read(r, |offset, bytes| parts.push((offset as usize, bytes)))?;
     for (offset, bytes) in &parts {
@@ -317,14 +294,14 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
             }
             Ok(())
         }
-        Backing::Device { ctx, blocks } => {
+        Backing::Device { device, blocks } => {
             let whole = |(offset, bytes): &(usize, &[u8])| {
                 offset.is_multiple_of(BLOCK) && bytes.len() == BLOCK.min(*len - offset)
             };
             if !parts.iter().all(whole) {
                 return Err(Failure::Status(status::INVALID_VALUE));
             }
-            let written = within(session, streams, *ctx, |stream| {
+            let written = session.contexts.within_apart(session.driver, *device, |stream| {
                 let call = &session.driver.call;
                 for (offset, bytes) in &parts {
                     let target = (*address + offset) as Address;

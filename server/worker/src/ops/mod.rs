@@ -254,6 +254,5 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     flush_results(session, answer);
     session.lanes.leave(ctx);
     session.streams.forget(|stream| stream.ctx == ctx);
-    session.mirrors.forget_context(ctx);
     allocations::context_gone(session, ctx);
 }
