@@ -143,6 +143,7 @@ check: style deny
 	@$(MAKE) --no-print-directory $(RELEASE)/libpam_gpusession.so
 	@pam-module/check $(RELEASE)/libpam_gpusession.so
 	@units/check
+	@tests/gpu/check
 	shellcheck --severity=warning --exclude=SC1007 $(SHELL_SCRIPTS)
 	@$(CARGO) run --locked -q -p gpusession-calls --example coverage | diff -q - docs/coverage.md >/dev/null || \
 		{ echo 'check: docs/coverage.md is not up to date: make docs'; exit 1; }

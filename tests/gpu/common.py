@@ -1,13 +1,15 @@
-"""Shared code of the PyTorch scripts: measurements, results, and deterministic settings.
+"""Shared code of the Python scripts: measurements, results, and deterministic settings.
 
 A line that starts with `{` is a measurement, and differs from run to run. Every other line of
 standard output is a result, and must be equal on a remote GPU and on a local one.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import statistics
+import sys
 import time
 
 # cuBLAS reads it when it starts, so it is set before PyTorch is imported.
@@ -22,12 +24,33 @@ def measure(name, value, unit, **more):
     print(json.dumps({"name": name, "value": value, "unit": unit, **more}), flush=True)
 
 
+def need(*names):
+    """Returns modules; if one is missing, the program exits with the status of a skipped one."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        print(f"needs {', '.join(names)}: {error}")
+        sys.exit(77)
+
+
+def expect(name, right, *values):
+    """Prints a result; one that is wrong ends the program."""
+    print(name, "right" if right else "WRONG", *values, flush=True)
+    if not right:
+        sys.exit(1)
+
+
+def digest_of_bytes(data):
+    """Returns a short checksum of bytes, which any changed bit changes."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def digest(tensor):
     """Returns a short checksum of a tensor's bytes, which any changed bit changes."""
     import torch
 
     flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    return digest_of_bytes(flat.numpy().tobytes())
 
 
 def deterministic():
@@ -53,6 +76,29 @@ def timed(function, repeat, warm_up=3):
         function()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
+
+
+def in_processes(work, count, *arguments):
+    """Runs `work(number, answers, *arguments)` in new processes; prints whether each exited well.
+
+    Returns the answers that they put into the queue, sorted.
+    """
+    import multiprocessing
+    import queue
+
+    context = multiprocessing.get_context("spawn")
+    answers, found = context.Queue(), []
+    children = [context.Process(target=work, args=(number, answers, *arguments), daemon=True) for number in range(count)]
+    for child in children:
+        child.start()
+    while any(child.is_alive() for child in children) or not answers.empty():
+        try:
+            found.append(answers.get(timeout=0.5))
+        except queue.Empty:
+            pass
+    codes = [child.exitcode for child in children]
+    expect(f"{count} processes exit", codes == [0] * count and len(found) == count, codes, len(found))
+    return sorted(found)
 
 
 def rendezvous():

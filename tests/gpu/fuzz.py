@@ -1,6 +1,7 @@
 """`./run fuzz`: random CUDA programs, natively and remotely: same memory, same results of calls."""
 
 import concurrent.futures
+import os
 import re
 import time
 
@@ -71,7 +72,7 @@ class Fuzz:
         began = time.monotonic()
         self.end = began + self.args.budget if self.args.budget else None
         starts = range(first, last, CHUNK)
-        with concurrent.futures.ThreadPoolExecutor(self.args.jobs) as pool:
+        with concurrent.futures.ThreadPoolExecutor(self.args.jobs or os.cpu_count()) as pool:
             for done in [pool.submit(self.chunk, start, min(start + CHUNK, last)) for start in starts]:
                 done.result()
         seconds = round(time.monotonic() - began)

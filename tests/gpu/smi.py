@@ -81,7 +81,7 @@ def check(runner, smi):
     for page in PAGES:
         native, remote = both("-".join(page) or "default", page)
         why = None
-        if native.status == 0 and remote.status != 0 or remote.timed_out:
+        if native.status == 0 and remote.status != 0 or remote.killed:
             why = f"exit status {remote.status}, native {native.status}: {(remote.out + remote.err)[-300:].strip()}"
         say(" ".join(page) or "(no arguments)", why)
 

@@ -1,0 +1,55 @@
+"""Compares the results of a native and a remote process."""
+
+import re
+
+EXPECTED_STATUS = {"devAssert": 3}
+
+
+def difference(native, remote):
+    """Returns the first line that differs."""
+    for number, pair in enumerate(zip([*native, "(end)"], [*remote, "(end)"], strict=False), 1):
+        if pair[0] != pair[1]:
+            return f"line {number}: native '{pair[0][:90]}', remote '{pair[1][:90]}'"
+    return "number of lines"
+
+
+LOSS = re.compile(r"step (\d+) loss (\S+)")
+
+
+def compare_losses(native, remote, tolerance=1e-3):
+    """Returns the first step with a loss outside the tolerance, and the largest difference."""
+    worst = 0.0
+    steps = [LOSS.search(line) for line in native]
+    others = [LOSS.search(line) for line in remote]
+    if len(steps) != len(others) or not steps:
+        return f"{len(steps)} steps native, {len(others)} remote", worst
+    for one, other in zip(steps, others, strict=True):
+        if not one or not other:
+            return "unexpected output", worst
+        a, b = float.fromhex(one.group(2)), float.fromhex(other.group(2))
+        relative = abs(a - b) / max(abs(a), 1e-12)
+        worst = max(worst, relative)
+        if not relative <= tolerance:
+            return f"step {one.group(1)}: loss {a:.6f} native, {b:.6f} remote", worst
+    return "", worst
+
+
+def assertions(result):
+    """Returns the messages of failed assertions on standard error, sorted."""
+    return sorted(line for line in result.err.splitlines() if "Assertion" in line)
+
+
+def judge(kind, native, remote, expected=0):
+    """Returns verdict and explanation of a comparison."""
+    if failure := native.failure(expected):
+        return "native failed", failure
+    if failure := remote.failure(expected):
+        return "FAILED", failure
+    if kind == "losses":
+        problem, worst = compare_losses(native.lines(), remote.lines())
+        return ("DIFFERS", problem) if problem else ("ok", f"largest relative difference {worst:.1e}")
+    if native.lines() != remote.lines():
+        return "DIFFERS", difference(native.lines(), remote.lines())
+    if assertions(native) != assertions(remote):
+        return "DIFFERS", "standard error: " + difference(assertions(native), assertions(remote))
+    return "ok", ""
