@@ -1,5 +1,6 @@
 //! Graphs.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -474,8 +475,7 @@ fn add_with_edges(
         Content::Condition { bodies, .. } => {
             let mut known = child_graphs();
             bodies.iter().for_each(|body| known.insert(*body, graph as u64, new));
-            // The array stays for good: the program may read it as long as the node exists.
-            Ok(Box::leak(bodies.clone().into_boxed_slice()).as_ptr() as u64)
+            Ok(lend_bodies(bodies))
         }
         _ => Ok(0),
     }
@@ -485,6 +485,23 @@ fn add_with_edges(
 fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
     static CHILD_GRAPHS: LazyLock<Mutex<ChildGraphs>> = LazyLock::new(Mutex::default);
     CHILD_GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the array of a conditional node's graphs for the program.
+fn lend_bodies(bodies: &[u64]) -> u64 {
+    let array: Box<[u64]> = bodies.into();
+    let start = array.as_ptr() as u64;
+    body_arrays().insert(bodies.first().copied().unwrap_or(0), array);
+    start
+}
+
+/// Locks the arrays that conditional nodes gave to the program, by their first graph.
+///
+/// The program may read an array as long as the node exists, and the graphs in it end with the
+/// node.
+fn body_arrays() -> MutexGuard<'static, HashMap<u64, Box<[u64]>>> {
+    static BODY_ARRAYS: LazyLock<Mutex<HashMap<u64, Box<[u64]>>>> = LazyLock::new(Mutex::default);
+    BODY_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the host memory that copies of a graph and of its child graphs name.
@@ -585,6 +602,7 @@ fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
 fn forget(graphs: impl IntoIterator<Item = u64>) {
     for graph in graphs {
         mapped::forget_graph(graph);
+        body_arrays().remove(&graph);
         handles::retire(graph);
     }
 }
@@ -888,4 +906,22 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
         (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));
     let named = |node| if node == 0 { 0 } else { client.name(node) };
     Ok((told, result as i32, named(from), named(node)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+
+    #[test]
+    fn graphs_of_a_node_are_listed_as_long_as_they_exist() {
+        let client = Program::new().client;
+        let bodies: Vec<u64> = (0..2).map(|_| client.mint(handle::GRAPH)).collect();
+        let array = lend_bodies(&bodies) as *const u64;
+        // SAFETY: the array exists until its graphs are forgotten.
+        assert_eq!(unsafe { std::slice::from_raw_parts(array, 2) }, bodies);
+        assert!(body_arrays().contains_key(&bodies[0]));
+        forget(bodies.clone());
+        assert!(!body_arrays().contains_key(&bodies[0]));
+    }
 }
