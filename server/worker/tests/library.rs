@@ -101,6 +101,7 @@ gpusession_test_support::programs!(
     asks_for_a_variable,
     copies_mapped_memory,
     copies_registered_memory,
+    copies_a_batch_that_changes,
     finds_no_window,
     allocates_where_each_third_fails,
     copies_much_behind_a_host_function,
@@ -201,6 +202,23 @@ fn copies_registered_memory() {
         assert_eq!(cuda.call("cuMemHostUnregister", &[host]), 0);
     }
     works(&cuda);
+}
+
+/// Copies pageable memory that changes right after the call, which promised to read it before.
+fn copies_a_batch_that_changes() {
+    let cuda = begin();
+    const LEN: usize = 100_000;
+    let (mut source, mut after) = (vec![3u8; LEN], vec![0u8; LEN]);
+    // CU_STREAM_NON_BLOCKING, CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL
+    let (stream, mut attributes, mut start) = (cuda.get("cuStreamCreate", &[1]), [2u32, 0, 0, 0, 0, 0], 0u64);
+    let (mut target, mut len) = (cuda.allocate(LEN as u64), LEN as u64);
+    let mut from = source.as_mut_ptr() as u64;
+    let arrays = [at(&mut target), at(&mut from), at(&mut len), 1, at(&mut attributes), at(&mut start), 1];
+    cuda.ok("cuMemcpyBatchAsync_v2", &[&arrays[..], &[stream]].concat());
+    source.fill(4);
+    cuda.ok("cuMemcpyDtoHAsync_v2", &[after.as_mut_ptr() as u64, target, LEN as u64, stream]);
+    cuda.ok("cuStreamSynchronize", &[stream]);
+    assert!(after.iter().all(|byte| *byte == 3));
 }
 
 fn finds_no_window() {
@@ -441,6 +459,12 @@ fn mapped_memory_says_itself_what_it_is() {
 fn registered_memory_has_an_address_of_its_own() {
     let (_machine, worker) = worker(&[]);
     succeeds("copies_registered_memory", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_batch_reads_during_the_call_if_it_says_so() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_a_batch_that_changes", vec![granted(&worker)], &[]);
 }
 
 #[test]
