@@ -79,7 +79,8 @@ pub enum NodeKind {
     Alloc(Arc<GraphMemory>),
     Free(u64),
     MemOps(Vec<Op>),
-    Condition(Arc<Condition>, u32, Vec<Arc<Graph>>),
+    /// The value, the type, the graphs, and the array of their handles that the program got.
+    Condition(Arc<Condition>, u32, Vec<Arc<Graph>>, Arc<[usize]>),
 }
 
 /// Memory of an allocation node, freed with the last graph that contains the node.
@@ -287,7 +288,7 @@ impl Graph {
         for n in self.nodes.lock().drain(..) {
             match &*n.kind.lock() {
                 NodeKind::Child(g) => g.destroy(),
-                NodeKind::Condition(_, _, bodies) => bodies.iter().for_each(|body| body.destroy()),
+                NodeKind::Condition(_, _, bodies, _) => bodies.iter().for_each(|body| body.destroy()),
                 _ => {}
             }
             let _ = NODES.remove(handle(&n));
@@ -335,8 +336,9 @@ fn shape(graph: &Graph) -> Shape {
 fn snapshot(kind: &NodeKind) -> NodeKind {
     match kind {
         NodeKind::Child(g) => NodeKind::Child(g.duplicate()),
-        NodeKind::Condition(condition, kind, bodies) => {
-            NodeKind::Condition(condition.clone(), *kind, bodies.iter().map(|b| b.duplicate()).collect())
+        NodeKind::Condition(condition, kind, bodies, _) => {
+            let bodies = bodies.iter().map(|b| b.duplicate()).collect();
+            NodeKind::Condition(condition.clone(), *kind, bodies, Arc::default())
         }
         other => other.clone(),
     }
@@ -441,7 +443,7 @@ impl Plan {
                 }
             }
             NodeKind::Child(g) => self.add_all(g)?,
-            NodeKind::Condition(condition, kind, bodies) => {
+            NodeKind::Condition(condition, kind, bodies, _) => {
                 let body = match (kind, condition.value) {
                     // CU_GRAPH_COND_TYPE_IF, _WHILE and _SWITCH
                     (0, value) => bodies.get(usize::from(value == 0)),

@@ -108,7 +108,8 @@ impl Launch {
         let f = function(handle, ctx)?;
         // SAFETY: as for this function.
         let params = unsafe { parameters(&f, params, extra)? };
-        let launch = Launch { function: f, grid, block, shared, params, cooperative, handle };
+        let buffered = !extra.is_null();
+        let launch = Launch { function: f, grid, block, shared, params, cooperative, handle, buffered };
         launch.validate()?;
         Ok(launch)
     }

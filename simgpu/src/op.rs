@@ -59,8 +59,10 @@ pub struct Launch {
     pub shared: u32,
     pub params: Vec<u64>,
     pub cooperative: bool,
-    /// The function handle of the launch call.
+    /// The function handle of the launch call; for a captured launch, the function itself.
     pub handle: usize,
+    /// Whether the program passed its parameters as a buffer.
+    pub buffered: bool,
 }
 
 #[derive(Clone)]

@@ -46,8 +46,8 @@ static void batches(cudaStream_t stream, int *one, int *other) {
     CHECK(cudaStreamSynchronize(stream));
     expect_multiples(from_device(one, COUNT), 3);
     expect_multiples(from_device(other, COUNT), 5);
-    // The driver should read the second source during the call. Where the GPU reads pageable memory
-    // by itself (an H100 with driver 580) it reads later, and may find what the program writes then.
+    // The driver should read the second source during the call. An H100 with driver 580 most likely
+    // reads pageable memory later, and may find what the program writes then.
     int later = -1;
     CHECK(cudaMemset(other, 0, BYTES));
     CHECK(cudaDeviceSynchronize());

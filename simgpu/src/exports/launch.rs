@@ -8,14 +8,17 @@ use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
 use crate::module::{self, Function};
 use crate::op::{Launch, Op};
+use crate::registry::handle;
 use crate::stream::Stream;
 use crate::submit;
 use std::sync::Arc;
 
-fn submit_launch(launch: Launch, s: &Arc<Stream>) -> Result {
+fn submit_launch(mut launch: Launch, s: &Arc<Stream>) -> Result {
     if s.context != launch.function.context {
         return Err(errors::INVALID_HANDLE);
     }
+    // A captured kernel of a library becomes a node with the function of its context.
+    launch.handle = handle(&launch.function);
     submit::submit(s, Op::Kernel(Arc::new(launch))).map(drop)
 }
 

@@ -15,6 +15,7 @@ use crate::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
 use crate::op::{Copy, Fill, Launch, Op, Place};
 use crate::registry::handle;
 use crate::stream::EVENTS;
+use std::sync::Arc;
 
 unsafe fn add(to: *mut usize, g: usize, deps: *const usize, n: usize, kind: NodeKind) -> Result {
     if to.is_null() {
@@ -172,20 +173,28 @@ fn kernel_params(h: usize) -> Result<KernelNodeParams> {
     let n = node(h)?;
     let kind = n.kind.lock();
     let NodeKind::Kernel(l) = &*kind else { return Err(INVALID_VALUE) };
-    let pointers = LENT.with(|lent| {
+    // The form of the call that made the node.
+    let list = LENT.with(|lent| {
         let mut lent = lent.borrow_mut();
         lent.1 = l.params.clone();
-        let base = lent.1.as_ptr() as usize;
-        lent.0 = l.function.params.iter().map(|(offset, _)| base + *offset as usize).collect();
+        lent.1.push(u64::from(l.function.param_size));
+        let (base, size) = (lent.1.as_ptr() as usize, (&raw const lent.1[l.params.len()]) as usize);
+        lent.0 = if l.buffered {
+            vec![1, base, 2, size, 0]
+        } else {
+            l.function.params.iter().map(|(offset, _)| base + *offset as usize).collect()
+        };
         lent.0.as_mut_ptr()
     });
+    let none = std::ptr::null_mut();
+    let (each, extra) = if l.buffered { (none, list.cast()) } else { (list.cast(), none) };
     Ok(KernelNodeParams {
         func: l.handle,
         grid: l.grid,
         block: l.block,
         shared: l.shared,
-        kernelParams: pointers.cast(),
-        extra: std::ptr::null_mut(),
+        kernelParams: each,
+        extra,
     })
 }
 
@@ -220,10 +229,9 @@ unsafe fn condition(p: *mut [u64; 4]) -> Result<NodeKind> {
         let known = CONDITIONS.lock().iter().find(|c| c.id == id).cloned();
         let condition = known.filter(|_| fits).ok_or(INVALID_VALUE)?;
         let bodies: Vec<_> = (0..size).map(|_| Graph::new()).collect();
-        let handles: Vec<usize> = bodies.iter().map(|body| GRAPHS.insert(body.clone())).collect();
-        // The driver's array lives as long as the node; this one stays.
-        (*p)[2] = Box::leak(handles.into_boxed_slice()).as_ptr() as u64;
-        Ok(NodeKind::Condition(condition, kind, bodies))
+        let handles: Arc<[usize]> = bodies.iter().map(|body| GRAPHS.insert(body.clone())).collect();
+        (*p)[2] = handles.as_ptr() as u64;
+        Ok(NodeKind::Condition(condition, kind, bodies, handles))
     }
 }
 
@@ -268,7 +276,7 @@ unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
     }
 }
 
-fn kernel_node(h: usize) -> Result<std::sync::Arc<crate::graph::Node>> {
+fn kernel_node(h: usize) -> Result<Arc<crate::graph::Node>> {
     let n = node(h)?;
     if n.kind.lock().code() != 0 {
         return Err(INVALID_VALUE);

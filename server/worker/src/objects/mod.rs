@@ -26,4 +26,6 @@ pub struct Func {
     pub object: Object,
     /// Whether the handle is of a kernel.
     pub kernel: bool,
+    /// The client's handle of the module or library that it goes with.
+    pub parent: u64,
 }

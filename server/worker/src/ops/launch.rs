@@ -15,8 +15,8 @@ const PROGRAMMATIC_EVENT: u32 = 7;
 const LAUNCH_COMPLETION_EVENT: u32 = 12;
 /// `CU_LAUNCH_PARAM_END`, `_BUFFER_POINTER`, `_BUFFER_SIZE`.
 const PARAM_END: usize = 0;
-const PARAM_BUFFER: usize = 1;
-const PARAM_SIZE: usize = 2;
+pub const PARAM_BUFFER: usize = 1;
+pub const PARAM_SIZE: usize = 2;
 
 /// Returns the list that passes a parameter buffer to the driver; it borrows both arguments.
 pub fn param_list(bytes: &[u8], size: &mut usize) -> [*mut c_void; 5] {

@@ -95,6 +95,7 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
 pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let module = session.modules.take(handle)?.0;
+    session.funcs.forget(|func| func.parent == handle);
     session.allocations.drop_object(session, handle);
     session.mirrors.forget_parent(handle);
     // SAFETY: a module of this worker that no later frame can name.
@@ -105,6 +106,7 @@ pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
 pub fn unload_library(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let library = session.libraries.take(handle)?.0;
+    session.funcs.forget(|func| func.parent == handle);
     session.allocations.drop_object(session, handle);
     session.mirrors.forget_parent(handle);
     // SAFETY: a library of this worker that no later frame can name.
@@ -149,7 +151,8 @@ pub fn get_function(
         }
     })?;
     let device = session.contexts.get(executor.current)?.1;
-    let func = Func { object: Object(func), kernel: how == 1 };
+    let root = if how == 2 { session.funcs.get(parent)?.parent } else { parent };
+    let func = Func { object: Object(func), kernel: how == 1, parent: root };
     session.funcs.put(handle, func)?;
     describe(session, func, device, answer);
     Ok(())
