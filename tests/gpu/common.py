@@ -37,7 +37,7 @@ def expect(name, right, *values):
     """Prints a result; one that is wrong ends the program."""
     print(name, "right" if right else "WRONG", *values, flush=True)
     if not right:
-        sys.exit(1)
+        sys.exit(f"{name}: wrong")
 
 
 def digest_of_bytes(data):

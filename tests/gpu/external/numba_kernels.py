@@ -1,11 +1,14 @@
 """Numba: kernels, shared memory, atomics, streams, events, mapped, pinned and managed arrays."""
 
+import os
 import pathlib
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 import common  # noqa: E402
 
+# Small kernels and arrays of the host are on purpose.
+os.environ.update(NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS="0", NUMBA_CUDA_WARN_ON_IMPLICIT_COPY="0")
 numba, np = common.need("numba", "numpy")
 cuda, math = common.need("numba.cuda", "math")
 
