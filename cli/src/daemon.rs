@@ -69,6 +69,12 @@ impl Daemon {
         serde_json::from_value(self.describe_raw().await?).map_err(|e| odd(&e))
     }
 
+    /// Calls `DescribeServers`: the servers as they answer now.
+    pub async fn survey(&self) -> Result<describe::Survey> {
+        let text = self.manager.describe_servers().await.map_err(of_bus)?;
+        serde_json::from_str(&text).map_err(|e| odd(&e))
+    }
+
     /// Calls `CreateLease`.
     pub async fn create(&self, spec: &Spec, persistent: bool) -> Result<Created> {
         let mut options: HashMap<&str, Variant<'_>> = HashMap::new();

@@ -6,8 +6,10 @@
 mod cache;
 mod daemon;
 mod exit;
+mod health;
 mod lease_file;
 mod leave;
+mod report;
 mod run;
 mod setup;
 mod show;
@@ -59,6 +61,18 @@ enum Command {
     },
     /// List leases and their GPUs
     List,
+    /// Check this machine, its servers and its GPUs; each fault comes with a remedy
+    ///
+    /// Exit status: 0 without a fault, 1 with one, 69 if neither the daemon nor a server answers.
+    /// No check changes anything, and none needs root.
+    Health(health::Health),
+    /// Write an archive for a report of a fault, without secrets
+    ///
+    /// It holds versions, state, configuration, findings of `health`, facts of the host, and the
+    /// journal of the last 24 hours.
+    ///
+    /// The command lists the archive's files before it writes. Root's archive holds more.
+    Report(report::Options),
     /// Print the environment for GPU programs as shell commands: eval "$(gpusession env)"
     Env {
         /// Explain each variable, and mark those that you have set yourself
@@ -251,6 +265,9 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Unpark { lease } => park(lease, false, cli.json).await,
         Command::Reload => reload(cli.json).await,
         Command::List => list(cli.json).await,
+        Command::Health(options) if options.gpu_test => Ok(health::gpu_child()),
+        Command::Health(options) => health::health(options, cli.json).await,
+        Command::Report(options) => report::report(options, cli.json).await,
         Command::Env { generator: true, .. } => generate(cli.json).await,
         Command::Env { explain, .. } => env(cli.json, explain).await,
         // One exit code for all reasons why the program does not run, distinct from its own exit

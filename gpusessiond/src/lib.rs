@@ -8,6 +8,7 @@
 //! * [`environment`]: variables that logins get;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
 //! * [`handover`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
+//! * [`survey`]: the servers' descriptions now;
 //! * [`config`], [`settings`], [`access`], [`paths`], [`units`], [`arguments`]: configuration.
 
 pub mod access;
@@ -26,4 +27,5 @@ pub mod paths;
 pub mod peer;
 pub mod pool;
 pub mod settings;
+pub mod survey;
 pub mod units;

@@ -419,6 +419,23 @@ impl Manager {
         Ok(super::describe::describe(&self.shared, call.uid).to_json())
     }
 
+    /// The servers as they answer now, with their cards, as JSON; asks all of them.
+    #[zbus(out_args("json"))]
+    async fn describe_servers(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<String> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let addresses = self.shared.snapshot().server_facts().map(|s| s.address.clone()).collect();
+        let leases = self.shared.leases.clone();
+        let ask = move |index| {
+            let leases = leases.clone();
+            async move { leases.ask(index).await }
+        };
+        Ok(crate::survey::survey(addresses, ask).await.to_json())
+    }
+
     #[zbus(signal)]
     pub(super) async fn lease_new(
         emitter: &SignalEmitter<'_>,

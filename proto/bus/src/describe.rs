@@ -161,6 +161,80 @@ pub struct Session {
     pub logind: Option<String>,
 }
 
+/// Servers as they answer now, with their cards: the JSON of `DescribeServers`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Survey {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// In configuration order; also those that do not answer.
+    pub servers: Vec<Surveyed>,
+}
+
+/// A server's answer to a survey.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Surveyed {
+    /// Name; the address of a server that does not answer.
+    pub name: String,
+    pub address: String,
+    /// `online` or `draining`; `unauthorized` or `offline` with a trouble.
+    pub state: String,
+    /// Why it does not answer.
+    pub trouble: Option<String>,
+    pub rtt_usec: u64,
+    /// The server's clock less this machine's, in microseconds; `None` from older servers.
+    pub clock_skew_usec: Option<i64>,
+    pub software: String,
+    /// Version of the data plane's protocol.
+    pub protocol: u32,
+    pub driver_version: String,
+    /// Such as `13.0`.
+    pub cuda_version: String,
+    /// HOST:PORT of the data plane.
+    pub data_addresses: Vec<String>,
+    /// Number of leases of all clients.
+    pub leases: Option<u32>,
+    /// Number of requests that wait for GPUs.
+    pub waiting: Option<u32>,
+    /// Number of running programs of all clients.
+    pub programs: Option<u32>,
+    pub cards: Vec<Card>,
+}
+
+/// A card of a server, and its load by all users.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Card {
+    /// Number within the server, from 0.
+    pub index: u32,
+    pub uuid: String,
+    pub name: String,
+    /// `free`, `leased`, `off`, `off-pending`, `stopped` or `broken`.
+    pub state: String,
+    pub memory_bytes: u64,
+    /// Memory that no lease holds.
+    pub free_bytes: u64,
+    /// Memory that programs use.
+    pub used_bytes: Option<u64>,
+    pub utilization_percent: Option<u32>,
+    pub temperature_c: Option<u32>,
+    pub power_mw: Option<u32>,
+}
+
+impl Survey {
+    /// Describes the servers' answers.
+    pub fn new(servers: Vec<Surveyed>) -> Self {
+        Self { schema: SCHEMA, servers }
+    }
+
+    /// Formats the JSON, with sorted keys.
+    pub fn to_json(&self) -> String {
+        serde_json::to_value(self)
+            .unwrap_or_else(|_| unreachable!("strings and numbers make JSON"))
+            .to_string()
+    }
+}
+
 impl Described {
     /// Formats the JSON, with sorted keys.
     pub fn to_json(&self) -> String {

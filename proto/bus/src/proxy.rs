@@ -14,6 +14,8 @@ use zbus::{OwnedFd, OwnedObjectPath, Variant, proxy};
 pub trait Manager {
     #[zbus(no_autostart)]
     fn describe(&self) -> zbus::Result<String>;
+    #[zbus(no_autostart)]
+    fn describe_servers(&self) -> zbus::Result<String>;
     #[zbus(allow_interactive_auth, no_autostart)]
     fn create_lease(
         &self,

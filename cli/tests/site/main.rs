@@ -3,8 +3,9 @@
 //! Workers are the server's test double where no GPU matters, since such tests make no CUDA call.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
-#[path = "../../gpusessiond/tests/common/mod.rs"]
+#[path = "../../../gpusessiond/tests/common/mod.rs"]
 mod common;
+mod diagnosis;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};

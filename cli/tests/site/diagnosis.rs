@@ -1,0 +1,162 @@
+//! The verbs by which people look at a site and find faults in it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use super::*;
+
+/// Types of the leaves of a JSON value, by their keys as `docs/json.md` writes them.
+fn leaves(key: &str, value: &Value, out: &mut BTreeSet<(String, &'static str)>) {
+    let leaf = match value {
+        Value::Object(map) => {
+            let below = |k: &str| if key.is_empty() { k.to_owned() } else { format!("{key}.{k}") };
+            return map.iter().for_each(|(k, value)| leaves(&below(k), value, out));
+        }
+        Value::Array(list) => return list.iter().for_each(|value| leaves(&format!("{key}[]"), value, out)),
+        Value::String(_) => "string",
+        Value::Bool(_) => "boolean",
+        Value::Null => "null",
+        Value::Number(number) if number.is_f64() => "number",
+        Value::Number(_) => "integer",
+    };
+    out.insert((key.to_owned(), leaf));
+}
+
+/// Compares a verb's JSON with its table in `docs/json.md`: each key is in both, with its type.
+#[track_caller]
+fn documented(verb: &str, value: &Value) {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/json.md")).unwrap();
+    let section = page.split_once(&format!("## `{verb}`\n")).expect(verb).1;
+    let section = section.split("\n## ").next().unwrap();
+    let row = |line: &'_ str| {
+        let mut cells = line.strip_prefix("| `")?.split('|');
+        let key = cells.next()?.trim().trim_end_matches('`').to_owned();
+        Some((key, cells.next()?.split(" or ").map(|word| word.trim().to_owned()).collect::<Vec<_>>()))
+    };
+    let table: BTreeMap<String, Vec<String>> = section.lines().filter_map(row).collect();
+    let mut found = BTreeSet::new();
+    leaves("", value, &mut found);
+    for (key, leaf) in &found {
+        let types = table.get(key).unwrap_or_else(|| panic!("{verb}: {key} is not in docs/json.md"));
+        assert!(types.iter().any(|t| t == leaf), "{verb}: {key} is {leaf}, docs/json.md says {types:?}");
+    }
+    for key in table.keys() {
+        assert!(found.iter().any(|(k, _)| k == key), "{verb}: no {key} in {value}");
+    }
+}
+
+/// States and texts of `gpusession health --json`, by id.
+type Checks = BTreeMap<String, (String, String)>;
+
+impl Site {
+    fn gpusession_with(&self, arguments: &[&str], variables: &[(&str, &Path)]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpusession"));
+        self.environment(&mut command);
+        command.args(arguments).envs(variables.iter().copied()).output().unwrap()
+    }
+
+    fn health(&self, options: &[&str], variables: &[(&str, &Path)]) -> (i32, Checks) {
+        let output = self.gpusession_with(&[&["health", "--json"], options].concat(), variables);
+        let said = text(&output.stdout);
+        let value: Value = serde_json::from_str(&said).unwrap_or_else(|e| panic!("{e}: {said}"));
+        documented("gpusession health", &value);
+        let rows = value["checks"].as_array().unwrap().iter().map(|row| {
+            let word = |key: &str| row[key].as_str().unwrap().to_owned();
+            (word("id"), (word("state"), format!("{}; {}", word("found"), word("remedy"))))
+        });
+        (output.status.code().unwrap(), rows.collect())
+    }
+}
+
+#[track_caller]
+fn expect(checks: &Checks, id: &str, state: &str, word: &str) {
+    let (found, text) = &checks[id];
+    assert!(found == state && text.contains(word), "{id} is {found}: {text}");
+}
+
+#[test]
+fn health_tests_a_gpu_and_names_a_server_that_is_down() {
+    let mut site = Site::with_simulated_gpus();
+    let server = site.start_server();
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n", &site.token());
+    let daemon = site.start_daemon();
+    site.lease();
+    // The library of programs, as a folder in the loader's path has it.
+    let library = artefact("gpusession-cuda", Artefact::Library("libgpusession_cuda.so"));
+    std::fs::create_dir(site.path("client")).unwrap();
+    std::os::unix::fs::symlink(library, site.path("client/libcuda.so.1")).unwrap();
+    let (client, socket) = (site.path("client"), site.path("run/grant.sock"));
+    let variables = [("LD_LIBRARY_PATH", client.as_path()), ("GPUSESSION_SOCKET", socket.as_path())];
+
+    let (_, checks) = site.health(&["--gpu"], &variables);
+    expect(&checks, "library.first", "ok", "gpusession's");
+    for id in ["login.daemon", "login.gpu", "login.socket", "network.servers", "network.identity"] {
+        expect(&checks, id, "ok", "");
+    }
+    for id in ["names", "control-port", "data-port", "accepted", "versions", "clock", "packets"] {
+        expect(&checks, &format!("network.{id}"), "ok", "");
+    }
+    expect(&checks, "network.certificate", "ok", "valid for another");
+    expect(&checks, "gpu.library", "ok", "gpusession's");
+    expect(&checks, "gpu.cards", "ok", "simulated GPU");
+    expect(&checks, "gpu.result", "ok", "262144 sums are right");
+    expect(&checks, "gpu.time", "ok", "GB/s");
+
+    // A program that finds another library first: no card, and the file is named.
+    let other = site.path("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::copy("/lib/x86_64-linux-gnu/libc.so.6", other.join("libcuda.so.1")).unwrap();
+    let (code, checks) = site.health(&["--local"], &[("LD_LIBRARY_PATH", &other)]);
+    assert_eq!(code, 1);
+    expect(&checks, "library.first", "fault", "other/libcuda.so.1");
+    expect(&checks, "network.control-port", "skipped", "--local asks no server");
+
+    assert_eq!(server.stop(), 0);
+    let (code, checks) = site.health(&[], &variables);
+    assert_eq!(code, 1);
+    expect(&checks, "network.control-port", "fault", "systemctl start gpuserver");
+    expect(&checks, "network.accepted", "fault", "does not answer");
+
+    // Without a daemon and a server the command still checks the machine.
+    daemon.kill();
+    let (code, checks) = site.health(&[], &variables);
+    assert_eq!(code, 69);
+    expect(&checks, "library.first", "ok", "");
+    expect(&checks, "network.certificate", "ok", "");
+}
+
+#[test]
+fn a_report_of_a_whole_site_holds_no_secret() {
+    const SECRET: &str = "swordfish-0123456789";
+    let mut site = Site::new();
+    let server = site.start_server();
+    let token = site.token();
+    let configuration = format!(
+        "# {SECRET}\n[client]\nname = \"vm-1\"\n[[lease]]\n[environment]\nNCCL_DEBUG = \"{SECRET}\"\n"
+    );
+    site.configure(&configuration, &token);
+    let daemon = site.start_daemon();
+    site.lease();
+    let archive = site.path("report.tar.gz");
+    let output = site.gpusession_with(&["report", "--json", "-o", archive.to_str().unwrap()], &[]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    documented("gpusession report", &value);
+    let listed = Command::new("tar").arg("-xOzf").arg(&archive).output().unwrap();
+    let all = text(&listed.stdout);
+    let key = std::fs::read_to_string(site.path("state/identity/client.key")).unwrap();
+    let secret = key.lines().find(|line| !line.starts_with('-')).unwrap();
+    for secret in [SECRET, token.trim(), secret] {
+        assert!(!secret.is_empty() && !all.contains(secret), "{secret} in {all}");
+    }
+    for kept in
+        ["\"state\": \"ready\"", "login.daemon", "environment.NCCL_DEBUG = (set)", "client.name = \"vm-1\""]
+    {
+        assert!(all.contains(kept), "{kept} not in {all}");
+    }
+    let output = site.gpusession_with(&["report", "-o", archive.to_str().unwrap()], &[]);
+    assert_eq!(output.status.code(), Some(1), "a file is not replaced");
+    assert!(text(&output.stdout).contains("status.json"), "it lists first");
+    assert_eq!((daemon.stop(), server.stop()), (0, 0));
+}

@@ -1,0 +1,265 @@
+//! The archive of a report: its files, their list, and facts of the host.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use gpusession_common::units::human_bytes;
+use serde::Serialize;
+
+use crate::machine::Machine;
+use crate::redact::{self, Secrets};
+
+/// Time for `journalctl`, and the most bytes of its output that a report holds.
+const JOURNAL_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_JOURNAL: usize = 20 << 20;
+
+/// A file of the archive.
+#[derive(Debug, Clone, Serialize)]
+pub struct File {
+    pub path: String,
+    pub bytes: usize,
+    /// Whether something was left out of it.
+    pub redacted: bool,
+    #[serde(skip)]
+    text: String,
+}
+
+/// Files for an archive. [`Report::finish`] removes secrets from all of them.
+#[derive(Debug, Default)]
+pub struct Report {
+    files: Vec<File>,
+    pub secrets: Secrets,
+}
+
+impl Report {
+    /// Adds a file.
+    pub fn add(&mut self, path: &str, text: impl Into<String>) {
+        self.files.push(File { path: path.into(), bytes: 0, redacted: false, text: text.into() });
+    }
+
+    /// Adds a file from which something is left out already.
+    pub fn add_redacted(&mut self, path: &str, text: impl Into<String>) {
+        self.add(path, text);
+        if let Some(file) = self.files.last_mut() {
+            file.redacted = true;
+        }
+    }
+
+    /// Adds the output of a program, or the note that it did not answer.
+    pub fn add_output(&mut self, path: &str, machine: &Machine, program: &str, arguments: &[&str]) {
+        let output = machine.run(program, arguments);
+        self.add(path, output.unwrap_or_else(|| format!("{program}: not installed, or no answer\n")));
+    }
+
+    /// Removes the known secrets from all files.
+    ///
+    /// Later files may have added secrets that occur in earlier ones.
+    pub fn finish(&mut self) {
+        for file in &mut self.files {
+            let clean = self.secrets.scrub(&file.text);
+            file.redacted |= clean != file.text;
+            (file.bytes, file.text) = (clean.len(), clean);
+        }
+    }
+
+    /// Returns the list of files for `--json`.
+    pub fn files(&self) -> &[File] {
+        &self.files
+    }
+
+    /// Formats the list of files for people.
+    pub fn list(&self) -> String {
+        let width = self.files.iter().map(|file| file.path.len()).max().unwrap_or(0);
+        let row = |file: &File| {
+            let note = if file.redacted { "  parts left out" } else { "" };
+            format!("  {:width$}  {:>9}{note}\n", file.path, human_bytes(file.bytes as u64))
+        };
+        self.files.iter().map(row).collect()
+    }
+
+    /// Writes the archive to a new file that only its owner reads.
+    pub fn write(&self, archive: &Path, folder: &str, now: u64) -> io::Result<()> {
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(archive)?;
+        let mut tar = tar::Builder::new(GzEncoder::new(file, Compression::default()));
+        for file in &self.files {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(file.text.len() as u64);
+            header.set_mode(0o600);
+            header.set_mtime(now);
+            tar.append_data(&mut header, format!("{folder}/{}", file.path), file.text.as_bytes())?;
+        }
+        let mut file = tar.into_inner()?.finish()?;
+        file.flush()
+    }
+}
+
+/// Returns `PREFIX-HOST-DATE`, the name of the archive and of its folder.
+pub fn name(prefix: &str, machine: &Machine) -> String {
+    let host = machine.read("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host: String =
+        host.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).collect();
+    let format = time::macros::format_description!("[year][month][day]-[hour][minute][second]");
+    let date =
+        i64::try_from(machine.now).ok().and_then(|now| time::OffsetDateTime::from_unix_timestamp(now).ok());
+    let date = date.and_then(|date| date.format(format).ok()).unwrap_or_default();
+    format!("{prefix}-{}-{date}", if host.is_empty() { "host" } else { &host })
+}
+
+/// Adds facts of the host: system, processors, memory, loader, network, PAM lines of ours.
+pub fn add_host(report: &mut Report, machine: &Machine) {
+    for path in ["/etc/os-release", "/proc/version", "/proc/meminfo", "/proc/self/limits"] {
+        let text = machine.read(path).unwrap_or_else(|unread| format!("{unread}\n"));
+        report.add(&format!("host{path}"), text);
+    }
+    let cpu = machine.read("/proc/cpuinfo").unwrap_or_default();
+    let wanted = ["model name", "cpu MHz", "siblings", "flags"];
+    let first = cpu.split("\n\n").next().unwrap_or("");
+    let lines = first.lines().filter(|line| wanted.iter().any(|name| line.starts_with(name)));
+    let count = cpu.lines().filter(|line| line.starts_with("processor")).count();
+    let text = lines.fold(format!("processors: {count}\n"), |text, line| text + line + "\n");
+    report.add_redacted("host/proc/cpuinfo", text);
+    let cache = machine.run("ldconfig", &["-p"]).unwrap_or_default();
+    let cuda = cache.lines().filter(|line| line.contains("cuda") || line.contains("nvidia"));
+    report.add_redacted("host/ldconfig", cuda.fold(String::new(), |text, line| text + line + "\n"));
+    report.add_output("host/network/address", machine, "ip", &["address"]);
+    report.add_output("host/network/route", machine, "ip", &["route", "show", "table", "all"]);
+    report.add_output("host/network/sockets", machine, "ss", &["-s"]);
+    let pam = machine.list("/etc/pam.d").into_iter().fold(String::new(), |mut text, file| {
+        let lines = machine.read(format!("/etc/pam.d/{file}")).unwrap_or_default();
+        for line in lines.lines().filter(|line| line.contains("pam_gpusession")) {
+            text += &format!("{file}: {line}\n");
+        }
+        text
+    });
+    report.add_redacted("host/pam", pam);
+}
+
+/// Adds the files, the state and the journal of units.
+pub fn add_units(report: &mut Report, machine: &Machine, units: &[&str]) {
+    for unit in units {
+        for folder in ["/usr/lib/systemd/system", "/lib/systemd/system"] {
+            // The package's own file has nothing of this machine.
+            if let Ok(text) = machine.read(format!("{folder}/{unit}")) {
+                report.add(&format!("units/{unit}"), text);
+                break;
+            }
+        }
+        for folder in ["/etc/systemd/system", "/run/systemd/system"] {
+            let mut own = vec![format!("{folder}/{unit}")];
+            let below = format!("{folder}/{unit}.d");
+            own.extend(machine.list(&below).into_iter().map(|name| format!("{below}/{name}")));
+            for path in own {
+                if let Ok(text) = machine.read(&path) {
+                    let text = redact::unit(&text, &mut report.secrets);
+                    report.add_redacted(&format!("units{path}"), text);
+                }
+            }
+        }
+        let properties = "LoadState,ActiveState,SubState,UnitFileState,Result,NRestarts,ExecMainStatus";
+        report.add_output(
+            &format!("units/{unit}.state"),
+            machine,
+            "systemctl",
+            &["show", "-p", properties, unit],
+        );
+        let arguments = ["--unit", unit, "--since", "-24h", "--output", "short-iso", "--no-pager"];
+        let journal = machine.run_for(JOURNAL_TIMEOUT, "journalctl", &arguments);
+        let journal = journal.unwrap_or_else(|| "journalctl: not installed, or no answer\n".into());
+        report.add(&format!("journal/{unit}"), last_lines(&journal, MAX_JOURNAL));
+    }
+}
+
+/// Returns the whole lines at the end of a text, at most `bytes` long.
+fn last_lines(text: &str, bytes: usize) -> &str {
+    let Some(from) = text.len().checked_sub(bytes) else { return text };
+    let rest = &text.as_bytes()[from..];
+    match rest.iter().position(|b| *b == b'\n') {
+        Some(newline) => &text[from + newline + 1..],
+        None => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+    use crate::testing::{plant, program};
+
+    const SECRET: &str = "swordfish-0123456789";
+
+    /// A machine with a secret in each place that a report reads.
+    fn machine() -> (tempfile::TempDir, Machine) {
+        let root = tempfile::tempdir().unwrap();
+        plant(&root, "etc/os-release", "PRETTY_NAME=Debian\n");
+        plant(&root, "proc/sys/kernel/hostname", "vm-1\n");
+        plant(&root, "proc/cpuinfo", &format!("processor: 0\nmodel name: X\nserial: {SECRET}\n"));
+        plant(
+            &root,
+            "etc/pam.d/sshd",
+            &format!("auth x secret={SECRET}\nsession optional pam_gpusession.so\n"),
+        );
+        let drop_in = format!("[Service]\nEnvironment=KEY={SECRET}\nExecStart=/bin/x --pin {SECRET}\n");
+        plant(&root, "etc/systemd/system/gpusession.service.d/a.conf", &drop_in);
+        program(
+            &root,
+            "journalctl",
+            &format!("echo 10:00 password: {SECRET}; echo 10:01 token gpsj-{SECRET}.x"),
+        );
+        program(&root, "ip", &format!("echo link {SECRET}"));
+        let machine = Machine::below(root.path());
+        (root, machine)
+    }
+
+    #[test]
+    fn no_secret_reaches_the_archive_and_only_its_owner_reads_it() {
+        let (root, machine) = machine();
+        let mut report = Report::default();
+        add_host(&mut report, &machine);
+        add_units(&mut report, &machine, &["gpusession.service"]);
+        report.finish();
+        let archive = root.path().join("r.tar.gz");
+        report.write(&archive, "r", machine.now).unwrap();
+        assert_eq!(std::fs::metadata(&archive).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(report.write(&archive, "r", 0).is_err(), "no file is replaced");
+
+        let file = std::fs::File::open(&archive).unwrap();
+        let mut tar = tar::Archive::new(flate2::read::GzDecoder::new(file));
+        let mut all = String::new();
+        let mut names = Vec::new();
+        for entry in tar.entries().unwrap() {
+            let mut entry = entry.unwrap();
+            names.push(entry.path().unwrap().display().to_string());
+            entry.read_to_string(&mut all).unwrap();
+        }
+        assert!(!all.contains(SECRET), "{all}");
+        for kept in
+            ["PRETTY_NAME=Debian", "sshd: session optional", "ExecStart=/bin/x (arg", "gpsj-(removed)"]
+        {
+            assert!(all.contains(kept), "{kept} not in {all}");
+        }
+        let listed: Vec<_> = report.files().iter().map(|file| format!("r/{}", file.path)).collect();
+        assert_eq!(names, listed);
+        assert!(report.list().contains("units/etc/systemd/system/gpusession.service.d/a.conf"));
+    }
+
+    #[test]
+    fn an_archive_is_named_after_host_and_date() {
+        let (_root, mut machine) = machine();
+        machine.now = 1_767_225_600;
+        assert_eq!(name("gpusession-report", &machine), "gpusession-report-vm-1-20260101-000000");
+    }
+
+    #[test]
+    fn a_long_journal_keeps_its_end() {
+        assert_eq!(last_lines("a\nbb\nccc\n", 100), "a\nbb\nccc\n");
+        assert_eq!(last_lines("a\nbb\nccc\n", 6), "ccc\n");
+        assert_eq!(last_lines("äää", 1), "");
+    }
+}

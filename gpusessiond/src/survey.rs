@@ -1,0 +1,133 @@
+//! Survey of the servers: their descriptions now, for `gpusession smi`, `list`, `stats`, `health`.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use gpusession_bus::describe::{Card, Survey, Surveyed};
+use gpusession_proto::control;
+use tokio::task::JoinSet;
+
+use crate::pool::{PoolError, Trouble};
+
+/// Time that a server has to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Round trip of a call, and the server's description.
+pub type Answer = Result<(Duration, control::ServerDescription), PoolError>;
+
+/// Asks all servers at once; a server that does not answer in time counts as offline.
+pub async fn survey<F>(addresses: Vec<String>, ask: impl Fn(usize) -> F) -> Survey
+where
+    F: Future<Output = Answer> + Send + 'static,
+{
+    let mut asked = JoinSet::new();
+    for (index, address) in addresses.iter().cloned().enumerate() {
+        let answer = ask(index);
+        asked.spawn(async move {
+            let late = || {
+                let message = format!("{address} did not answer within {} s", ANSWER_TIMEOUT.as_secs());
+                Err(PoolError::new(Trouble::Unreachable, message))
+            };
+            let answer = tokio::time::timeout(ANSWER_TIMEOUT, answer).await.unwrap_or_else(|_| late());
+            #[expect(clippy::disallowed_methods, reason = "servers' clocks are compared with this one")]
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            (index, surveyed(&address, answer, now))
+        });
+    }
+    let mut servers = asked.join_all().await;
+    servers.sort_by_key(|(index, _)| *index);
+    Survey::new(servers.into_iter().map(|(_, server)| server).collect())
+}
+
+/// Describes a server by its answer, which arrived at `now` since the epoch.
+fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
+    let (rtt, said) = match answer {
+        Ok(answer) => answer,
+        Err(error) => {
+            let state = if error.trouble == Trouble::Refused { "unauthorized" } else { "offline" };
+            return Surveyed {
+                name: address.to_owned(),
+                address: address.to_owned(),
+                state: state.into(),
+                trouble: Some(error.message),
+                ..Surveyed::default()
+            };
+        }
+    };
+    // The server read its clock about half a round trip ago.
+    let then = (now.saturating_sub(rtt / 2)).as_micros() as i64;
+    let cuda = said.cuda_version;
+    Surveyed {
+        cards: said
+            .devices
+            .iter()
+            .enumerate()
+            .map(|(index, d)| card(index, d, said.loads.get(index)))
+            .collect(),
+        name: said.name,
+        address: address.to_owned(),
+        state: said.state,
+        trouble: None,
+        rtt_usec: rtt.as_micros() as u64,
+        clock_skew_usec: (said.time_usec != 0).then(|| (said.time_usec as i64).saturating_sub(then)),
+        software: said.software,
+        protocol: said.protocol,
+        driver_version: said.driver_version,
+        cuda_version: if cuda == 0 { String::new() } else { format!("{}.{}", cuda / 1000, cuda % 1000 / 10) },
+        data_addresses: said.data_addresses,
+        leases: said.leases,
+        waiting: said.waiting,
+        programs: said.programs,
+    }
+}
+
+fn card(index: usize, device: &control::Device, load: Option<&control::CardLoad>) -> Card {
+    Card {
+        index: index as u32,
+        uuid: device.uuid.clone(),
+        name: device.name.clone(),
+        state: device.state.clone(),
+        memory_bytes: device.memory_bytes,
+        free_bytes: device.memory_free_bytes,
+        used_bytes: load.and_then(|load| load.used_bytes),
+        utilization_percent: load.and_then(|load| load.utilization_percent),
+        temperature_c: load.and_then(|load| load.temperature_c),
+        power_mw: load.and_then(|load| load.power_mw),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_do_not_answer_keep_their_row() {
+        let ask = |index| async move {
+            match index {
+                0 => std::future::pending().await,
+                1 => Err(PoolError::new(Trouble::Refused, "revoked")),
+                _ => Ok((
+                    Duration::from_millis(2),
+                    control::ServerDescription {
+                        name: "gpu-c".into(),
+                        state: "online".into(),
+                        devices: vec![control::Device { uuid: "GPU-1".into(), ..Default::default() }],
+                        ..Default::default()
+                    },
+                )),
+            }
+        };
+        let survey = survey(["a:1", "b:1", "c:1"].map(String::from).to_vec(), ask).await;
+        let rows: Vec<_> = survey.servers.iter().map(|s| (s.name.as_str(), s.state.as_str())).collect();
+        assert_eq!(rows, [("a:1", "offline"), ("b:1", "unauthorized"), ("gpu-c", "online")]);
+        assert_eq!(survey.servers[0].trouble.as_deref(), Some("a:1 did not answer within 3 s"));
+        assert_eq!(survey.servers[2].cards.len(), 1);
+        assert_eq!(survey.servers[2].clock_skew_usec, None);
+    }
+
+    #[test]
+    fn skew_is_counted_from_the_middle_of_the_round_trip() {
+        let said = control::ServerDescription { time_usec: 3_600_001_000, ..Default::default() };
+        let server = surveyed("a:1", Ok((Duration::from_millis(2), said)), Duration::from_millis(2));
+        assert_eq!(server.clock_skew_usec, Some(3_600_000_000));
+    }
+}
