@@ -20,6 +20,10 @@ pub const USER_OBJECT: u8 = 0x1a;
 pub const GREEN: u8 = 0x1b;
 /// Kind of descriptors of device resources.
 pub const RESOURCE_DESC: u8 = 0x1c;
+/// Kind of registered functions of the program, which no worker knows.
+pub const CALLBACK: u8 = 0x1d;
+/// Kind of references to textures.
+pub const TEXREF: u8 = 0x1e;
 
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {

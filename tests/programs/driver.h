@@ -7,11 +7,16 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
-// Returns the function of a symbol, which may differ from the header's name, e.g. cuMemAlloc_v2.
-inline void *driver_symbol(const char *symbol) {
+// Returns the function of a symbol, or null if the driver is too old for it.
+inline void *driver_symbol_if(const char *symbol) {
     static void *library = dlopen("libcuda.so.1", RTLD_NOW);
     EXPECT(library != nullptr);
-    void *function = dlsym(library, symbol);
+    return dlsym(library, symbol);
+}
+
+// Returns the function of a symbol, which may differ from the header's name, e.g. cuMemAlloc_v2.
+inline void *driver_symbol(const char *symbol) {
+    void *function = driver_symbol_if(symbol);
     if (!function) std::printf("no %s in libcuda.so.1\n", symbol);
     EXPECT(function != nullptr);
     return function;

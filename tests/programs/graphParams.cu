@@ -201,6 +201,37 @@ static void memory(int *device) {
     std::printf("graphParams: memory right\n");
 }
 
+typedef CUresult (*AddNode)(CUgraphNode *, CUgraph, const CUgraphNode *, const void *, size_t, CUgraphNodeParams *);
+typedef CUresult (*SetNode)(CUgraphNode, CUgraphNodeParams *);
+
+// Calls of CUDA 13.4, which older drivers do not have.
+static void calls_of_13_4(cudaStream_t stream, int *device) {
+    DRIVER(cuCtxGetCurrent);
+    auto add = reinterpret_cast<AddNode>(driver_symbol_if("cuGraphAddNode_v3"));
+    auto set = reinterpret_cast<SetNode>(driver_symbol_if("cuGraphNodeSetParams_v2"));
+    cudaGraph_t graph;
+    CUgraphNode node;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CUgraphNodeParams params = {};
+    params.type = CU_GRAPH_NODE_TYPE_MEMSET;
+    params.memset.dst = reinterpret_cast<CUdeviceptr>(device);
+    params.memset.value = 31;
+    params.memset.elementSize = 4;
+    params.memset.width = COUNT;
+    params.memset.height = 1;
+    CHECK_DRIVER(cuCtxGetCurrent_(&params.memset.ctx));
+    CUresult added = add && set ? add(&node, graph, nullptr, nullptr, 0, &params) : CUDA_ERROR_NOT_SUPPORTED;
+    if (added != CUDA_ERROR_NOT_SUPPORTED) {
+        CHECK_DRIVER(added);
+        for (int value : launch(graph, stream, device)) EXPECT(value == 31);
+        params.memset.value = 32;
+        CHECK_DRIVER(set(node, &params));
+        for (int value : launch(graph, stream, device)) EXPECT(value == 32);
+    }
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("graphParams: calls of CUDA 13.4 right\n");
+}
+
 int main() {
     int *device, *other;
     cudaStream_t stream;
@@ -211,6 +242,7 @@ int main() {
     copies_and_fills(device, other);
     functions_and_events(stream, device);
     memory(device);
+    calls_of_13_4(stream, device);
     CHECK(cudaStreamDestroy(stream));
     CHECK(cudaFree(other));
     CHECK(cudaFree(device));

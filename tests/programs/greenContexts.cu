@@ -17,6 +17,35 @@ __global__ void multiply(int *values, int count, int factor) {
 
 #if CUDA_VERSION >= 12050
 
+// CU_DEV_SM_RESOURCE_GROUP_PARAMS of CUDA 13.1
+struct Demand {
+    unsigned count, coscheduled, preferred, flags, reserved[12];
+};
+
+// Calls that older drivers do not have.
+static void calls_of_13_1(CUdevResource all, CUstream stream, unsigned of_stream) {
+    typedef CUresult (*OfStream)(CUstream, CUdevResource *, CUdevResourceType);
+    typedef CUresult (*Split)(CUdevResource *, unsigned, const CUdevResource *, CUdevResource *, unsigned, Demand *);
+    auto get = reinterpret_cast<OfStream>(driver_symbol_if("cuStreamGetDevResource"));
+    auto split = reinterpret_cast<Split>(driver_symbol_if("cuDevSmResourceSplit"));
+    CUdevResource own = {}, groups[2] = {}, rest = {};
+    CUresult told = get ? get(stream, &own, CU_DEV_RESOURCE_TYPE_SM) : CUDA_ERROR_NOT_SUPPORTED;
+    if (told == CUDA_ERROR_NOT_SUPPORTED || !split) return;
+    CHECK_DRIVER(told);
+    EXPECT(own.sm.smCount == of_stream);
+    // Eight multiprocessors, and as many as the rest has.
+    Demand demands[2] = {};
+    demands[0].count = 8;
+    demands[0].coscheduled = demands[1].coscheduled = 2;
+    CHECK_DRIVER(split(nullptr, 2, &all, nullptr, 0, demands));
+    EXPECT(demands[0].count == 8 && demands[1].count >= 2 && demands[1].count % 2 == 0);
+    CHECK_DRIVER(split(groups, 2, &all, &rest, 0, demands));
+    EXPECT(groups[0].sm.smCount == 8 && groups[1].sm.smCount == demands[1].count);
+    EXPECT(8 + demands[1].count + rest.sm.smCount == all.sm.smCount);
+    demands[0].count = 1 << 20;
+    EXPECT(split(groups, 1, &all, &rest, 0, demands) != CUDA_SUCCESS);
+}
+
 int main() {
     CHECK(cudaFree(nullptr));
     DRIVER(cuDeviceGetDevResource);
@@ -62,6 +91,7 @@ int main() {
         EXPECT(found == green[i]);
     }
     std::printf("greenContexts: divided\n");
+    calls_of_13_1(all, stream[0], parts[0].sm.smCount);
 
     int *values;
     CHECK(cudaMalloc(&values, COUNT * sizeof *values));

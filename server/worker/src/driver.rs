@@ -207,6 +207,14 @@ functions! {
     cuLaunchHostFunc(Handle, extern "C" fn(*mut c_void), *mut c_void);
     cuTensorMapEncodeTiled(*mut c_void, i32, u32, Address, *const u64, *const u64, *const u32, *const u32, i32, i32, i32, i32);
     cuTensorMapEncodeIm2col(*mut c_void, i32, u32, Address, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, i32, i32, i32, i32);
+    cuTensorMapEncodeIm2colWide(*mut c_void, i32, u32, Address, *const u64, *const u64, i32, i32, u32, u32, *const u32, i32, i32, i32, i32, i32);
+    cuTensorMapReplaceAddress(*mut c_void, Address);
+    cuTensorMapSetAllocationClass(*mut c_void, u32, *mut u32);
+    cuDeviceGetP2PAtomicCapabilities(*mut u32, *const i32, u32, i32, i32);
+    cuMemMapArrayAsync(*mut c_void, u32, Handle);
+    cuMemBatchDecompressAsync(*mut c_void, usize, u32, *mut usize, Handle);
+    cuStreamGetDevResource(Handle, *mut c_void, i32);
+    cuDevSmResourceSplit(*mut c_void, u32, *const c_void, *mut c_void, u32, *mut c_void);
     cuGraphCreate(*mut Handle, u32);
     cuGraphDestroy(Handle);
     cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);
@@ -248,6 +256,7 @@ functions! {
     cuGreenCtxCreate(*mut Handle, Handle, i32, u32);
     cuGreenCtxDestroy(Handle);
     cuCtxFromGreenCtx(*mut Handle, Handle);
+    cuGreenCtxStreamCreate(*mut Handle, Handle, u32, i32);
     cuGreenCtxRecordEvent(Handle, Handle);
     cuGreenCtxWaitEvent(Handle, Handle);
     cuCtxRecordEvent(Handle, Handle);

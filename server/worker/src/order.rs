@@ -159,7 +159,10 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
             touched.everything = true;
             touched.barrier = true;
         }
-        op::CAPTURE_UPDATE | op::CAPTURE_INFO => touched.stream(streams, words[0]),
+        op::CAPTURE_UPDATE | op::CAPTURE_INFO | op::MAP_ARRAYS | op::DECOMPRESS => {
+            touched.stream(streams, words[0])
+        }
+        op::DEV_RESOURCE if words[0] == 3 => touched.stream(streams, words[1]),
         op::GRAPH_DRAW | op::USER_OBJECT_CREATE => touched.object(words[0]),
         op::CAPTURE_END => {
             touched.stream(streams, words[0]);

@@ -1,11 +1,16 @@
 //! Initialisation, errors, devices.
 
-use super::{out, text};
+use super::{out, slice, text};
 use crate::abi::DevProp;
 use crate::driver::{self, config, driver};
 use crate::errors::{self, INVALID_DEVICE, INVALID_VALUE};
 use crate::export;
+use crate::registry::Registry;
 use std::ffi::c_char;
+use std::sync::Arc;
+
+/// Devices of registered functions for notices.
+static NOTICES: Registry<i32> = Registry::new();
 
 /// Copies a string into the program's buffer, truncated to its length.
 unsafe fn put_text(to: *mut c_char, len: i32, from: &str) -> errors::Result {
@@ -153,6 +158,41 @@ export! {
             5 => out(value, 0),
             _ => Err(INVALID_VALUE),
         }
+    }
+
+    fn cuDeviceGetP2PAtomicCapabilities(to: *mut u32, operations: *const u32, n: u32, from: i32, peer: i32) {
+        let d = driver()?;
+        d.device(from)?;
+        d.device(peer)?;
+        if from == peer {
+            return Err(INVALID_DEVICE);
+        }
+        let operations = slice(operations, n as usize)?;
+        if to.is_null() || operations.is_empty() || operations.iter().any(|operation| *operation > 12) {
+            return Err(INVALID_VALUE);
+        }
+        for (i, operation) in operations.iter().enumerate() {
+            // The link adds and exchanges 32 bits and more; CU_ATOMIC_CAPABILITY_SIGNED upwards.
+            out(to.add(i), if d.config.peers && *operation == 0 { 0b1011 } else { 0 })?;
+        }
+        Ok(())
+    }
+
+    fn cuDeviceRegisterAsyncNotification(device: i32, func: usize, _data: usize, to: *mut usize) {
+        driver()?.device(device)?;
+        if func == 0 || to.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // The memory of this card has no budget below its size, so no notice ever comes.
+        out(to, NOTICES.insert(Arc::new(device)))
+    }
+
+    fn cuDeviceUnregisterAsyncNotification(device: i32, callback: usize) {
+        driver()?.device(device)?;
+        if NOTICES.find(callback).is_none_or(|d| *d != device) {
+            return Err(INVALID_VALUE);
+        }
+        NOTICES.remove(callback).map(drop)
     }
 
     fn cuFlushGPUDirectRDMAWrites(_target: u32, _scope: u32) {

@@ -3,7 +3,7 @@
 use super::{out, out_opt, read, slice};
 use crate::context::{CONTEXTS, Context, by_handle};
 use crate::driver::{config, driver};
-use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_RESOURCE_CONFIGURATION, INVALID_VALUE, Result};
 use crate::export;
 use crate::op::Op;
 use crate::registry::{Registry, handle};
@@ -86,6 +86,46 @@ export! {
     fn cuGreenCtxGetDevResource(h: usize, to: *mut Resource, kind: u32) {
         let number = green(h)?.multiprocessors;
         tell(to, kind, number)
+    }
+
+    fn cuStreamGetDevResource | cuStreamGetDevResource_ptsz (s: usize, to: *mut Resource, kind: u32) {
+        submit::stream(s, PER_THREAD)?;
+        let of = STREAMS_OF.lock().get_or_insert_default().get(&s).copied();
+        let number = of.map_or(Ok(config().sms), |h| green(h).map(|g| g.multiprocessors))?;
+        tell(to, kind, number)
+    }
+
+    fn cuDevSmResourceSplit(
+        groups: *mut Resource, n: u32, input: *const Resource, rest: *mut Resource, flags: u32, demands: *mut [u32; 16]
+    ) {
+        driver()?;
+        let input = read(input)?;
+        if input[0] != MULTIPROCESSORS || n == 0 || flags != 0 || demands.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let mut left = input[NUMBER];
+        let mut made = Vec::new();
+        for i in 0..n as usize {
+            let mut demand = read(demands.add(i))?;
+            let step = if demand[1] == 0 { GROUP } else { demand[1] };
+            if !step.is_multiple_of(GROUP) || !demand[0].is_multiple_of(step) || demand[4..].iter().any(|w| *w != 0) {
+                return Err(INVALID_VALUE);
+            }
+            // Zero asks how many there are.
+            let number = if demand[0] == 0 { left / step * step } else { demand[0] };
+            if number > left || (number == 0 && !groups.is_null()) {
+                return Err(INVALID_RESOURCE_CONFIGURATION);
+            }
+            left -= number;
+            demand[0] = number;
+            made.push((demand, resource(number)));
+        }
+        for (i, (demand, group)) in made.into_iter().enumerate() {
+            out(demands.add(i), demand)?;
+            out_opt(if groups.is_null() { groups } else { groups.add(i) }, group);
+        }
+        out_opt(rest, resource(left));
+        Ok(())
     }
 
     fn cuDevSmResourceSplitByCount(

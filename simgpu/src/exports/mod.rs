@@ -14,6 +14,7 @@ pub mod module;
 pub mod node;
 pub mod pool;
 pub mod stream;
+pub mod tensor_map;
 pub mod vmm;
 
 use crate::errors::{INVALID_VALUE, Result, UNKNOWN};

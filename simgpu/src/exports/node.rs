@@ -276,6 +276,24 @@ unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
     }
 }
 
+/// Checks the context beside a function, which the calls before CUDA 13.4 ignored.
+unsafe fn of_its_context(p: *const NodeParams) -> Result {
+    // SAFETY: the program vouches for its pointers; the body is large enough for each structure.
+    unsafe {
+        if p.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let kernel = read((&raw const (*p).body).cast::<KernelNodeParamsV2>())?;
+        match crate::module::FUNCTIONS.find(kernel.base.func) {
+            Some(f) if (*p).kind == 0 && kernel.ctx != 0 => {
+                let found = CONTEXTS.find(kernel.ctx).ok_or(INVALID_CONTEXT)?;
+                if handle(&found) == f.context { Ok(()) } else { Err(INVALID_CONTEXT) }
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 fn kernel_node(h: usize) -> Result<Arc<crate::graph::Node>> {
     let n = node(h)?;
     if n.kind.lock().code() != 0 {
@@ -385,6 +403,14 @@ export! {
     }
     fn cuGraphAddNode_v2(to: *mut usize, g: usize, deps: *const usize, _data: *const u64, n: usize, p: *const NodeParams) {
         add(to, g, deps, n, any(p)?)
+    }
+    fn cuGraphAddNode_v3(to: *mut usize, g: usize, deps: *const usize, _data: *const u64, n: usize, p: *const NodeParams) {
+        of_its_context(p)?;
+        add(to, g, deps, n, any(p)?)
+    }
+    fn cuGraphNodeSetParams_v2(h: usize, p: *const NodeParams) {
+        of_its_context(p)?;
+        replace(h, any(p)?)
     }
     fn cuGraphNodeSetParams(h: usize, p: *const NodeParams) { replace(h, any(p)?) }
     fn cuGraphExecNodeSetParams(e: usize, h: usize, p: *const NodeParams) { replace_in(e, h, any(p)?) }

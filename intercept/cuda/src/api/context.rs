@@ -87,6 +87,12 @@ fn synchronize(ctx: u64) -> Result {
 }
 
 driver! {
+    /// As a driver whose devices have no execution affinity.
+    fn cuCtxGetExecAffinity(affinity: *mut c_void, _kind: i32) {
+        thread::context()?;
+        if affinity.is_null() { Err(INVALID_VALUE) } else { Err(UNSUPPORTED_EXEC_AFFINITY) }
+    }
+
     fn cuCtxGetCurrent(ctx: *mut *mut c_void) {
         clients::get()?;
         give(ctx, thread::current() as *mut c_void)

@@ -1,16 +1,29 @@
 //! Devices and primary contexts, answered from the worker's greeting.
 
+use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::Ordering;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{Writer, op};
+use gpusession_proto::handle;
 
-use crate::client::Client;
+use crate::client::{Client, string};
 use crate::devices::Device;
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, alias, driver, give, give_text, name,
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give, give_text,
+    name,
 };
-use crate::{clients, unsolicited};
+use crate::{clients, handles, unsolicited};
+
+/// Operations in one question about atomics at most.
+const MAX_OPERATIONS: u32 = 1024;
+
+/// Devices by the handles of functions that wait for their notices.
+fn notices() -> MutexGuard<'static, HashMap<u64, i32>> {
+    static NOTICES: LazyLock<Mutex<HashMap<u64, i32>>> = LazyLock::new(Mutex::default);
+    NOTICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 driver! {
     /// None: a remote device has no atomic operations on the program's memory.
@@ -124,6 +137,60 @@ driver! {
         let place = usize::try_from(attribute - 1).map_err(|_| INVALID_VALUE)?;
         let known = from.peer(to).and_then(|p| p.attributes.get(place).copied());
         give(value, known.flatten().ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuDeviceGetP2PAtomicCapabilities(
+        capabilities: *mut u32, operations: *const c_void, count: u32, source: i32, target: i32,
+    ) {
+        let (client, from) = clients::device(source)?;
+        let (other, to) = clients::device(target)?;
+        if source == target {
+            return Err(INVALID_DEVICE);
+        }
+        if capabilities.is_null() || !(1..=MAX_OPERATIONS).contains(&count) {
+            return Err(INVALID_VALUE);
+        }
+        let operations = bytes(operations, count as usize * 4)?;
+        // Devices of two leases cannot reach each other.
+        let mut answer = vec![0; operations.len()];
+        if client.number == other.number {
+            let reply = client.call(op::PEER_ATOMICS, |w| {
+                w.word(u64::from(from.local));
+                w.word(u64::from(to.local));
+                w.bytes(operations);
+            })?;
+            let told = string(&mut reply.reader())?;
+            if told.len() != answer.len() {
+                return Err(UNKNOWN);
+            }
+            answer.copy_from_slice(told);
+        }
+        // SAFETY: by the call's contract the array has `count` elements of 4 bytes.
+        unsafe { capabilities.cast::<u8>().copy_from_nonoverlapping(answer.as_ptr(), answer.len()) };
+        Ok(())
+    }
+
+    /// A device has no notices for the program: the server refuses memory beyond a share at once.
+    fn cuDeviceRegisterAsyncNotification(
+        device: i32, function: *const c_void, _data: *mut c_void, callback: *mut u64,
+    ) {
+        clients::device(device)?;
+        if function.is_null() || callback.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let new = handles::mint(handle::CALLBACK, 0);
+        notices().insert(new, device);
+        give(callback, new)
+    }
+
+    fn cuDeviceUnregisterAsyncNotification(device: i32, callback: u64) {
+        clients::device(device)?;
+        if notices().get(&callback) != Some(&device) {
+            return Err(INVALID_VALUE);
+        }
+        notices().remove(&callback);
+        handles::retire(callback);
+        Ok(())
     }
 
     fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: i32, device: i32) {

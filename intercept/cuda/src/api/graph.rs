@@ -11,7 +11,9 @@ use gpusession_proto::handle;
 use super::launch::Params;
 use crate::client::{Client, word};
 use crate::cuboid::Cuboid;
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
+use crate::entry::{
+    INVALID_CONTEXT, INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take,
+};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};
 use crate::ranges::{self, Kind};
@@ -758,6 +760,13 @@ driver! {
         add_any(node, graph, after, edges, count, params)
     }
 
+    fn cuGraphAddNode_v3(
+        node: *mut u64, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *mut NodeParams,
+    ) {
+        of_its_context(params)?;
+        add_any(node, graph, after, edges, count, params)
+    }
+
     fn cuGraphAddMemAllocNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *mut AllocNode) {
         let content = Content::alloc(params)?;
         let address = add_with_edges(node, graph, after, std::ptr::null(), count, &content)?;
@@ -785,7 +794,7 @@ driver! {
         let client = clients::of(graph as u64)?;
         // Null is not the current context here.
         if ctx.is_null() {
-            return Err(crate::status::INVALID_CONTEXT);
+            return Err(INVALID_CONTEXT);
         }
         let ctx = super::context::named(ctx)?;
         client.same(clients::of(ctx)?)?;
@@ -802,6 +811,11 @@ driver! {
     }
 
     fn cuGraphNodeSetParams(node: u64, params: *const NodeParams) {
+        set(std::ptr::null_mut(), node, &Content::any(clients::of(node)?, params)?)
+    }
+
+    fn cuGraphNodeSetParams_v2(node: u64, params: *const NodeParams) {
+        of_its_context(params)?;
         set(std::ptr::null_mut(), node, &Content::any(clients::of(node)?, params)?)
     }
 
@@ -888,6 +902,23 @@ driver! {
         give_optional(result_out, result);
         done
     }
+}
+
+/// Returns an error if a kernel node names a function and a context of another client.
+///
+/// The calls before CUDA 13.4 ignored the context beside a function.
+fn of_its_context(params: *const NodeParams) -> Result {
+    let NodeParams { kind, body, .. } = take(params)?;
+    let KernelNode { func, ctx, .. } = take(body.as_ptr().cast())?;
+    if kind != 0 || func.is_null() || ctx.is_null() {
+        return Ok(());
+    }
+    let (client, _) = clients::of_context(ctx as u64)?;
+    let function = functions::find(func as u64)?;
+    if !function.is_kernel() && function.client()?.number != client.number {
+        return Err(INVALID_CONTEXT);
+    }
+    Ok(())
 }
 
 fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u64)> {

@@ -21,6 +21,8 @@ use crate::{clients, events, handles, private_tables, ranges, thread};
 /// Bytes of a `CUdevResource`.
 const RESOURCE: usize = 144;
 type Resource = [u8; RESOURCE];
+/// `CU_DEV_SM_RESOURCE_GROUP_PARAMS`
+type Demand = [u32; 16];
 /// Groups of one division at most.
 const MAX_GROUPS: u32 = 1024;
 /// `CU_GREEN_CTX_DEFAULT_STREAM`, which a program must set.
@@ -60,6 +62,7 @@ mod subject {
     pub const DEVICE: u64 = 0;
     pub const CONTEXT: u64 = 1;
     pub const GREEN: u64 = 2;
+    pub const STREAM: u64 = 3;
 }
 
 fn resource(client: &Client, subject: u64, which: u64, target: *mut Resource, kind: i32) -> Result {
@@ -154,6 +157,46 @@ driver! {
 
     fn cuGreenCtxGetDevResource(ctx: *mut c_void, target: *mut Resource, kind: i32) {
         resource(green(ctx)?.client, subject::GREEN, handle::local(ctx as u64), target, kind)
+    }
+
+    fn cuStreamGetDevResource / cuStreamGetDevResource_ptsz [default] (
+        stream: *mut c_void, target: *mut Resource, kind: i32,
+    ) {
+        let (client, stream) = find(stream, default)?;
+        stream.usable()?;
+        resource(client, subject::STREAM, stream.handle, target, kind)
+    }
+
+    fn cuDevSmResourceSplit(
+        groups: *mut Resource, count: u32, input: *const Resource, rest: *mut Resource, flags: u32, demands: *mut Demand,
+    ) {
+        let client = clients::get()?;
+        let input = take(input)?;
+        if count == 0 || count > MAX_GROUPS || demands.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let len = count as usize * size_of::<Demand>();
+        let asked = bytes(demands.cast(), len)?;
+        let reply = client.call(op::DEV_RESOURCE_GROUPS, |w| {
+            w.bytes(&input);
+            w.word(u64::from(!groups.is_null()));
+            w.word(u64::from(flags));
+            w.bytes(asked);
+        })?;
+        let mut r = reply.reader();
+        let completed = string(&mut r)?;
+        if completed.len() != len {
+            return Err(UNKNOWN);
+        }
+        // SAFETY: by the call's contract the array has `count` elements, which is the length.
+        unsafe { demands.cast::<u8>().copy_from_nonoverlapping(completed.as_ptr(), len) };
+        give_optional(rest, told(string(&mut r)?)?);
+        for i in 0..if groups.is_null() { 0 } else { count as usize } {
+            let group = told(string(&mut r)?)?;
+            // SAFETY: by the call's contract the array has `count` elements, which bounds `i`.
+            unsafe { groups.add(i).write_unaligned(group) };
+        }
+        Ok(())
     }
 
     fn cuDevSmResourceSplitByCount(

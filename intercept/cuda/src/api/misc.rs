@@ -1,11 +1,8 @@
-//! Entry points, error texts, tensor maps, and calls that only tools make.
+//! Entry points, error texts, and calls that only tools make.
 
 use std::ffi::{c_char, c_void};
 
-use gpusession_proto::frame::op;
-
-use crate::client::string;
-use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, UNKNOWN, bytes, driver, give, give_optional, name};
+use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name};
 use crate::proc_address::{self, Missing};
 use crate::{clients, errors, private_tables};
 
@@ -43,37 +40,6 @@ fn proc_address(
     }
 }
 
-/// Forwards a `cuTensorMapEncode*` call, because only NVIDIA's driver knows the layout of its
-/// answer.
-///
-/// The answer depends on the arguments alone.
-fn tensor_map(map: *mut [u64; 16], im2col: bool, rank: u32, scalars: &[u64], arrays: &[&[u8]]) -> Result {
-    let client = clients::get()?;
-    if map.is_null() || rank == 0 || rank > 5 {
-        return Err(INVALID_VALUE);
-    }
-    let reply = client.call(op::TENSOR_MAP, |w| {
-        w.word(u64::from(im2col));
-        w.word(u64::from(rank));
-        for scalar in scalars {
-            w.word(*scalar);
-        }
-        for array in arrays {
-            w.bytes(array);
-        }
-    })?;
-    let mut r = reply.reader();
-    let answer = string(&mut r)?;
-    let mut words = [0u64; 16];
-    if answer.len() != size_of_val(&words) {
-        return Err(UNKNOWN);
-    }
-    for (word, bytes) in words.iter_mut().zip(answer.chunks_exact(8)) {
-        *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
-    }
-    give(map, words)
-}
-
 driver! {
     fn cuGetProcAddress(symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64) {
         proc_address(symbol, out, version, flags, std::ptr::null_mut())
@@ -108,41 +74,6 @@ driver! {
                 Err(INVALID_VALUE)
             }
         }
-    }
-
-    fn cuTensorMapEncodeTiled(
-        map: *mut [u64; 16], kind: i32, rank: u32, address: u64, sizes: *const c_void, strides: *const c_void,
-        box_sizes: *const c_void, element_strides: *const c_void, interleave: i32, swizzle: i32, promotion: i32, fill: i32,
-    ) {
-        let n = rank.min(5) as usize;
-        let scalars = [kind, interleave, swizzle, promotion, fill].map(|v| v as u32 as u64);
-        let mut words = vec![address];
-        words.extend(scalars);
-        tensor_map(map, false, rank, &words, &[
-            bytes(sizes, n * 8)?,
-            bytes(strides, n.saturating_sub(1) * 8)?,
-            bytes(box_sizes, n * 4)?,
-            bytes(element_strides, n * 4)?,
-        ])
-    }
-
-    fn cuTensorMapEncodeIm2col(
-        map: *mut [u64; 16], kind: i32, rank: u32, address: u64, sizes: *const c_void, strides: *const c_void,
-        lower: *const c_void, upper: *const c_void, channels: u32, pixels: u32, element_strides: *const c_void,
-        interleave: i32, swizzle: i32, promotion: i32, fill: i32,
-    ) {
-        let n = rank.min(5) as usize;
-        let mut words = vec![address];
-        words.extend([kind, interleave, swizzle, promotion, fill].map(|v| v as u32 as u64));
-        words.extend([u64::from(channels), u64::from(pixels)]);
-        let spatial = n.saturating_sub(2) * 4;
-        tensor_map(map, true, rank, &words, &[
-            bytes(sizes, n * 8)?,
-            bytes(strides, n.saturating_sub(1) * 8)?,
-            bytes(lower, spatial)?,
-            bytes(upper, spatial)?,
-            bytes(element_strides, n * 4)?,
-        ])
     }
 
     /// Accepted without effect: profilers attach on the GPU's host.

@@ -16,5 +16,6 @@ pub mod memory;
 pub mod misc;
 pub mod module;
 pub mod stream;
+pub mod tensor_map;
 pub mod user_object;
 pub mod vmm;

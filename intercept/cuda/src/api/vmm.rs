@@ -2,15 +2,103 @@
 
 use std::ffi::c_void;
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{Writer, op};
 
-use crate::client::{Client, string};
-use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, give};
+use crate::client::{Client, string, word};
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, give, give_optional};
 use crate::ranges::{self, Kind};
+use crate::streams::find;
 use crate::window::GRANULE;
 use crate::{clients, route};
 
+/// Words of a `CUarrayMapInfo`, and of a `CUmemDecompressParams`.
+const MAP_INFO: usize = 12;
+const DECOMPRESSION: usize = 8;
+/// Structures of one call at most.
+const MAX_PARTS: usize = 1024;
+
+/// Returns the structures of a list.
+fn structures<const WORDS: usize>(list: *const [u64; WORDS], count: usize) -> Result<Vec<[u64; WORDS]>> {
+    if list.is_null() || !(1..=MAX_PARTS).contains(&count) {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the list is not null, so by the call's contract it has `count` structures.
+    Ok((0..count).map(|i| unsafe { list.add(i).read_unaligned() }).collect())
+}
+
+fn write<const WORDS: usize>(list: &[[u64; WORDS]], w: &mut Writer<'_>) {
+    w.bytes(&list.iter().flatten().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>());
+}
+
 driver! {
+    fn cuMemMapArrayAsync / cuMemMapArrayAsync_ptsz [default] (
+        list: *const [u64; MAP_INFO], count: u32, stream: *mut c_void,
+    ) {
+        const ARRAY: usize = 1;
+        const MEMORY: usize = 8;
+        const DEVICES: usize = 10;
+        let mut list = structures(list, count as usize)?;
+        let (client, stream) = find(stream, default)?;
+        stream.usable()?;
+        for part in &mut list {
+            for at in [ARRAY, MEMORY] {
+                // A part that is unmapped names no memory.
+                if part[at] != 0 {
+                    client.same(clients::of(part[at])?)?;
+                    part[at] = client.own(part[at]);
+                }
+            }
+            // One bit: the device whose memory it is.
+            let mask = part[DEVICES] as u32;
+            if !mask.is_power_of_two() {
+                return Err(INVALID_VALUE);
+            }
+            let (other, device) = clients::device(mask.trailing_zeros() as i32)?;
+            client.same(other)?;
+            part[DEVICES] ^= u64::from(mask ^ 1u32.checked_shl(device.local).unwrap_or(0));
+        }
+        let seq = client.post(op::MAP_ARRAYS, |w| {
+            w.word(stream.handle);
+            write(&list, w);
+        })?;
+        stream.worked(seq);
+        client.take_late_error()
+    }
+
+    fn cuMemBatchDecompressAsync / cuMemBatchDecompressAsync_ptsz [default] (
+        list: *const [u64; DECOMPRESSION], count: usize, flags: u32, failed: *mut usize, stream: *mut c_void,
+    ) {
+        /// Places of the addresses: length of the result, source, target.
+        const ADDRESSES: [usize; 3] = [2, 3, 4];
+        let list = structures(list, count)?;
+        let (client, stream) = find(stream, default)?;
+        stream.usable()?;
+        for (i, part) in list.iter().enumerate() {
+            for address in ADDRESSES.map(|at| part[at]) {
+                // The engine of a remote card reaches no memory of the program's host.
+                if address != 0 && route::home(address).is_none() {
+                    give_optional(failed, i);
+                    return Err(NOT_SUPPORTED);
+                }
+                if let Some(elsewhere) = route::elsewhere(client, address) {
+                    client.same(clients::of(elsewhere)?)?;
+                }
+            }
+        }
+        let reply = client.ask(op::DECOMPRESS, |w| {
+            w.word(stream.handle);
+            w.word(u64::from(flags));
+            write(&list, w);
+        })?;
+        if reply.status != 0 {
+            give_optional(failed, word(&mut reply.reader()).unwrap_or(0) as usize);
+        }
+        client.check_status(reply.status)?;
+        // A frame behind the one that waited: the stream has work up to it.
+        stream.worked(client.post(op::MARK, |_| {})?);
+        Ok(())
+    }
+
     fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, _hint: u64, flags: u64) {
         let client = clients::get()?;
         if address.is_null() || flags != 0 {

@@ -16,6 +16,8 @@ use crate::session::Session;
 
 /// Bytes of a `CUdevResource`.
 const RESOURCE: usize = 144;
+/// Bytes of a `CU_DEV_SM_RESOURCE_GROUP_PARAMS`.
+const DEMAND: usize = 64;
 /// Resources in one frame at most.
 const MAX_GROUPS: usize = 1024;
 /// Different resources of a process at most: bounds what a hostile client can cause.
@@ -49,7 +51,9 @@ fn known(session: &Session, bytes: &[u8]) -> Result<Resource, Failure> {
     }
 }
 
-/// `DEV_RESOURCE`: subject (0 device, 1 context, 2 green context), which one, type; answers it.
+/// `DEV_RESOURCE`: subject, which one, type; answers the resource.
+///
+/// The subject is 0 for a device, 1 for a context, 2 for a green context, 3 for a stream.
 pub fn resource(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (subject, which, kind) = (r.word()?, r.word()?, r.word()? as i32);
     let call = &session.driver.call;
@@ -61,6 +65,7 @@ pub fn resource(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> D
             0 => (call.cuDeviceGetDevResource)(session.contexts.device(which)?, out, kind),
             1 => (call.cuCtxGetDevResource)(session.contexts.get(which)?.0, out, kind),
             2 => (call.cuGreenCtxGetDevResource)(session.greens.get(which)?.0.0, out, kind),
+            3 => (call.cuStreamGetDevResource)(session.stream(which)?, out, kind),
             _ => status::INVALID_VALUE,
         }
     })?;
@@ -92,6 +97,38 @@ pub fn split(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     answer.word(u64::from(count));
     tell(session, &rest, answer)?;
     groups.iter().take(count as usize).try_for_each(|group| tell(session, group, answer))
+}
+
+/// `DEV_RESOURCE_GROUPS`: resource, whether groups are wanted, flags, what each group demands.
+///
+/// It answers the demands as the driver completes them, the rest, and the groups if wanted.
+pub fn groups(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let input = known(session, r.bytes()?)?;
+    let (wanted, flags, demands) = (r.word()? != 0, r.word()? as u32, r.bytes()?);
+    let count = demands.len() / DEMAND;
+    if count == 0 || count > MAX_GROUPS || !demands.len().is_multiple_of(DEMAND) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let mut demands: Vec<u32> =
+        demands.chunks_exact(4).map(|w| u32::from_le_bytes(w.try_into().unwrap_or_default())).collect();
+    let mut groups = vec![Resource([0; RESOURCE]); count];
+    let mut rest = Resource([0; RESOURCE]);
+    let list = if wanted { groups.as_mut_ptr().cast() } else { std::ptr::null_mut() };
+    // SAFETY: the list is null or has `count` elements, as have the demands; the structures have
+    // cuda.h's size.
+    check(unsafe {
+        (session.driver.call.cuDevSmResourceSplit)(
+            list,
+            count as u32,
+            (&raw const input).cast(),
+            (&raw mut rest).cast(),
+            flags,
+            demands.as_mut_ptr().cast(),
+        )
+    })?;
+    answer.bytes(&demands.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>());
+    tell(session, &rest, answer)?;
+    groups.iter().take(if wanted { count } else { 0 }).try_for_each(|group| tell(session, group, answer))
 }
 
 /// `DEV_RESOURCE_DESC`: new handle, resources.

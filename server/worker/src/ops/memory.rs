@@ -4,7 +4,7 @@
 
 use gpusession_proto::frame::Reader;
 
-use crate::answer::{Answer, Done};
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Address, Driver, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::memory::{Allocation, lock};
@@ -118,4 +118,83 @@ pub fn info(session: &Session, frame: &Frame, answer: &mut Answer) -> Done {
     answer.word((free as u64).min(session.quota.left(device)));
     answer.word((total as u64).min(session.memory.limits[device as usize]));
     Ok(())
+}
+
+/// Operations in one question about atomics, and parts of arrays in one frame, at most.
+const MAX_PARTS: usize = 1024;
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect()
+}
+
+/// `PEER_ATOMICS`: source, target, operations (4 bytes each); answers 4 bytes for each operation.
+pub fn peer_atomics(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (source, target) = (session.contexts.device(r.word()?)?, session.contexts.device(r.word()?)?);
+    let bytes = r.bytes()?;
+    let operations: Vec<i32> =
+        bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap_or_default())).collect();
+    let count = bounded(operations.len() as u64, MAX_PARTS)?;
+    let mut capabilities = vec![0u32; count];
+    // SAFETY: both arrays have `count` elements.
+    check(unsafe {
+        (session.driver.call.cuDeviceGetP2PAtomicCapabilities)(
+            capabilities.as_mut_ptr(),
+            operations.as_ptr(),
+            count as u32,
+            source,
+            target,
+        )
+    })?;
+    answer.bytes(&capabilities.iter().flat_map(|c| c.to_le_bytes()).collect::<Vec<_>>());
+    Ok(())
+}
+
+/// Bytes of a `CUarrayMapInfo`, and of a `CUmemDecompressParams`.
+const MAP_INFO: usize = 96;
+/// Word of a `CUarrayMapInfo` with the bit of its device.
+const DEVICES: usize = 10;
+const DECOMPRESSION: usize = 64;
+
+/// Reads whole structures of `size` bytes, at most [`MAX_PARTS`].
+fn structures(r: &mut Reader<'_>, size: usize) -> Result<(Vec<u64>, usize), Failure> {
+    let bytes = r.bytes()?;
+    let count = bounded((bytes.len() / size) as u64, MAX_PARTS)?;
+    if bytes.len() != count * size {
+        return Err(status::INVALID_VALUE.into());
+    }
+    Ok((words(bytes), count))
+}
+
+/// `MAP_ARRAYS`: stream, structures.
+pub fn map_arrays(session: &Session, r: &mut Reader<'_>) -> Done {
+    let stream = session.stream(r.word()?)?;
+    let (mut list, count) = structures(r, MAP_INFO)?;
+    for part in list.chunks_exact_mut(MAP_INFO / 8) {
+        let mask = part[DEVICES] as u32;
+        let ordinal = session.contexts.device(u64::from(mask.trailing_zeros()))?;
+        part[DEVICES] ^= u64::from(mask ^ 1u32.checked_shl(ordinal as u32).unwrap_or(0));
+    }
+    // SAFETY: the list has `count` structures of cuda.h's layout.
+    Ok(check(unsafe {
+        (session.driver.call.cuMemMapArrayAsync)(list.as_mut_ptr().cast(), count as u32, stream)
+    })?)
+}
+
+/// `DECOMPRESS`: stream, flags, structures; a failure answers the index of the wrong structure.
+pub fn decompress(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (stream, flags) = (session.stream(r.word()?)?, r.word()? as u32);
+    let (mut list, count) = structures(r, DECOMPRESSION)?;
+    let mut index = 0;
+    // SAFETY: the list has `count` structures of cuda.h's layout; the out pointer is valid.
+    let done = check(unsafe {
+        (session.driver.call.cuMemBatchDecompressAsync)(
+            list.as_mut_ptr().cast(),
+            count,
+            flags,
+            &mut index,
+            stream,
+        )
+    });
+    answer.word(index as u64);
+    Ok(done?)
 }

@@ -15,6 +15,7 @@ pub mod memory;
 pub mod mirror;
 pub mod module;
 pub mod stream;
+mod tensor_map;
 
 use std::sync::Arc;
 
@@ -185,6 +186,9 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             answer.word(now as u64);
             Ok(())
         }
+        op::PEER_ATOMICS => memory::peer_atomics(session, &mut r, answer),
+        op::MAP_ARRAYS => memory::map_arrays(session, &mut r),
+        op::DECOMPRESS => memory::decompress(session, &mut r, answer),
         op::MEM_INFO => memory::info(session, frame, answer),
         op::ALLOC => memory::alloc(session, &mut r),
         op::FREE => memory::free(session, &mut r, answer),
@@ -208,7 +212,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::ENUMERATE => module::enumerate(session, &mut r, answer),
         op::FUNC_ATTRIBUTE => module::attribute(session, executor, &mut r, answer),
         op::FUNC_SET_ATTRIBUTE => module::set_attribute(session, executor, &mut r),
-        op::TENSOR_MAP => launch::tensor_map(session, &mut r, answer),
+        op::TENSOR_MAP => tensor_map::encode(session, &mut r, answer),
+        op::TENSOR_MAP_CHANGE => tensor_map::change(session, &mut r, answer),
         op::OCCUPANCY => launch::occupancy(session, &mut r, answer),
         op::GRAPH_CREATE => graph::create(session, &mut r),
         op::GRAPH_DESTROY => graph::destroy(session, &mut r),
@@ -225,6 +230,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
         op::DEV_RESOURCE => green::resource(session, &mut r, answer),
         op::DEV_RESOURCE_SPLIT => green::split(session, &mut r, answer),
+        op::DEV_RESOURCE_GROUPS => green::groups(session, &mut r, answer),
         op::DEV_RESOURCE_DESC => green::describe(session, &mut r),
         op::GREEN_CREATE => green::create(session, &mut r),
         op::GREEN_DESTROY => green::destroy(session, executor, &mut r, answer),

@@ -27,10 +27,18 @@ const BATCH_ITEM: usize = 48;
 pub fn create(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (handle, flags, priority) = (r.word()?, r.word()? as u32, r.word()? as i32);
     let mut stream = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid.
-    check(unsafe { (session.driver.call.cuStreamCreateWithPriority)(&mut stream, flags, priority) })?;
     let non_blocking = flags & NON_BLOCKING != 0;
     let ctx = frame.header.ctx.get();
+    // In a green context the driver has a call of its own, for non-blocking streams only.
+    let green = session.greens.all().into_iter().find(|(_, own)| *own == ctx && non_blocking);
+    let call = &session.driver.call;
+    // SAFETY: the out pointer is valid; a green context belongs to this worker.
+    check(unsafe {
+        match green {
+            Some((green, _)) => (call.cuGreenCtxStreamCreate)(&mut stream, green.0, flags, priority),
+            None => (call.cuStreamCreateWithPriority)(&mut stream, flags, priority),
+        }
+    })?;
     Ok(session.streams.put(handle, Stream { object: Object(stream), non_blocking, ctx })?)
 }
 
