@@ -64,6 +64,9 @@ def thread(seed, failures):
 def work(number, answers):
     """Runs the threads of one process."""
     common.deterministic()
+    # PyTorch's own lazy loading of linear algebra allows no two threads.
+    for operation in operations(torch.Generator().manual_seed(number)).values():
+        operation()
     failures = []
     threads = [threading.Thread(target=thread, args=(100 * number + index, failures)) for index in range(THREADS)]
     for one in threads:
