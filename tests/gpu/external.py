@@ -97,10 +97,14 @@ class External:
         self.args, self.runner, self.server = args, runner, server
         self.folders = [folder.resolve() for folder in args.folders] or [here / "external"]
         self.work = args.out / "work"
-        self.end, self.restarting = None, threading.Lock()
+        self.end, self.stopped, self.restarting = None, False, threading.Lock()
+        # Results so far, which an interrupted run reports.
+        self.entries = []
 
     def side(self, side, program, round_number=1):
         """Runs a program in a copy of its folder; returns result, files written, measurements."""
+        if self.stopped:
+            raise InterruptedError("interrupted")
         folder = self.work / f"{program.suite}-{program.name}-{side}-{round_number}"
         shutil.rmtree(folder, ignore_errors=True)
         if program.folder:
@@ -177,7 +181,7 @@ class External:
         return {**entry, "verdict": verdict, "why": why}
 
     def run(self):
-        """Runs all programs; returns their entries."""
+        """Runs all programs; returns their entries, which are in `entries` at any time."""
         check_rules()
         for folder in self.folders:
             if not folder.is_dir():
@@ -196,14 +200,24 @@ class External:
             except (OSError, ValueError) as error:
                 entry = {"name": program.name, "suite": program.suite, "software": program.suite, "version": ""}
                 entry.update(verdict="FAILED", why=f"{type(error).__name__}: {error}")
+            if self.stopped:
+                return
             times = "".join(f"{entry[key]:7.2f} s " if key in entry else f"{'':10}" for key in ("native_s", "remote_s"))
             progress(f"  {entry['name']:34} {entry['verdict']:14} {times} {entry['why']}")
-            return entry
+            self.entries.append(entry)
 
-        with concurrent.futures.ThreadPoolExecutor(self.args.jobs or 1) as pool:
-            entries = list(pool.map(one, programs))
-        shutil.rmtree(self.work, ignore_errors=True)
-        return entries
+        pool = concurrent.futures.ThreadPoolExecutor(self.args.jobs or 1)
+        try:
+            for done in [pool.submit(one, program) for program in programs]:
+                done.result()
+        except KeyboardInterrupt:
+            self.stopped = True
+            self.runner.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(self.work, ignore_errors=True)
+        return self.entries
 
 
 def good(entries):

@@ -131,10 +131,13 @@ class Runner:
         return process, base, time.monotonic()
 
     def stop(self):
-        """Kills the processes that still run."""
-        for process in self.running:
+        """Kills the processes that still run, without a wait: `finish` may wait for them."""
+        for process in list(self.running):
             if process.returncode is None:
-                kill_group((process,))
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
 
     def finish(self, started, limit):
         """Waits for a process, up to a limit, and reads its output."""
