@@ -12,7 +12,7 @@ use gpusession_proto::frame::{mirror, op};
 use crate::client::{Client, cross_lease_error};
 use crate::ranges::{self, Kind, Range};
 use crate::regions::{Region, all, any, create, discard, find, give_back};
-use crate::status::{INVALID_VALUE, NOT_SUPPORTED, Result};
+use crate::status::{INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
 use crate::window::PAGE;
 use crate::{capture, clients, foreign_addresses, thread, trace};
 
@@ -37,15 +37,24 @@ fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     }
     // With unified addressing, kernels use pinned memory of the arena by its own address.
     // Registered memory gets a second address in the arena, which both sides have reserved.
-    let mut region = Region::new(client, base, size, mirror::SAME, false, false);
-    if !matches!(kind, Kind::Host(_)) {
-        region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
-    }
-    let there = region.there;
+    let there = match kind {
+        Kind::Host(_) => base,
+        _ => client.window().reserve_host(base % PAGE + size)? + base % PAGE,
+    };
     // From now on copies to this memory go to the mirror first, so earlier ones must have landed.
     client.link.wait_detached(|t| t.fills(base as usize, size as usize));
     // The mirror belongs to the allocation's context, and so ends with it.
-    thread::within(range.ctx, || create(region)).inspect_err(|_| give_back(client, base, there, size))
+    let make = || {
+        let mut region = Region::new(client, base, size, mirror::SAME, false, false);
+        region.there = there;
+        thread::within(range.ctx, || create(region))
+    };
+    let made = match make() {
+        // Regions that no graph names any more may use the room.
+        Err(OUT_OF_MEMORY) if reap(client)? => make(),
+        made => made,
+    };
+    made.inspect_err(|_| give_back(client, base, there, size))
 }
 
 /// Makes pinned or registered memory visible to kernels; returns the device's address for it.
@@ -140,16 +149,17 @@ fn is_unnamed(region: &Arc<Region>) -> bool {
     region.pageable && Arc::strong_count(region) == 2
 }
 
-/// Discards regions of pageable memory that no graph names any more.
-fn reap(client: &Client) -> Result {
+/// Discards regions of pageable memory that no graph names any more; `true` if there were any.
+fn reap(client: &Client) -> Result<bool> {
     let dead: Vec<_> =
         all().into_iter().filter(|r| r.client.number == client.number && is_unnamed(r)).collect();
     if dead.is_empty() || capture::capturing() {
-        return Ok(());
+        return Ok(false);
     }
     // A destroyed graph may still run.
     client.call(op::CTX_SYNC, |_| {})?;
-    dead.iter().try_for_each(discard)
+    dead.iter().try_for_each(discard)?;
+    Ok(true)
 }
 
 /// Discards the region of memory at `base` before it is freed or unregistered; the caller has

@@ -545,6 +545,8 @@ impl<'p> Order<'p> {
     fn work(&mut self, thread: usize, work: &Work, stream: usize, waits: bool) -> Result<(), Conflict> {
         self.fits(work)?;
         let known = self.enqueue(thread, stream)?;
+        let mut explicit = self.queues[stream].known.clone();
+        join(&mut explicit, &self.threads[thread]);
         let now = self.now(thread);
         let accesses = work.accesses();
         for access in &accesses {
@@ -555,13 +557,19 @@ impl<'p> Order<'p> {
         let pageable = |access: &Access| copies && self.buffers[access.span.buffer].kind.pageable();
         let (early, late): (Vec<Access>, Vec<Access>) =
             accesses.iter().partition(|access| pageable(access) && !access.write);
+        // An idle stream reads little pinned memory during the call, even if the legacy stream, for
+        // which it should wait, has not written it yet: seen on an H100.
+        let pinned: Vec<Access> =
+            late.iter().filter(|access| copies && !access.write && self.host_only(access)).copied().collect();
+        let fills = matches!(work, Work::Fill { .. });
         let returns = accesses.iter().any(|access| pageable(access) && access.write)
+            || waits && fills && accesses.iter().all(|access| self.host_only(access))
             || waits && copies && accesses.iter().all(|access| self.host_only(access))
             || waits && copies && accesses.iter().any(|access| access.write && self.host_only(access));
         if let Some(before) = self.missing(&self.threads[thread], &early)? {
             return Err(Conflict::Thread(before));
         }
-        if let Some(before) = self.missing(&known, &late)? {
+        if let Some(before) = self.missing(&known, &late)?.or(self.missing(&explicit, &pinned)?) {
             return Err(Conflict::Stream(stream, before));
         }
         let stamp = self.push(thread, stream, known, !matches!(work, Work::HostMix { .. }));

@@ -183,13 +183,14 @@ driver! {
     }
 }
 
-/// Defines fills. In the driver, too, the synchronous ones are asynchronous for device memory.
+/// Defines fills. As in the driver, the synchronous ones do not wait for device memory.
 macro_rules! fills {
     ($($name:ident / $twin:ident, $ordered:ident / $ordered_twin:ident
         ($target:ident: u64 $(, $arg:ident: $ty:ty)*) covers $len:expr;)*) => { driver! { $(
         fn $name / $twin [default] ($target: u64, $($arg: $ty),*) {
             for_synchronous(default)?;
-            fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])
+            fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])?;
+            filled(default, $target)
         }
 
         fn $ordered / $ordered_twin [default] ($target: u64, $($arg: $ty,)* stream: *mut c_void) {
@@ -210,6 +211,25 @@ fn fill(
     match elsewhere(client, target) {
         None => fill_on(&stream, operation, target, len, arguments),
         Some(ctx) => beside(&stream, ctx, |there| fill_on(there, operation, target, len, arguments)),
+    }
+}
+
+/// Waits for a synchronous fill of pinned, registered or managed memory, which the program may read
+/// or change once the call has returned.
+fn filled(default: Default, target: u64) -> Result {
+    let wait = |there: &Stream| {
+        // Registered memory has its second address in the arena.
+        let arena = there.client.host_arena.contains(&target);
+        if arena || ranges::find(target).is_some_and(|range| range.kind.on_host()) {
+            // The reply is needed, since the fill's bytes precede it.
+            return there.ask(op::STREAM_SYNC);
+        }
+        Ok(())
+    };
+    let (client, stream) = find(NULL, default)?;
+    match elsewhere(client, target) {
+        None => wait(&stream),
+        Some(ctx) => on_default(ctx, wait),
     }
 }
 
