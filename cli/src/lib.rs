@@ -11,6 +11,7 @@ mod lease_file;
 mod leave;
 mod report;
 mod run;
+mod servers;
 mod setup;
 mod show;
 
@@ -20,7 +21,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use clap::{Args, CommandFactory as _, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use gpusession_common::units::{human_duration, parse_duration};
 use gpusessiond::client::{self, Remote};
 use gpusessiond::environment::Environment;
@@ -59,9 +60,19 @@ enum Command {
         #[arg(long)]
         wait: bool,
     },
-    /// List leases and their GPUs
-    List,
-    /// Check this machine, its servers and its GPUs; each fault comes with a remedy
+    /// List this machine's leases, and the GPUs that its servers have free
+    List {
+        /// List the leases only, without asking the servers
+        #[arg(long)]
+        mine: bool,
+    },
+    /// Show the cards of all servers: load, memory, temperature, and which are yours
+    ///
+    /// The load is that of all users of a card.
+    Smi(servers::Smi),
+    /// Show leases, queue, programs and load of all servers
+    Stats,
+    /// Check this machine, its servers and its GPUs, with a remedy for each fault
     ///
     /// Exit status: 0 without a fault, 1 with one, 69 if neither the daemon nor a server answers.
     /// No check changes anything, and none needs root.
@@ -73,7 +84,9 @@ enum Command {
     ///
     /// The command lists the archive's files before it writes. Root's archive holds more.
     Report(report::Options),
-    /// Print the environment for GPU programs as shell commands: eval "$(gpusession env)"
+    /// Print the environment of GPU programs as shell commands
+    ///
+    /// Use: eval "$(gpusession env)"
     Env {
         /// Explain each variable, and mark those that you have set yourself
         #[arg(long)]
@@ -83,7 +96,9 @@ enum Command {
         #[arg(long, conflicts_with = "explain")]
         generator: bool,
     },
-    /// Run a program on leased GPUs; a lease created for it is released when it exits
+    /// Run a program on leased GPUs
+    ///
+    /// A lease created for it is released when it exits.
     Run(Run),
     /// Request a lease that outlives this command, and write it to a file
     Request(Request),
@@ -93,8 +108,9 @@ enum Command {
         #[arg(value_name = "FILE|ID")]
         lease: String,
     },
-    /// Move the device memory of idle leases to the server's host memory, until their next CUDA
-    /// call
+    /// Move the device memory of idle leases to the server's host memory
+    ///
+    /// Their next CUDA call brings it back.
     Park {
         /// Lease id [default: the leases of this login session]
         #[arg(value_name = "ID")]
@@ -106,12 +122,15 @@ enum Command {
         #[arg(value_name = "ID")]
         lease: Option<String>,
     },
-    /// Read the configuration again; unchanged leases stay, and a configuration with errors changes
-    /// nothing
+    /// Read the configuration again
+    ///
+    /// Unchanged leases stay, and a configuration with errors changes nothing.
     Reload,
-    /// Make this machine (or, without being root, this user) a client of a pool
+    /// Make this machine, or without being root this user, a client of a pool
     Join(Join),
-    /// Leave the pool: remove the identity of this machine (or, without being root, of this user)
+    /// Leave the pool: remove the identity of this machine
+    ///
+    /// Without being root, the command removes this user's identity.
     Leave {
         /// Keep the server addresses, for an image whose copies join with tokens of their own
         #[arg(long)]
@@ -120,7 +139,9 @@ enum Command {
         #[arg(long)]
         user: bool,
     },
-    /// Make the loader find gpusession's libcuda.so.1, unless this machine has a driver of its own
+    /// Make the loader find gpusession's libcuda.so.1
+    ///
+    /// A machine with an NVIDIA driver of its own stays as it is.
     SetupLibs {
         /// Do so even if this machine has an NVIDIA driver
         #[arg(long, conflicts_with = "remove")]
@@ -132,16 +153,20 @@ enum Command {
         #[arg(long, value_name = "DIR", default_value = "/")]
         root: PathBuf,
     },
-    /// Make logins report their sessions to the daemon (pam_gpusession), or print how to
+    /// Make logins report their sessions to the daemon, or print how to
+    ///
+    /// The PAM module pam_gpusession does so.
     SetupPam {
         /// Undo it, or print how to
         #[arg(long)]
         remove: bool,
     },
-    /// Show or clear what your programs compiled and keep for later runs (NVRTC, cuDNN)
+    /// Show or clear code that your programs compiled and keep (NVRTC, cuDNN)
     #[command(subcommand)]
     Cache(Cache),
-    /// Print a container device specification: gpusession cdi >/etc/cdi/gpusession.json
+    /// Print a container device specification (CDI)
+    ///
+    /// Use: gpusession cdi >/etc/cdi/gpusession.json
     Cdi,
 }
 
@@ -203,9 +228,35 @@ pub fn arguments() -> clap::Command {
     Cli::command()
 }
 
+/// Groups of verbs in the summary of the help, in the order of a new user's questions.
+const GROUPS: [(&str, &[&str]); 4] = [
+    ("See", &["status", "list", "smi", "stats"]),
+    ("Run programs", &["run", "request", "release", "park", "unpark", "env", "cache"]),
+    ("Find faults", &["health", "report"]),
+    ("Set up", &["join", "leave", "reload", "setup-libs", "setup-pam", "cdi"]),
+];
+
+/// Replaces the plain list of verbs in the help by groups; the manual has a page for each verb.
+fn grouped(command: clap::Command) -> clap::Command {
+    let mut verbs = String::new();
+    for (heading, names) in GROUPS {
+        verbs += &format!("\n{heading}:\n");
+        for name in names {
+            let about = command.find_subcommand(name).and_then(clap::Command::get_about);
+            verbs += &format!("  {name:10}  {}\n", about.map(ToString::to_string).unwrap_or_default());
+        }
+    }
+    let text = format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n{verbs}\nOptions:\n{{options}}\n\
+        `gpusession VERB --help` and gpusession-VERB(1) have more."
+    );
+    command.help_template(text)
+}
+
 /// Reads the arguments, executes the command and exits.
 pub fn main() {
-    let cli = match Cli::try_parse() {
+    let parsed = grouped(arguments()).try_get_matches().and_then(|found| Cli::from_arg_matches(&found));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) if error.use_stderr() && asked_for_json() => {
             let text = error.to_string();
@@ -264,7 +315,9 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Park { lease } => park(lease, true, cli.json).await,
         Command::Unpark { lease } => park(lease, false, cli.json).await,
         Command::Reload => reload(cli.json).await,
-        Command::List => list(cli.json).await,
+        Command::List { mine } => list(mine, cli.json).await,
+        Command::Smi(options) => servers::smi(options, cli.json).await,
+        Command::Stats => servers::stats(cli.json).await,
         Command::Health(options) if options.gpu_test => Ok(health::gpu_child()),
         Command::Health(options) => health::health(options, cli.json).await,
         Command::Report(options) => report::report(options, cli.json).await,
@@ -368,13 +421,21 @@ async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
     Ok(0)
 }
 
-async fn list(json: bool) -> Result<i32> {
+async fn list(mine: bool, json: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
+    let described = daemon.describe().await?;
+    // A daemon of an earlier version cannot ask.
+    let survey = if mine { None } else { daemon.survey().await.ok() };
     if json {
-        let mut described = daemon.describe_raw().await?;
-        print(&json!({ "schema": 1, "leases": described["leases"].take() }).to_string());
+        let leases = daemon.describe_raw().await?["leases"].take();
+        let pool = survey.map(|survey| servers::pool_json(&survey, &described));
+        print(&json!({ "schema": 1, "leases": leases, "pool": pool }).to_string());
     } else {
-        print(&show::list(&daemon.describe().await?));
+        print(&show::list(&described));
+        let pool = survey.map(|survey| servers::pool_text(&survey, &described)).unwrap_or_default();
+        if !pool.is_empty() {
+            print(&format!("\n{pool}"));
+        }
     }
     Ok(0)
 }
@@ -691,6 +752,25 @@ fn give_to_daemon(folder: &Path) {
     for path in entries.chain([folder.to_owned()]) {
         if let Err(error) = nix::unistd::chown(&path, Some(user.uid), Some(user.gid)) {
             eprintln!("gpusession: {}: {error}", path.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_fits_a_screen_and_has_each_verb_in_one_group() {
+        let mut listed: Vec<_> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        let mut verbs: Vec<_> = arguments().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        listed.sort_unstable();
+        verbs.sort_unstable();
+        assert_eq!(listed, verbs);
+        let help = grouped(arguments()).render_help().to_string();
+        assert!(help.lines().count() <= 40, "{help}");
+        for line in help.lines() {
+            assert!(line.chars().count() <= 90, "{line}");
         }
     }
 }

@@ -7,7 +7,7 @@ use gpusession_bus::describe::{Described, Failure, Lease};
 use gpusession_common::units::{human_bytes, human_duration};
 
 /// Aligns columns; the last column is not padded.
-fn table(rows: &[Vec<String>]) -> String {
+pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
         .map(|c| rows.iter().filter_map(|r| r.get(c)).map(|t| t.chars().count()).max().unwrap_or(0))

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.verb {
         Verb::Serve if cli.server.is_none() => run_server(&cli),
-        _ => cli::run(&cli).map(|()| ExitCode::SUCCESS),
+        _ => cli::run(&cli).map(ExitCode::from),
     };
     result.unwrap_or_else(|e| fail(&cli, &e))
 }

@@ -10,22 +10,19 @@ mod network;
 mod probe;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use gpusession_bus::describe::{Described, Survey};
 use gpusession_diagnosis::check::{Finding, Findings, Place};
 use gpusession_diagnosis::machine::Machine;
 use gpusession_diagnosis::{gpu_host, host};
 use gpusession_proto::user_cache;
-use gpusessiond::client::Remote;
 use gpusessiond::identity::Home;
-use gpusessiond::pool::PoolServer as _;
-use gpusessiond::survey::survey;
 use gpusessiond::{config, paths};
 use tokio::task::JoinSet;
 
 use crate::daemon;
 use crate::exit::{Result, code};
+use crate::servers;
 use probe::Probe;
 
 pub use gpu::child as gpu_child;
@@ -115,19 +112,10 @@ impl Facts {
     /// Asks the servers for descriptions: with this user's identity, else through the daemon.
     async fn survey(&self, home: &Home) -> Option<Survey> {
         let addresses = self.addresses.clone().ok().filter(|addresses| !addresses.is_empty())?;
-        if let Ok(identity) = home.load() {
-            let remotes = addresses.iter().map(|address| Remote::new(address, &identity).map(Arc::new));
-            if let Ok(remotes) = remotes.collect::<std::result::Result<Vec<_>, _>>() {
-                let ask = |index: usize| {
-                    let remote = remotes[index].clone();
-                    async move {
-                        let begun = std::time::Instant::now();
-                        let described = remote.describe().await?;
-                        Ok((begun.elapsed(), described))
-                    }
-                };
-                return Some(survey(addresses, ask).await);
-            }
+        if let Ok(identity) = home.load()
+            && let Ok(survey) = servers::direct(&identity, addresses).await
+        {
+            return Some(survey);
         }
         if let Daemon::Silent(_) = self.daemon {
             return None;

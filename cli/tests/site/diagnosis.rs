@@ -103,6 +103,15 @@ fn health_tests_a_gpu_and_names_a_server_that_is_down() {
     expect(&checks, "gpu.result", "ok", "262144 sums are right");
     expect(&checks, "gpu.time", "ok", "GB/s");
 
+    // The server's own command checks its host.
+    let output = site.server_command().args(["health", "--json"]).output().unwrap();
+    let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let row =
+        |id: &str| value["checks"].as_array().unwrap().iter().find(|row| row["id"] == id).unwrap().clone();
+    assert_eq!(row("server.answers")["state"], "ok", "{value}");
+    assert!(row("server.cards")["found"].as_str().unwrap().contains("card 1"), "{value}");
+    assert_eq!(row("server.authority")["state"], "ok", "{value}");
+
     // A program that finds another library first: no card, and the file is named.
     let other = site.path("other");
     std::fs::create_dir(&other).unwrap();
@@ -113,6 +122,7 @@ fn health_tests_a_gpu_and_names_a_server_that_is_down() {
     expect(&checks, "network.control-port", "skipped", "--local asks no server");
 
     assert_eq!(server.stop(), 0);
+    assert_eq!(site.server_command().arg("health").output().unwrap().status.code(), Some(69));
     let (code, checks) = site.health(&[], &variables);
     assert_eq!(code, 1);
     expect(&checks, "network.control-port", "fault", "systemctl start gpuserver");
@@ -155,8 +165,68 @@ fn a_report_of_a_whole_site_holds_no_secret() {
     {
         assert!(all.contains(kept), "{kept} not in {all}");
     }
+    // The server's archive.
+    let archive_of_server = site.path("server.tar.gz");
+    site.gpuserver(&["report", "-o", archive_of_server.to_str().unwrap()]);
+    let listed = Command::new("tar").arg("-xOzf").arg(&archive_of_server).output().unwrap();
+    let all = text(&listed.stdout);
+    let key = std::fs::read_to_string(site.path("server/ca/authority.key")).unwrap();
+    let secret = key.lines().find(|line| !line.starts_with('-')).unwrap();
+    assert!(!all.contains(secret) && !all.contains(token.trim()), "{all}");
+    assert!(all.contains("\"name\": \"gpu-a\"") && all.contains("server.authority"), "{all}");
     let output = site.gpusession_with(&["report", "-o", archive.to_str().unwrap()], &[]);
     assert_eq!(output.status.code(), Some(1), "a file is not replaced");
     assert!(text(&output.stdout).contains("status.json"), "it lists first");
     assert_eq!((daemon.stop(), server.stop()), (0, 0));
+}
+
+#[test]
+fn cards_counts_and_free_gpus_of_servers_are_shown() {
+    let mut site = Site::with_simulated_gpus();
+    let server = site.start_server();
+    site.configure(
+        "[client]\nname = \"vm-1\"\n[[lease]]\nname = \"train\"\nmemory = \"25%\"\n",
+        &site.token(),
+    );
+    let daemon = site.start_daemon();
+    let lease = site.lease();
+    let shown = |site: &Site, verb: &str| -> Value {
+        let output = site.gpusession(&[verb, "--json"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let smi = site.until("NVML's readings", |site| {
+        let smi = shown(site, "smi");
+        let cards = smi["servers"][0]["cards"].as_array().unwrap().clone();
+        cards.iter().all(|card| card["temperature_c"].is_u64() && card["used_bytes"].is_u64()).then_some(smi)
+    });
+    documented("gpusession smi", &smi);
+    let cards = smi["servers"][0]["cards"].as_array().unwrap();
+    let yours: Vec<&Value> = cards.iter().filter(|card| card["your_leases"][0] == lease.as_str()).collect();
+    assert_eq!((cards.len(), yours.len()), (2, 1), "{smi}");
+    assert_eq!(yours[0]["state"], "leased");
+    assert!(yours[0]["free_bytes"].as_u64() < yours[0]["memory_bytes"].as_u64(), "{smi}");
+
+    let stats = shown(&site, "stats");
+    documented("gpusession stats", &stats);
+    assert_eq!((&stats["servers"][0]["leases"], &stats["servers"][0]["gpus_free"]), (&1.into(), &1.into()));
+    let mut list = shown(&site, "list");
+    assert_eq!(list["leases"].take()[0]["id"], lease.as_str());
+    list.as_object_mut().unwrap().remove("leases");
+    documented("gpusession list", &list);
+    assert!(text(&site.gpusession(&["list"]).stdout).contains("LARGEST FREE"));
+    assert!(!text(&site.gpusession(&["list", "--mine"]).stdout).contains("LARGEST FREE"));
+    assert!(text(&site.gpusession(&["smi"]).stdout).contains("train"));
+
+    // A server that is down keeps its row, and the daemon's reason.
+    assert_eq!(server.stop(), 0);
+    site.described("the server is gone", |d| !d["servers"][0]["trouble"].is_null());
+    let output = site.gpusession(&["smi"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(text(&output.stdout).contains("no answer: "), "{}", text(&output.stdout));
+    // Without a daemon the command asks with the identity that it can read.
+    daemon.kill();
+    let server = site.start_server();
+    assert_eq!(shown(&site, "smi")["servers"][0]["name"], "gpu-a");
+    assert_eq!(server.stop(), 0);
 }

@@ -19,7 +19,8 @@ use super::lease_fd::release_at_close;
 use super::project::{expires_usec, shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, request};
 use crate::handover::Kept;
-use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, Session, Slot, Snapshot, Spec};
+use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, ServerFacts, Session, Slot, Snapshot, Spec};
+use crate::pool::{PoolError, Trouble};
 
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
@@ -53,6 +54,16 @@ fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseFacts> {
             )))
         }
     }
+}
+
+/// Returns why a server that is known to be unreachable, or to refuse this client, does not answer.
+fn silence(server: &ServerFacts) -> Option<PoolError> {
+    let trouble = match server.state.as_str() {
+        "offline" => Trouble::Unreachable,
+        "unauthorized" => Trouble::Refused,
+        _ => return None,
+    };
+    Some(PoolError::new(trouble, &server.trouble)).filter(|error| !error.message.is_empty())
 }
 
 impl Manager {
@@ -419,7 +430,9 @@ impl Manager {
         Ok(super::describe::describe(&self.shared, call.uid).to_json())
     }
 
-    /// The servers as they answer now, with their cards, as JSON; asks all of them.
+    /// The servers as they answer now, with their cards, as JSON.
+    ///
+    /// Asks those that are not known to be unreachable, since a caller waits for the answer.
     #[zbus(out_args("json"))]
     async fn describe_servers(
         &self,
@@ -427,11 +440,12 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        let addresses = self.shared.snapshot().server_facts().map(|s| s.address.clone()).collect();
-        let leases = self.shared.leases.clone();
-        let ask = move |index| {
-            let leases = leases.clone();
-            async move { leases.ask(index).await }
+        let snapshot = self.shared.snapshot();
+        let addresses = snapshot.server_facts().map(|s| s.address.clone()).collect();
+        let known: Vec<_> = snapshot.server_facts().map(silence).collect();
+        let ask = |index: usize| {
+            let (leases, known) = (self.shared.leases.clone(), known[index].clone());
+            async move { if let Some(error) = known { Err(error) } else { leases.ask(index).await } }
         };
         Ok(crate::survey::survey(addresses, ask).await.to_json())
     }

@@ -8,6 +8,7 @@ use super::accounting::{AccountingOptions, accounting};
 use super::admin::{AdminVerb, administrators};
 use super::clients::{ClientsVerb, clients};
 use super::config::{ConfigVerb, check_config, configure};
+use super::diagnosis::{self, HealthOptions, ReportOptions};
 use super::pool::{PoolVerb, pool};
 use super::several::{ps, stop, top};
 use super::show::{self, Output};
@@ -54,6 +55,15 @@ pub enum Verb {
         #[arg(long)]
         explain: bool,
     },
+    /// Check this host and its server; each fault comes with a remedy
+    ///
+    /// Exit status: 0 without a fault, 1 with one, 69 if the server does not answer. No check
+    /// changes anything.
+    Health(HealthOptions),
+    /// Write an archive for a report of a fault, without secrets
+    ///
+    /// The command lists the archive's files before it writes.
+    Report(ReportOptions),
     /// Create, export or import the pool's certificate authority
     Pool {
         /// Verb for the pool
@@ -174,8 +184,8 @@ pub enum Verb {
     },
 }
 
-/// Runs a verb that is not `serve`.
-pub fn run(cli: &Cli) -> anyhow::Result<()> {
+/// Runs a verb that is not `serve`; returns the exit code.
+pub fn run(cli: &Cli) -> anyhow::Result<u8> {
     if cli.server.is_some()
         && let Some(why) = cli.verb.local()
     {
@@ -183,7 +193,11 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
     }
     let server = Target::of(cli.config.as_deref(), cli.server.as_deref(), cli.identity.as_deref())?;
     let out = &mut std::io::stdout().lock();
-    cli.verb.run(cli.config.as_deref(), &server, &mut Output { out, json: cli.json })
+    let out = &mut Output { out, json: cli.json };
+    match &cli.verb {
+        Verb::Health(options) => diagnosis::health(out, &server, options),
+        verb => verb.run(cli.config.as_deref(), &server, out).map(|()| 0),
+    }
 }
 
 impl Verb {
@@ -191,7 +205,8 @@ impl Verb {
     fn run(&self, file: Option<&Path>, server: &Target, out: &mut Output<'_>) -> anyhow::Result<()> {
         let ask = |ask: Ask| must_run(server, &ask);
         match self {
-            Self::Serve => anyhow::bail!("internal error: serve is not a verb of this function"),
+            Self::Serve | Self::Health(_) => anyhow::bail!("internal error: not a verb of this function"),
+            Self::Report(options) => diagnosis::report(out, server, options),
             Self::CheckConfig { explain } => check_config(out, file, server.config()?, *explain),
             Self::Pool { verb } => pool(out, server.config()?, verb),
             Self::Token { verb } => token(out, server, verb),
@@ -241,6 +256,7 @@ impl Verb {
     fn local(&self) -> Option<&'static str> {
         match self {
             Self::Serve => Some("a server is started on its own host"),
+            Self::Health(_) | Self::Report(_) => Some("a host is examined by its own command"),
             Self::CheckConfig { .. } => {
                 Some("a configuration is checked on its own host, whose driver and folders it names")
             }

@@ -1,0 +1,459 @@
+//! `gpuserver health` and `gpuserver report`: checks of this host and its server, and an archive
+//! for the search for a fault.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use gpusession_diagnosis::check::{Check, Finding, Findings, Place};
+use gpusession_diagnosis::machine::Machine;
+use gpusession_diagnosis::report::{self, Report};
+use gpusession_diagnosis::{gpu_host, host};
+use serde_json::{Value, json};
+
+use super::show::Output;
+use super::target::{Target, running};
+use crate::admin::Ask;
+use crate::admin::answer::config::config_rows;
+use crate::admin::answer::gpus::GpuRow;
+use crate::admin::answer::status::{PsRow, StatusView};
+use crate::config::Config;
+use crate::discovery::find_driver;
+use crate::refusal::Refusal;
+
+/// Exit code if the server does not answer.
+const UNREACHABLE: u8 = 69;
+const UNIT: &str = "gpuserver.service";
+/// Files that a server with many clients opens: connections, workers and their lanes.
+const OPEN_FILES: u64 = 16_384;
+/// Length of the shortest word of a token file that is a secret.
+const MIN_TOKEN: usize = 20;
+/// Remaining life of the authority's certificate below which a check warns, in seconds.
+const EXPIRES_SOON: i64 = 90 * 24 * 3600;
+
+/// Options of `gpuserver health`.
+#[derive(Debug, Args)]
+pub struct HealthOptions {
+    /// Also list checks that do not apply to this host, or could not read their facts
+    #[arg(long)]
+    all: bool,
+    /// Exit with 1 also if there are only warnings
+    #[arg(long)]
+    strict: bool,
+}
+
+/// Options of `gpuserver report`.
+#[derive(Debug, Args)]
+pub struct ReportOptions {
+    /// File to write [default: gpuserver-report-HOST-DATE.tar.gz]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// List the archive's files and write nothing
+    #[arg(long)]
+    list: bool,
+}
+
+/// Facts that the checks of the server judge.
+struct Facts {
+    machine: Machine,
+    config: Result<Config, String>,
+    /// The server's answers, or why it gives none.
+    status: Result<StatusView, String>,
+    gpus: Vec<GpuRow>,
+    workers: Vec<PsRow>,
+}
+
+/// The table of the server's checks.
+const CHECKS: &[Check<Facts>] = &[
+    Check { id: "server.configuration", run: configuration },
+    Check { id: "server.answers", run: answers },
+    Check { id: "server.unit", run: unit },
+    Check { id: "server.drop-ins", run: drop_ins },
+    Check { id: "server.driver", run: driver },
+    Check { id: "server.cards", run: cards },
+    Check { id: "server.isolation", run: isolation },
+    Check { id: "server.authority", run: authority },
+    Check { id: "server.state-folder", run: state_folder },
+    Check { id: "server.disk", run: disk },
+    Check { id: "server.open-files", run: open_files },
+    Check { id: "server.stack", run: stack },
+    Check { id: "server.descriptor-store", run: descriptor_store },
+];
+
+fn configuration(facts: &Facts) -> Finding {
+    match &facts.config {
+        Ok(config) if config.warnings.is_empty() => {
+            Finding::ok(format!("{} without errors", config.file.display()))
+        }
+        Ok(config) => Finding::warning(config.warnings.join("; "), "gpuserver check-config --explain"),
+        Err(error) => Finding::fault(error.clone(), "correct it, then gpuserver check-config"),
+    }
+}
+
+fn answers(facts: &Facts) -> Finding {
+    match &facts.status {
+        Ok(status) if status.version != env!("CARGO_PKG_VERSION") => Finding::warning(
+            format!("the server is {}, this command {}", status.version, env!("CARGO_PKG_VERSION")),
+            "sudo systemctl restart gpuserver; programs continue",
+        ),
+        Ok(status) if status.state.starts_with("draining") => Finding::warning(
+            format!("{} gives no new leases: {}", status.name, status.state),
+            "gpuserver drain --end",
+        ),
+        Ok(status) => Finding::ok(format!(
+            "{} {} is {}, control {}, data {}",
+            status.name, status.version, status.state, status.control_address, status.data_address
+        )),
+        Err(why) => Finding::fault(why.clone(), "systemctl status gpuserver; sudo systemctl start gpuserver"),
+    }
+}
+
+fn unit(facts: &Facts) -> Finding {
+    let state = |property: &str| facts.machine.unit(UNIT, property);
+    match (state("LoadState").as_deref(), state("UnitFileState").as_deref()) {
+        (None, _) => Finding::skipped("systemd does not answer"),
+        (Some("masked"), _) => {
+            Finding::fault("gpuserver.service is masked", "sudo systemctl unmask gpuserver")
+        }
+        (Some("loaded"), Some("enabled" | "enabled-runtime" | "static")) => {
+            Finding::ok("gpuserver.service starts with the host")
+        }
+        (Some("loaded"), _) => Finding::warning(
+            "gpuserver.service is not enabled: no server after a restart of the host",
+            "sudo systemctl enable gpuserver",
+        ),
+        _ => Finding::skipped("gpuserver.service is not installed"),
+    }
+}
+
+fn drop_ins(facts: &Facts) -> Finding {
+    let folder = format!("/etc/systemd/system/{UNIT}.d");
+    let names = facts.machine.list(&folder).into_iter().filter(|name| name.ends_with(".conf"));
+    match names.collect::<Vec<_>>() {
+        names if names.is_empty() => Finding::ok("no file of this host changes gpuserver.service"),
+        names => Finding::warning(
+            format!("{folder}/{{{}}} change gpuserver.service", names.join(",")),
+            "systemctl cat gpuserver; sudo systemctl revert gpuserver removes the changes",
+        ),
+    }
+}
+
+fn driver(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    match find_driver(config.driver.as_deref()) {
+        Ok(path) => Finding::ok(path.display().to_string()),
+        Err(error) => Finding::fault(error.to_string(), "install NVIDIA's driver; nvidia-smi"),
+    }
+}
+
+fn cards(facts: &Facts) -> Finding {
+    let judge = |gpu: &GpuRow| match (gpu.state.as_str(), &gpu.reason) {
+        ("free" | "leased", _) => Finding::ok(format!("card {} is {}", gpu.index, gpu.state)),
+        ("broken", reason) => Finding::fault(
+            format!("card {} is broken: {}", gpu.index, reason.as_deref().unwrap_or("no reason")),
+            format!("repair it, then gpuserver on {}", gpu.index),
+        ),
+        (state, reason) => Finding::warning(
+            format!("card {} is {state}: {}", gpu.index, reason.as_deref().unwrap_or("no reason")),
+            format!("gpuserver on {}", gpu.index),
+        ),
+    };
+    Finding::worst(facts.gpus.iter().map(judge)).unwrap_or_else(|| match &facts.status {
+        Ok(_) => Finding::fault("the server serves no card", "gpuserver config get gpus; nvidia-smi -L"),
+        Err(_) => Finding::skipped("the server does not answer"),
+    })
+}
+
+fn isolation(facts: &Facts) -> Finding {
+    let known = facts.workers.iter().filter(|w| !matches!(w.isolation.as_str(), "" | "later"));
+    let judge = |worker: &PsRow| match worker.isolation.as_str() {
+        "full" => Finding::ok("workers are isolated"),
+        "off" => Finding::warning("workers are not isolated", "gpuserver config set isolation require"),
+        lacks => Finding::warning(format!("workers lack {lacks}"), "see isolation.md; gpuserver ps"),
+    };
+    let mut findings: Vec<_> = known.map(judge).collect();
+    findings.dedup();
+    Finding::worst(findings).unwrap_or_else(|| Finding::skipped("no worker runs"))
+}
+
+fn authority(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let path = config.state_dir.join("ca/authority.pem");
+    let text = match facts.machine.read(&path) {
+        Ok(text) => text,
+        Err(unread) if unread.missing() => {
+            return Finding::fault(
+                format!("{unread}: this server is in no pool"),
+                "gpuserver pool init, or gpuserver pool import on a further server",
+            );
+        }
+        Err(unread) => return Finding::skipped(unread.to_string()),
+    };
+    let ends = x509_parser::pem::parse_x509_pem(text.as_bytes())
+        .ok()
+        .and_then(|(_, pem)| Some(pem.parse_x509().ok()?.validity().not_after.timestamp()));
+    match ends.map(|ends| ends - facts.machine.now as i64) {
+        None => Finding::fault(format!("{} is no certificate", path.display()), "gpuserver pool import FILE"),
+        Some(left) if left < 0 => Finding::fault(
+            "the pool's authority has expired",
+            "gpuserver pool init in a new state_dir; clients join again",
+        ),
+        Some(left) if left < EXPIRES_SOON => Finding::warning(
+            format!("the pool's authority ends in {} days", left / 86400),
+            "plan a new authority: clients have to join again",
+        ),
+        Some(left) => Finding::ok(format!("the pool's authority is valid for another {} days", left / 86400)),
+    }
+}
+
+fn state_folder(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let shown = config.state_dir.display();
+    match facts.machine.owner(&config.state_dir) {
+        Ok((_, mode)) if mode & 0o077 != 0 => {
+            Finding::fault(format!("{shown} has mode {mode:04o}"), format!("sudo chmod 700 {shown}"))
+        }
+        Ok((_, mode)) => Finding::ok(format!("{shown} {mode:04o}")),
+        Err(unread) => Finding::skipped(unread.to_string()),
+    }
+}
+
+fn disk(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    match facts.machine.space(&config.state_dir) {
+        Some((free, total)) => host::space(&config.state_dir.display().to_string(), free, total),
+        None => Finding::skipped(format!("{} does not exist yet", config.state_dir.display())),
+    }
+}
+
+/// Judges a number of the unit's properties.
+fn property(facts: &Facts, name: &str, judge: impl Fn(u64) -> Finding) -> Finding {
+    if facts.machine.unit(UNIT, "LoadState").as_deref() != Some("loaded") {
+        return Finding::skipped("gpuserver.service is not installed, or systemd does not answer");
+    }
+    match facts.machine.unit(UNIT, name).as_deref() {
+        Some("infinity") => judge(u64::MAX),
+        Some(value) => value.parse().map_or_else(|_| Finding::skipped(format!("{name}={value}")), judge),
+        None => Finding::skipped(format!("systemd does not know {name}=")),
+    }
+}
+
+fn open_files(facts: &Facts) -> Finding {
+    property(facts, "LimitNOFILE", |limit| match limit {
+        0..OPEN_FILES => Finding::warning(
+            format!("{limit} open files at most; many clients need more"),
+            "systemctl edit gpuserver, and write [Service] and LimitNOFILE=65536; then restart it",
+        ),
+        _ => Finding::ok("open files suffice for many clients"),
+    })
+}
+
+fn stack(facts: &Facts) -> Finding {
+    property(facts, "LimitSTACK", |limit| match limit {
+        u64::MAX => Finding::ok("LimitSTACK=infinity, for the workers' layout of addresses"),
+        limit => Finding::fault(
+            format!("LimitSTACK={limit}: workers may not get the addresses that programs reserve"),
+            "systemctl edit gpuserver, and write [Service] and LimitSTACK=infinity; then restart it",
+        ),
+    })
+}
+
+fn descriptor_store(facts: &Facts) -> Finding {
+    property(facts, "FileDescriptorStoreMax", |max| match max {
+        0 => Finding::fault(
+            "FileDescriptorStoreMax=0: every restart of the server ends all programs",
+            "compare the unit with /usr/lib/systemd/system/gpuserver.service; sudo systemctl revert gpuserver",
+        ),
+        max => Finding::ok(format!("systemd keeps up to {max} descriptors of workers over a restart")),
+    })
+}
+
+fn gather(server: &Target) -> anyhow::Result<Facts> {
+    let answer = |ask: Ask| match running(server, &ask) {
+        Ok(Some(value)) => Ok(value),
+        Ok(None) => Err(format!("no gpuserver answers at {}", server.socket.display())),
+        Err(error) => Err(format!("{error:#}")),
+    };
+    let status = match answer(Ask::Status) {
+        Ok(value) => Ok(serde_json::from_value(value)?),
+        Err(why) => Err(why),
+    };
+    let list = |ask: Ask| if status.is_ok() { answer(ask).unwrap_or_default() } else { Value::Null };
+    Ok(Facts {
+        machine: Machine::here(),
+        config: server.config.clone().map_err(|error| error.to_string()),
+        gpus: serde_json::from_value(list(Ask::Gpus)).unwrap_or_default(),
+        workers: serde_json::from_value(list(Ask::Ps)).unwrap_or_default(),
+        status,
+    })
+}
+
+fn examine(facts: &Facts) -> Findings {
+    let mut findings = Findings::default();
+    findings.run(Place::Server, CHECKS, facts);
+    findings.run(Place::GpuHost, gpu_host::CHECKS, &facts.machine);
+    findings.run(Place::Host, host::CHECKS, &facts.machine);
+    findings
+}
+
+/// `gpuserver health`; returns the exit code.
+pub(super) fn health(out: &mut Output<'_>, server: &Target, options: &HealthOptions) -> anyhow::Result<u8> {
+    let facts = gather(server)?;
+    let findings = examine(&facts);
+    match out.json {
+        true => writeln!(out.out, "{:#}", findings.json())?,
+        false => write!(out.out, "{}", findings.text(options.all))?,
+    }
+    let code = findings.code(options.strict);
+    Ok(if facts.status.is_err() { UNREACHABLE } else { u8::try_from(code).unwrap_or(1) })
+}
+
+/// Adds keys and tokens of the state folder to the known secrets, as far as this user reads them.
+fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
+    report.secrets.add(&machine.read(state.join("ca/authority.key")).unwrap_or_default());
+    let names = machine.list(state);
+    for name in names.iter().filter(|name| name.contains("token") || name.ends_with(".key")) {
+        let text = machine.read(state.join(name)).unwrap_or_default();
+        // The names of a JSON file's keys are no secrets: only long words count.
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && !"-_+/=.".contains(c));
+        words.filter(|word| word.len() >= MIN_TOKEN).for_each(|word| report.secrets.add(word));
+    }
+}
+
+fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
+    let mut report = Report::default();
+    if let Ok(config) = &facts.config {
+        add_secrets(&mut report, &facts.machine, &config.state_dir);
+        let rows = serde_json::to_value(config_rows(config))?;
+        report.add("configuration.json", format!("{rows:#}\n"));
+        report.add("state-folder", facts.machine.list(&config.state_dir).join("\n") + "\n");
+    }
+    report.add("versions.json", format!("{:#}\n", json!({ "gpuserver": env!("CARGO_PKG_VERSION") })));
+    report.add("health.json", format!("{:#}\n", examine(facts).json()));
+    let questions = [
+        ("status", Ask::Status),
+        ("gpus", Ask::Gpus),
+        ("leases", Ask::Leases),
+        ("workers", Ask::Ps),
+        ("queue", Ask::Queue),
+        ("running-configuration", Ask::Config),
+    ];
+    for (name, ask) in questions {
+        let answer = match running(server, &ask) {
+            Ok(Some(value)) => value,
+            Ok(None) => json!({ "error": "the server does not answer" }),
+            Err(error) => json!({ "error": format!("{error:#}") }),
+        };
+        report.add(&format!("{name}.json"), format!("{answer:#}\n"));
+    }
+    report.add_output("nvidia-smi", &facts.machine, "nvidia-smi", &["-q"]);
+    report::add_host(&mut report, &facts.machine);
+    report::add_units(&mut report, &facts.machine, &[UNIT]);
+    report.finish();
+    Ok(report)
+}
+
+/// `gpuserver report`
+pub(super) fn report(out: &mut Output<'_>, server: &Target, options: &ReportOptions) -> anyhow::Result<()> {
+    let facts = gather(server)?;
+    let report = collect(&facts, server)?;
+    let name = report::name("gpuserver-report", &facts.machine);
+    let path = options.output.clone().unwrap_or_else(|| format!("{name}.tar.gz").into());
+    if !out.json {
+        let text = "The report holds names of clients, users, programs and addresses, and journal texts as they are.\n\
+            It holds no keys, tokens or passwords.\n";
+        writeln!(out.out, "{text}\n{}", report.list())?;
+    }
+    if !options.list {
+        report.write(&path, &name, facts.machine.now).map_err(|error| Refusal {
+            code: "not-stored".into(),
+            message: format!("{}: {error}", path.display()),
+            hint: "name another file with -o".into(),
+        })?;
+    }
+    let archive = (!options.list).then_some(&path);
+    match (out.json, archive) {
+        (true, archive) => {
+            writeln!(out.out, "{:#}", json!({ "schema": 1, "archive": archive, "files": report.files() }))?;
+        }
+        (false, Some(path)) => writeln!(out.out, "written to {}; only you can read it", path.display())?,
+        (false, None) => {}
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_diagnosis::check::State;
+    use gpusession_diagnosis::testing::{plant, program};
+
+    use super::*;
+
+    fn facts() -> (tempfile::TempDir, Facts) {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("gpuserver.toml");
+        std::fs::write(&file, "name = \"gpu-a\"\nstate_dir = \"/var/lib/gpuserver\"\n").unwrap();
+        let config = crate::config::load_here(&file, true).unwrap();
+        let facts = Facts {
+            machine: Machine::below(root.path()),
+            config: Ok(config),
+            status: Err("no gpuserver answers".into()),
+            gpus: vec![],
+            workers: vec![],
+        };
+        (root, facts)
+    }
+
+    #[test]
+    fn a_silent_server_and_old_keys_are_faults() {
+        let (_root, mut facts) = facts();
+        assert!(answers(&facts).remedy.contains("systemctl start gpuserver"));
+        facts.config = Err("gpuserver.toml:1: unknown key mps_gpus, did you mean gpu_sharing.mps?".into());
+        assert_eq!(configuration(&facts).state, State::Fault);
+        assert_eq!(cards(&facts).state, State::Skipped);
+    }
+
+    #[test]
+    fn the_authority_and_the_state_folder_are_judged() {
+        let (root, facts) = facts();
+        assert!(authority(&facts).remedy.starts_with("gpuserver pool init"));
+        plant(&root, "var/lib/gpuserver/ca/authority.pem", "nonsense");
+        assert_eq!(authority(&facts).state, State::Fault);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::new(vec!["pool".into()]).unwrap();
+        let day = std::time::Duration::from_secs(86400);
+        for (days, state) in [(400, State::Ok), (30, State::Warning)] {
+            let now = std::time::Duration::from_secs(facts.machine.now);
+            params.not_after = (std::time::UNIX_EPOCH + now + day * days).into();
+            plant(&root, "var/lib/gpuserver/ca/authority.pem", &params.self_signed(&key).unwrap().pem());
+            assert_eq!(authority(&facts).state, state);
+        }
+        use std::os::unix::fs::PermissionsExt as _;
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(root.path().join("var/lib/gpuserver"), mode).unwrap();
+        assert_eq!(state_folder(&facts).remedy, "sudo chmod 700 /var/lib/gpuserver");
+    }
+
+    #[test]
+    fn a_unit_with_small_limits_is_named() {
+        let (root, facts) = facts();
+        assert_eq!(unit(&facts).state, State::Skipped);
+        let script = "case $3 in LoadState) echo loaded;; UnitFileState) echo disabled;;\n\
+            LimitNOFILE) echo 1024;; LimitSTACK) echo 8388608;; FileDescriptorStoreMax) echo 0;; esac";
+        program(&root, "systemctl", script);
+        assert_eq!(unit(&facts).remedy, "sudo systemctl enable gpuserver");
+        assert_eq!(open_files(&facts).state, State::Warning);
+        assert_eq!((stack(&facts).state, descriptor_store(&facts).state), (State::Fault, State::Fault));
+        plant(&root, "etc/systemd/system/gpuserver.service.d/a.conf", "");
+        assert_eq!(drop_ins(&facts).state, State::Warning);
+    }
+
+    #[test]
+    fn keys_and_tokens_of_the_state_folder_are_secrets() {
+        let (root, facts) = facts();
+        plant(&root, "var/lib/gpuserver/ca/authority.key", "swordfish1\n");
+        plant(&root, "var/lib/gpuserver/tokens.json", "{\"uses_left_of_the\": \"swordfish2-0123456789\"}\n");
+        let mut report = Report::default();
+        add_secrets(&mut report, &facts.machine, Path::new("/var/lib/gpuserver"));
+        assert_eq!(report.secrets.scrub("swordfish1 \"swordfish2-0123456789\""), "(removed) \"(removed)\"");
+    }
+}
