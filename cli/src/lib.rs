@@ -38,7 +38,7 @@ use crate::lease_file::{LeaseFile, Via};
 use crate::run::Wanted;
 use crate::setup::{Outcome, System};
 
-/// Remote GPUs for this machine: see what is leased, run programs on it, request more.
+/// Remote GPUs for this machine: see and use them, request more, find faults.
 ///
 /// Programs started from a login shell use this machine's leased GPUs without any of these
 /// commands.
@@ -60,19 +60,19 @@ enum Command {
         #[arg(long)]
         wait: bool,
     },
-    /// List this machine's leases, and the GPUs that its servers have free
+    /// List this machine's leases, and what its servers have free
     List {
         /// List the leases only, without asking the servers
         #[arg(long)]
         mine: bool,
     },
-    /// Show the cards of all servers: load, memory, temperature, and which are yours
+    /// Show the cards of all servers, and which of them are yours
     ///
-    /// The load is that of all users of a card.
+    /// Load, memory in use and temperature are those of the whole card, with all its users.
     Smi(servers::Smi),
     /// Show leases, queue, programs and load of all servers
     Stats,
-    /// Check this machine, its servers and its GPUs, with a remedy for each fault
+    /// Check this machine, its servers and GPUs; each fault has a remedy
     ///
     /// Exit status: 0 without a fault, 1 with one, 69 if neither the daemon nor a server answers.
     /// No check changes anything, and none needs root.
@@ -108,7 +108,7 @@ enum Command {
         #[arg(value_name = "FILE|ID")]
         lease: String,
     },
-    /// Move the device memory of idle leases to the server's host memory
+    /// Move device memory of idle leases to the server's host memory
     ///
     /// Their next CUDA call brings it back.
     Park {
@@ -126,7 +126,9 @@ enum Command {
     ///
     /// Unchanged leases stay, and a configuration with errors changes nothing.
     Reload,
-    /// Make this machine, or without being root this user, a client of a pool
+    /// Make this machine a client of a pool
+    ///
+    /// Without being root, the command makes this user one.
     Join(Join),
     /// Leave the pool: remove the identity of this machine
     ///
@@ -161,7 +163,7 @@ enum Command {
         #[arg(long)]
         remove: bool,
     },
-    /// Show or clear code that your programs compiled and keep (NVRTC, cuDNN)
+    /// Show or clear code that your programs compiled (NVRTC, cuDNN)
     #[command(subcommand)]
     Cache(Cache),
     /// Print a container device specification (CDI)
@@ -247,10 +249,11 @@ fn grouped(command: clap::Command) -> clap::Command {
         }
     }
     let text = format!(
-        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n{verbs}\nOptions:\n{{options}}\n\
-        `gpusession VERB --help` and gpusession-VERB(1) have more."
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n{verbs}\nOptions:\n{{options}}\n\n\
+        `gpusession VERB --help` and gpusession-VERB(1) have more.\n"
     );
-    command.help_template(text)
+    // Without a long text, --help is as short as -h.
+    command.long_about(None).help_template(text)
 }
 
 /// Reads the arguments, executes the command and exits.
@@ -767,10 +770,11 @@ mod tests {
         listed.sort_unstable();
         verbs.sort_unstable();
         assert_eq!(listed, verbs);
-        let help = grouped(arguments()).render_help().to_string();
+        let asked = grouped(arguments()).try_get_matches_from(["gpusession", "--help"]);
+        let help = asked.expect_err("help ends the parser").to_string();
         assert!(help.lines().count() <= 40, "{help}");
         for line in help.lines() {
-            assert!(line.chars().count() <= 90, "{line}");
+            assert!(line.chars().count() <= 80, "{line}");
         }
     }
 }

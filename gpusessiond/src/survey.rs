@@ -24,7 +24,7 @@ where
         let answer = ask(index);
         asked.spawn(async move {
             let late = || {
-                let message = format!("{address} did not answer within {} s", ANSWER_TIMEOUT.as_secs());
+                let message = format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
                 Err(PoolError::new(Trouble::Unreachable, message))
             };
             let answer = tokio::time::timeout(ANSWER_TIMEOUT, answer).await.unwrap_or_else(|_| late());
@@ -44,11 +44,14 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
         Ok(answer) => answer,
         Err(error) => {
             let state = if error.trouble == Trouble::Refused { "unauthorized" } else { "offline" };
+            // The row names the address already.
+            let message = error.message.strip_prefix(address).and_then(|rest| rest.strip_prefix(": "));
+            let trouble = message.unwrap_or(&error.message).to_owned();
             return Surveyed {
                 name: address.to_owned(),
                 address: address.to_owned(),
                 state: state.into(),
-                trouble: Some(error.message),
+                trouble: Some(trouble),
                 ..Surveyed::default()
             };
         }
@@ -104,7 +107,7 @@ mod tests {
         let ask = |index| async move {
             match index {
                 0 => std::future::pending().await,
-                1 => Err(PoolError::new(Trouble::Refused, "revoked")),
+                1 => Err(PoolError::new(Trouble::Refused, "b:1: revoked")),
                 _ => Ok((
                     Duration::from_millis(2),
                     control::ServerDescription {
@@ -119,7 +122,8 @@ mod tests {
         let survey = survey(["a:1", "b:1", "c:1"].map(String::from).to_vec(), ask).await;
         let rows: Vec<_> = survey.servers.iter().map(|s| (s.name.as_str(), s.state.as_str())).collect();
         assert_eq!(rows, [("a:1", "offline"), ("b:1", "unauthorized"), ("gpu-c", "online")]);
-        assert_eq!(survey.servers[0].trouble.as_deref(), Some("a:1 did not answer within 3 s"));
+        assert_eq!(survey.servers[0].trouble.as_deref(), Some("no answer within 3 s"));
+        assert_eq!(survey.servers[1].trouble.as_deref(), Some("revoked"));
         assert_eq!(survey.servers[2].cards.len(), 1);
         assert_eq!(survey.servers[2].clock_skew_usec, None);
     }

@@ -97,7 +97,8 @@ impl Facts {
             socket: paths::grant_socket(),
             configuration: config::default_path(),
             state: Some(paths::state_directory()),
-            identity: home.identity.clone(),
+            // The daemon's identity counts also where this user may not read it.
+            identity: Home::user().filter(Home::exists).unwrap_or_else(Home::system).identity,
             addresses,
             probes: Vec::new(),
             survey: None,

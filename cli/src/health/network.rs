@@ -200,11 +200,11 @@ fn accepted(facts: &Facts) -> Finding {
         ),
         (_, Some(why)) => Finding::fault(
             format!("{} does not answer: {why}", server.address),
-            "systemctl status gpuserver, there",
+            "systemctl status gpuserver on the server",
         ),
         ("draining", None) => Finding::warning(
             format!("{} is drained: it gives no new leases", server.name),
-            "gpuserver drain --end, there",
+            "gpuserver drain --end on the server",
         ),
         (state, None) => Finding::ok(format!("{} is {state}", server.name)),
     };

@@ -106,6 +106,7 @@ fn health_tests_a_gpu_and_names_a_server_that_is_down() {
     // The server's own command checks its host.
     let output = site.server_command().args(["health", "--json"]).output().unwrap();
     let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    documented("gpusession health", &value);
     let row =
         |id: &str| value["checks"].as_array().unwrap().iter().find(|row| row["id"] == id).unwrap().clone();
     assert_eq!(row("server.answers")["state"], "ok", "{value}");
