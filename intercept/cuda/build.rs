@@ -67,6 +67,14 @@ impl Route {
     }
 }
 
+/// Returns the expression that reads a number of this type from an answer.
+fn number(t: &str) -> String {
+    match t {
+        "f32" => "f32::from_bits(word(&mut r)? as u32)".into(),
+        _ => format!("word(&mut r)? as {t}"),
+    }
+}
+
 fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut declarations = Vec::new();
     let mut route = Route::default();
@@ -112,6 +120,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                 }
                 let word = match t {
                     "u64" | "usize" => format!("r#{n} as u64"),
+                    "f32" => format!("u64::from(r#{n}.to_bits())"),
                     _ => format!("u64::from(r#{n} as u32)"),
                 };
                 writeln!(words, "            w.word({word});").unwrap();
@@ -128,18 +137,22 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                     route.with("other", "clients::get()");
                 }
                 route.with("other", &format!("clients::of(r#{n} as u64)"));
+                if matches!(kind, "texref" | "surfref") {
+                    let kind = kind.to_uppercase();
+                    writeln!(checks, "        objects::is(r#{n} as u64, handle::{kind})?;").unwrap();
+                }
                 writeln!(words, "            w.word(r#{n} as u64);").unwrap();
             }
             Kind::Out(t) => {
                 writeln!(checks, "        if r#{n}.is_null() {{ return Err(INVALID_VALUE); }}").unwrap();
                 let value = match p.role {
                     Role::Object => "client.name(word(&mut r)?)".to_string(),
-                    _ => format!("word(&mut r)? as {t}"),
+                    _ => number(t),
                 };
                 writeln!(answers, "        give(r#{n}, {value})?;").unwrap();
             }
             Kind::OutOptional(t) => {
-                writeln!(answers, "        give_optional(r#{n}, word(&mut r)? as {t});").unwrap()
+                writeln!(answers, "        give_optional(r#{n}, {});", number(t)).unwrap()
             }
             Kind::In(len) | Kind::Array(len, _) => {
                 let size = match p.kind {

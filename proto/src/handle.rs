@@ -22,8 +22,10 @@ pub const GREEN: u8 = 0x1b;
 pub const RESOURCE_DESC: u8 = 0x1c;
 /// Kind of registered functions of the program, which no worker knows.
 pub const CALLBACK: u8 = 0x1d;
-/// Kind of references to textures.
+/// Kind of references to textures, of a module or created by the program.
 pub const TEXREF: u8 = 0x1e;
+/// Kind of a module's references to surfaces.
+pub const SURFREF: u8 = 0x1f;
 
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {

@@ -88,6 +88,10 @@ fn arm(name: &str, params: &[Param]) -> String {
     for (i, p) in params.iter().enumerate() {
         let v = format!("a{i}");
         match p.kind {
+            Kind::Scalar("f32") => {
+                writeln!(before, "            let {v} = f32::from_bits(r.word()? as u32);").unwrap();
+                arguments.push(v);
+            }
             Kind::Scalar(t) => {
                 writeln!(before, "            let {v} = r.word()? as {t};").unwrap();
                 arguments.push(v);
@@ -104,14 +108,20 @@ fn arm(name: &str, params: &[Param]) -> String {
                 writeln!(before, "            let {v} = session.funcs.get(r.word()?)?.object.0;").unwrap();
                 arguments.push(v);
             }
+            Kind::Handle(kind @ ("texref" | "surfref")) => {
+                writeln!(before, "            let {v} = session.{kind}s.get(r.word()?)?.0.0;").unwrap();
+                arguments.push(v);
+            }
             Kind::Handle(kind) => {
                 let table = if kind == "library" { "libraries".to_string() } else { format!("{kind}s") };
                 writeln!(before, "            let {v} = session.{table}.get(r.word()?)?.0;").unwrap();
                 arguments.push(v);
             }
             Kind::Out(t) | Kind::OutOptional(t) => {
-                writeln!(before, "            let mut {v}: {t} = 0;").unwrap();
-                writeln!(after, "            answer.word({v} as u64);").unwrap();
+                writeln!(before, "            let mut {v} = {t}::default();").unwrap();
+                let word =
+                    if t == "f32" { format!("u64::from({v}.to_bits())") } else { format!("{v} as u64") };
+                writeln!(after, "            answer.word({word});").unwrap();
                 arguments.push(format!("&mut {v}"));
             }
             Kind::In(n) => {

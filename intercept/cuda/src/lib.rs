@@ -44,6 +44,7 @@ mod positions;
 mod private_tables;
 mod proc_address;
 mod ranges;
+mod references;
 mod regions;
 mod route;
 mod run_ahead;

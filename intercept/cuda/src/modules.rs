@@ -12,7 +12,7 @@ use crate::client::{Client, string, word};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, give, give_optional, give_text, name};
 use crate::functions::{self, How};
 use crate::ranges::{self, Kind};
-use crate::{clients, handles, images, libraries, mapped, thread};
+use crate::{clients, handles, images, libraries, mapped, references, thread};
 
 /// `CU_JIT_*` options whose value is a pointer.
 ///
@@ -206,6 +206,7 @@ pub fn unload(parent: u64, kind: u8, operation: u16) -> Result {
         return Err(INVALID_HANDLE);
     }
     functions::forget(parent);
+    references::forget(parent);
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(p, ..), (base, _)| {
         if *p == parent

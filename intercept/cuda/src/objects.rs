@@ -2,9 +2,16 @@
 //!
 //! With a single worker the names are equal on both sides.
 
+use gpusession_proto::handle;
+
 use crate::client::{Client, cross_lease_error};
-use crate::status::{INVALID_VALUE, Result};
+use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::{clients, route};
+
+/// Returns an error for a handle of another kind.
+pub fn is(handle: u64, kind: u8) -> Result {
+    if handle::kind(handle) == kind { Ok(()) } else { Err(INVALID_HANDLE) }
+}
 
 fn word(structure: &[u8], at: usize) -> Result<u64> {
     let bytes = structure.get(at..at + 8).ok_or(INVALID_VALUE)?;

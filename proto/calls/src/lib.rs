@@ -199,12 +199,12 @@ impl Role {
 /// Type and direction of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// An integer, an address or a handle of the server: `i32`, `u32`, `u64`, `usize`.
+    /// A number, an address or a handle of the server: `i32`, `u32`, `u64`, `usize`, `f32`.
     Scalar(&'static str),
     /// A handle that the client minted.
     ///
-    /// Its kinds are `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph`, `exec` and
-    /// `user_object`.
+    /// Its kinds are `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph`, `exec`,
+    /// `user_object`, `texref` and `surfref`.
     Handle(&'static str),
     /// `out T`: the program's pointer receives an integer.
     Out(&'static str),
@@ -237,10 +237,10 @@ impl Kind {
             ["inout", n] => Self::InOut(size(n)),
             ["array", n, count] => Self::Array(size(n), count),
             ["array?", n, count] => Self::ArrayOptional(size(n), count),
-            [t @ ("i32" | "u32" | "u64" | "usize")] => Self::Scalar(t),
+            [t @ ("i32" | "u32" | "u64" | "usize" | "f32")] => Self::Scalar(t),
             [
                 t @ ("ctx" | "stream" | "event" | "module" | "library" | "func" | "graph" | "exec"
-                | "user_object"),
+                | "user_object" | "texref" | "surfref"),
             ] => Self::Handle(t),
             _ => panic!("calls.txt: unknown parameter kind {text:?}"),
         }

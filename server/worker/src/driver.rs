@@ -172,6 +172,10 @@ functions! {
     cuModuleUnload(Handle);
     cuModuleGetFunction(*mut Handle, Handle, *const c_char);
     cuModuleGetGlobal_v2(*mut Address, *mut usize, Handle, *const c_char);
+    cuModuleGetTexRef(*mut Handle, Handle, *const c_char);
+    cuModuleGetSurfRef(*mut Handle, Handle, *const c_char);
+    cuTexRefCreate(*mut Handle);
+    cuTexRefDestroy(Handle);
     cuLibraryLoadData(*mut Handle, *const c_void, *const i32, *const *mut c_void, u32, *const i32, *const *mut c_void, u32);
     cuLibraryUnload(Handle);
     cuLibraryGetKernel(*mut Handle, Handle, *const c_char);

@@ -188,7 +188,10 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::LINK_ADD
         | op::LINK_COMPLETE
         | op::LINK_IMAGE
-        | op::LINK_DESTROY => touched.object(words[0]),
+        | op::LINK_DESTROY
+        | op::REFERENCE_FIND
+        | op::TEXREF_CREATE
+        | op::TEXREF_DESTROY => touched.object(words[0]),
         other if calls::takes_away(other) => {
             touched.everything = true;
             touched.only_waits = true;

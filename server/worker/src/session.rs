@@ -57,6 +57,10 @@ pub struct Session {
     /// Green contexts, each with its handle as a context.
     pub greens: Table<(Object, u64)>,
     pub resource_descs: Table<Object>,
+    /// References to textures and to surfaces, each with the client's handle of its module or 0.
+    pub texrefs: Table<(Object, u64)>,
+    #[allow(missing_docs)]
+    pub surfrefs: Table<(Object, u64)>,
     /// Resources that the driver has described: only these may come back.
     pub resources: Mutex<HashSet<Vec<u8>>>,
     /// Graphs that captures create, by the stream that each began on.
@@ -133,6 +137,8 @@ impl Session {
             user_objects: Table::new(kind::USER_OBJECT),
             greens: Table::new(kind::GREEN),
             resource_descs: Table::new(kind::RESOURCE_DESC),
+            texrefs: Table::new(kind::TEXREF),
+            surfrefs: Table::new(kind::SURFREF),
             resources: Mutex::default(),
             captures: Mutex::default(),
             execs: Table::new(kind::EXEC),

@@ -15,6 +15,7 @@ pub mod node;
 pub mod pool;
 pub mod stream;
 pub mod tensor_map;
+pub mod texture_reference;
 pub mod vmm;
 
 use crate::errors::{INVALID_VALUE, Result, UNKNOWN};

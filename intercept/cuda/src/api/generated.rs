@@ -4,9 +4,10 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 
 use crate::client::{string, word};
-use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give};
+use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give, give_optional};
 use crate::streams::find;
 use crate::{clients, objects, route};
 

@@ -15,6 +15,7 @@ pub mod link;
 pub mod memory;
 pub mod misc;
 pub mod module;
+pub mod reference;
 pub mod stream;
 pub mod tensor_map;
 pub mod user_object;

@@ -14,6 +14,7 @@ pub mod link;
 pub mod memory;
 pub mod mirror;
 pub mod module;
+mod reference;
 pub mod stream;
 mod tensor_map;
 
@@ -200,6 +201,9 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MODULE_LOAD => module::load_module(session, frame, &mut r, answer),
         op::LIBRARY_LOAD => module::load_library(session, frame, &mut r, answer),
         op::MODULE_UNLOAD => module::unload_module(session, &mut r),
+        op::REFERENCE_FIND => reference::find(session, &mut r),
+        op::TEXREF_CREATE => reference::create(session, &mut r),
+        op::TEXREF_DESTROY => reference::destroy(session, &mut r),
         op::LIBRARY_UNLOAD => module::unload_library(session, &mut r),
         op::LIBRARY_MODULE => module::library_module(session, &mut r),
         op::LINK_CREATE => link::create(session, &mut r),

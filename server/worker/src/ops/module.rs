@@ -96,6 +96,8 @@ pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let module = session.modules.take(handle)?.0;
     session.funcs.forget(|func| func.parent == handle);
+    session.texrefs.forget(|(_, parent)| *parent == handle);
+    session.surfrefs.forget(|(_, parent)| *parent == handle);
     session.allocations.drop_object(session, handle);
     session.mirrors.forget_parent(handle);
     // SAFETY: a module of this worker that no later frame can name.
