@@ -271,7 +271,7 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                 let (names, reason) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
                 patterns.extend(names.split_whitespace().map(|p| (p, reason.trim())));
             }
-            "op" => {}
+            "op" | "note" => {}
             number => {
                 let op: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
                 assert!(numbers.insert(op), "calls.txt: number {op} twice");
@@ -334,6 +334,25 @@ pub fn operations() -> BTreeMap<u16, &'static str> {
     table
 }
 
+/// Returns the patterns of the lines `note`, each with its text.
+///
+/// # Panics
+/// If a pattern matches no call of the table that is answered (it is part of this crate).
+fn notes() -> Vec<(&'static str, &'static str)> {
+    let table = calls();
+    let mut notes = Vec::new();
+    for rest in lines().filter_map(|line| line.strip_prefix("note ")) {
+        let (patterns, text) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: note {rest:?}"));
+        for pattern in patterns.split_whitespace() {
+            let answered =
+                |(name, class): (&&str, &Class)| matches(pattern, name) && !matches!(class, Class::None(_));
+            assert!(table.iter().any(answered), "calls.txt: a note for {pattern}, which is not answered");
+            notes.push((pattern, text.trim()));
+        }
+    }
+    notes
+}
+
 fn lines() -> impl Iterator<Item = &'static str> {
     CALLS.lines().map(|line| line.split('#').next().unwrap_or("").trim()).filter(|line| !line.is_empty())
 }
@@ -372,6 +391,7 @@ pub fn coverage() -> String {
     )
     .unwrap();
     out.push_str("| call | answer |\n|---|---|\n");
+    let notes = notes();
     for (name, class) in &calls {
         let answer = match class {
             Class::Local => "local".to_string(),
@@ -379,7 +399,9 @@ pub fn coverage() -> String {
             Class::Generated { wait: false, .. } => "forwarded, never waits".to_string(),
             Class::None(reason) => format!("not supported: {reason}"),
         };
-        writeln!(out, "| `{name}` | {answer} |").unwrap();
+        let note = notes.iter().find(|(pattern, _)| matches(pattern, name));
+        let note = note.map_or(String::new(), |(_, text)| format!("; {text}"));
+        writeln!(out, "| `{name}` | {answer}{note} |").unwrap();
     }
     out.push_str(&tables::coverage());
     out

@@ -272,6 +272,7 @@ driver! {
         greens().remove(&(handle as u64));
         thread::forget(ctx);
         private_tables::forget_context(ctx);
+        super::core_dump::forget_context(ctx);
         ranges::adopt(ctx, client.primary(device));
         client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx);
         let destroyed = client.call(op::GREEN_DESTROY, |w| w.word(handle::local(handle as u64)));

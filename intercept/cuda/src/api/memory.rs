@@ -134,6 +134,7 @@ fn free_of(client: &Client, range: &Range) -> Result {
 pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
     // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
+    super::core_dump::forget_context(ctx);
     modules::forget_context(ctx);
     streams::forget_context(ctx);
     let gone = ranges::forget_context(ctx, wait);

@@ -3,6 +3,7 @@
 pub mod context;
 pub mod copy;
 pub mod copy_batch;
+pub mod core_dump;
 pub mod device;
 pub mod event;
 pub mod generated;
