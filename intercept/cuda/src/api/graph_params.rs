@@ -7,9 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use gpusession_link::Reply;
 use gpusession_proto::frame::{Reader, op};
 
-use super::graph::{
-    AllocNode, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, child_of,
-};
+use super::graph::child_of;
+use super::graph_nodes::{AllocNode, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode};
 use crate::client::{Client, string, word};
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, give};

@@ -8,6 +8,7 @@ pub mod device;
 pub mod event;
 pub mod generated;
 pub mod graph;
+pub mod graph_nodes;
 pub mod graph_params;
 pub mod graph_queries;
 pub mod green;
