@@ -134,20 +134,13 @@ pub fn child() -> i32 {
             report.failed = Some((step.into(), error));
         }
         report.library = mapped();
-        let is_ours = |path: &String| {
-            let bytes = std::fs::read(path).unwrap_or_default();
-            bytes.windows(MARKER.len()).any(|window| window == MARKER)
-        };
-        report.remote = report.library.as_ref().is_some_and(is_ours);
+        report.remote = report.library.as_ref().is_some_and(|path| super::is_ours(path.as_ref()));
     } else {
         report.failed = Some(("load the library".into(), "no libcuda.so.1 found".into()));
     }
     crate::print(&serde_json::to_string(&report).unwrap_or_default());
     0
 }
-
-/// Symbol of gpusession's own libraries.
-const MARKER: &[u8] = b"gpusession_marker";
 
 /// Returns the path of the CUDA driver library in this process.
 fn mapped() -> Option<String> {
@@ -157,10 +150,7 @@ fn mapped() -> Option<String> {
     let mut files: Vec<String> = paths.filter(|path| path.contains(".so")).collect();
     files.dedup();
     let named = files.iter().find(|path| path.contains("libcuda"));
-    let is_driver = |path: &&String| {
-        let bytes = std::fs::read(path).unwrap_or_default();
-        bytes.windows(13).any(|window| window == b"\0cuLaunchHost")
-    };
+    let is_driver = |path: &&String| super::contains(path.as_ref(), b"\0cuLaunchHost");
     named.or_else(|| files.iter().find(is_driver)).cloned()
 }
 

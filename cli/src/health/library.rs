@@ -22,15 +22,13 @@ pub const CHECKS: &[Check<Facts>] = &[
     Check { id: "library.cache", run: cache },
 ];
 
-/// Symbol of gpusession's own libraries.
-const MARKER: &[u8] = b"gpusession_marker";
 /// The link by which the loader finds gpusession's libraries.
 const LINK: &str = "/etc/ld.so.conf.d/gpusession.conf";
 const CDI: &str = "/etc/cdi/gpusession.json";
 
 /// Returns `true` if a library is gpusession's own; the file is read, not loaded.
 fn is_ours(machine: &Machine, path: &Path) -> bool {
-    std::fs::read(machine.at(path)).is_ok_and(|bytes| bytes.windows(MARKER.len()).any(|w| w == MARKER))
+    super::is_ours(&machine.at(path))
 }
 
 /// Folders of a variable such as `LD_LIBRARY_PATH` that have the library, in order.

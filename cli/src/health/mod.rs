@@ -9,7 +9,7 @@ mod login;
 mod network;
 mod probe;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use gpusession_bus::describe::{Described, Survey};
 use gpusession_diagnosis::check::{Finding, Findings, Place};
@@ -159,6 +159,16 @@ impl Facts {
         let servers = self.survey.iter().flat_map(|survey| &survey.servers);
         self.answers() || servers.into_iter().any(|s| s.trouble.is_none())
     }
+}
+
+/// Returns `true` if a file contains the bytes; it is read, not loaded.
+fn contains(path: &Path, wanted: &[u8]) -> bool {
+    std::fs::read(path).is_ok_and(|bytes| bytes.windows(wanted.len()).any(|window| window == wanted))
+}
+
+/// Returns `true` if a library is gpusession's own, by its symbol.
+fn is_ours(path: &Path) -> bool {
+    contains(path, b"gpusession_marker")
 }
 
 /// Asks the daemon for its state, without starting it.

@@ -35,12 +35,12 @@ expect {
 # Number of leases of login sessions.
 COUNT = "/usr/local/bin/session-leases"
 COUNT_TEXT = """#!/bin/sh
-gpusession list --json | grep -o '"name": *"session"' | wc -l
+gpusession list --mine --json | grep -o '"name": *"session"' | wc -l
 """
 # Names of all leases; the second command succeeds if the named lease has its GPUs.
 NAMES = "/usr/local/bin/lease-names"
 NAMES_TEXT = """#!/bin/sh
-gpusession list --json | grep -o '"name": *"[a-z]*"' | cut -d'"' -f4
+gpusession list --mine --json | grep -o '"name": *"[a-z]*"' | cut -d'"' -f4
 """
 READY = "gpusession status | grep 'ready .*on gpu1' | grep"
 GRANTS = "journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"

@@ -59,6 +59,12 @@ def run(site, check):
         client.until("gpusession status | grep -q 'is ready'", 20)
     with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("health finds no fault in alice's way to a GPU, and runs a CUDA program on one"):
+        told = client.ok("ssh alice@client 'gpusession health --gpu --json || true'")
+        rows = {row["id"]: row for row in json.loads(told)["checks"]}
+        for name in ("library.first", "login.daemon", "network.control-port", "network.data-port", "network.accepted", "gpu.result"):
+            if rows[name]["state"] != "ok":
+                raise AssertionError(rows[name])
     with check("the server's workers give up rights that they do not need"):
         servers[0].until("gpuserver ps --json | grep -q '\"state\": *\"warm\"'", 20)
         rows = json.loads(servers[0].ok("gpuserver ps --json"))["workers"]
