@@ -1,5 +1,5 @@
-// Rarely used calls about devices: execution affinity, atomics between devices, notices, the
-// card's decompression.
+// Rarely used calls about devices: execution affinity, atomics between devices, notices, logs,
+// the card's decompression.
 #include "driver.h"
 
 #include <string>
@@ -33,6 +33,26 @@ static void notices() {
 }
 
 #if CUDA_VERSION >= 13000
+
+static void CUDART_CB message(void *, CUlogLevel, char *, size_t) {}
+
+// No message comes between the iterator and the reading.
+static void logs() {
+    DRIVER(cuLogsRegisterCallback);
+    DRIVER(cuLogsUnregisterCallback);
+    DRIVER(cuLogsCurrent);
+    DRIVER(cuLogsDumpToMemory);
+    CUlogsCallbackHandle callback = nullptr;
+    CUlogIterator iterator = 0;
+    char text[4096];
+    size_t size = sizeof text;
+    CHECK_DRIVER(cuLogsRegisterCallback_(message, nullptr, &callback));
+    CHECK_DRIVER(cuLogsCurrent_(&iterator, 0));
+    CHECK_DRIVER(cuLogsDumpToMemory_(&iterator, text, &size, 0));
+    EXPECT(size == 0);
+    CHECK_DRIVER(cuLogsUnregisterCallback_(callback));
+    std::printf("deviceCalls: logs right\n");
+}
 
 static void atomics() {
     DRIVER(cuDeviceGetP2PAtomicCapabilities);
@@ -95,6 +115,7 @@ int main() {
     affinity();
     notices();
 #if CUDA_VERSION >= 13000
+    logs();
     atomics();
     decompression(stream);
 #endif

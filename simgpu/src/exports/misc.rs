@@ -49,4 +49,15 @@ export! {
 
     fn cuLogsRegisterCallback(_func: usize, _data: usize, to: *mut usize) { out(to, 1) }
     fn cuLogsUnregisterCallback(_callback: usize) { Ok(()) }
+    // This driver has no messages.
+    fn cuLogsCurrent(iterator: *mut u32, flags: u32) {
+        if flags != 0 { Err(INVALID_VALUE) } else { out(iterator, 0) }
+    }
+    fn cuLogsDumpToMemory(_iterator: *mut u32, buffer: *mut c_char, size: *mut usize, flags: u32) {
+        if flags != 0 || buffer.is_null() || super::read(size)? == 0 {
+            return Err(INVALID_VALUE);
+        }
+        out(buffer, 0)?;
+        out(size, 0)
+    }
 }

@@ -1,10 +1,14 @@
 //! Entry points, error texts, and calls that only tools make.
 
+use std::collections::BTreeSet;
 use std::ffi::{c_char, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name};
+use gpusession_proto::handle;
+
+use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name, take};
 use crate::proc_address::{self, Missing};
-use crate::{clients, errors, private_tables};
+use crate::{clients, errors, handles, private_tables};
 
 /// `CUdriverProcAddress_flags`
 const PER_THREAD: u64 = 2;
@@ -40,6 +44,12 @@ fn proc_address(
     }
 }
 
+/// Functions of the program that wait for log messages.
+fn log_callbacks() -> MutexGuard<'static, BTreeSet<u64>> {
+    static CALLBACKS: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
+    CALLBACKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 driver! {
     fn cuGetProcAddress(symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64) {
         proc_address(symbol, out, version, flags, std::ptr::null_mut())
@@ -66,7 +76,7 @@ driver! {
     }
 
     fn cuGetExportTable(table: *mut *const c_void, id: *const [u8; 16]) {
-        let id = crate::entry::take(id)?;
+        let id = take(id)?;
         match private_tables::find(&id) {
             Some(known) => give(table, known),
             None => {
@@ -90,16 +100,35 @@ driver! {
     }
 
     /// Accepted without effect: the driver's log messages stay on the server.
-    fn cuLogsRegisterCallback(_function: *const c_void, _data: *mut c_void, handle: *mut u64) {
-        give_optional(handle, 1);
+    fn cuLogsRegisterCallback(function: *const c_void, _data: *mut c_void, callback: *mut u64) {
+        if function.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let new = handles::mint(handle::CALLBACK, 0);
+        log_callbacks().insert(new);
+        give_optional(callback, new);
         Ok(())
     }
 
-    fn cuLogsUnregisterCallback(_handle: u64) {
+    fn cuLogsUnregisterCallback(callback: u64) {
+        if !log_callbacks().remove(&callback) {
+            return Err(INVALID_VALUE);
+        }
+        handles::retire(callback);
         Ok(())
     }
 
-    fn cuLogsCurrent(iterator: *mut u32, _flags: u32) {
-        give(iterator, 0)
+    fn cuLogsCurrent(iterator: *mut u32, flags: u32) {
+        if flags != 0 { Err(INVALID_VALUE) } else { give(iterator, 0) }
+    }
+
+    /// As a driver without messages.
+    fn cuLogsDumpToMemory(_iterator: *mut u32, buffer: *mut c_char, size: *mut usize, flags: u32) {
+        let room = take(size)?;
+        if flags != 0 || buffer.is_null() || room == 0 {
+            return Err(INVALID_VALUE);
+        }
+        give(buffer, 0)?;
+        give(size, 0)
     }
 }
