@@ -258,6 +258,9 @@ fn grouped(command: clap::Command) -> clap::Command {
 
 /// Reads the arguments, executes the command and exits.
 pub fn main() {
+    if std::env::args_os().nth(1).is_some_and(|first| first == health::GPU_TEST) {
+        std::process::exit(health::gpu_child());
+    }
     let parsed = grouped(arguments()).try_get_matches().and_then(|found| Cli::from_arg_matches(&found));
     let cli = match parsed {
         Ok(cli) => cli,
@@ -321,7 +324,6 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::List { mine } => list(mine, cli.json).await,
         Command::Smi(options) => servers::smi(options, cli.json).await,
         Command::Stats => servers::stats(cli.json).await,
-        Command::Health(options) if options.gpu_test => Ok(health::gpu_child()),
         Command::Health(options) => health::health(options, cli.json).await,
         Command::Report(options) => report::report(options, cli.json).await,
         Command::Env { generator: true, .. } => generate(cli.json).await,

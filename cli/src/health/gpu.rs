@@ -20,8 +20,8 @@ pub const CHECKS: &[Check<Outcome>] = &[
     Check { id: "gpu.time", run: time },
 ];
 
-/// The hidden option of `health` by which the command starts itself as the test.
-pub const OPTION: &str = "--gpu-test";
+/// First argument with which the command starts itself as the test; no option of the command line.
+pub const ARGUMENT: &str = "--gpu-test";
 /// Time after which the test is killed.
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes of the copies for bandwidth.
@@ -100,7 +100,7 @@ pub async fn test() -> Outcome {
         return Outcome::Died("this command's own file was not found".into());
     };
     let child = tokio::process::Command::new(command)
-        .args(["health", OPTION])
+        .arg(ARGUMENT)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -25,7 +25,7 @@ use crate::exit::{Result, code};
 use crate::servers;
 use probe::Probe;
 
-pub use gpu::child as gpu_child;
+pub use gpu::{ARGUMENT as GPU_TEST, child as gpu_child};
 
 #[derive(clap::Args)]
 pub struct Health {
@@ -41,9 +41,6 @@ pub struct Health {
     /// Exit with 1 also if there are only warnings
     #[arg(long)]
     strict: bool,
-    /// Be the CUDA program of --gpu
-    #[arg(long, hide = true)]
-    pub gpu_test: bool,
 }
 
 /// The daemon's answer.

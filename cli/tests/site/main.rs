@@ -142,7 +142,9 @@ impl Site {
         }
         site.driver = site.path("sim/libcuda.so.1");
         site.worker = built.join("gpuserver-worker");
-        let machine = format!("site_{}", std::process::id());
+        // Sites of tests that run at a time have GPUs of their own.
+        static NEXT: AtomicU16 = AtomicU16::new(0);
+        let machine = format!("site_{}_{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         site.variables = vec![("SIMGPU_DEVICES", "2".into()), ("SIMGPU_MACHINE", machine)];
         site.server_listens(&format!("127.0.0.1:{}", free_port()), &free_port().to_string());
         site
