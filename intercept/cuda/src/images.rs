@@ -25,8 +25,44 @@ fn read<T: Copy>(base: *const u8, offset: usize) -> T {
     unsafe { base.add(offset).cast::<T>().read_unaligned() }
 }
 
+/// An image as a program passes it.
+pub struct Image<'a> {
+    pub bytes: &'a [u8],
+    /// Fat binaries for the driver to link, if `bytes` has no code for the device.
+    ///
+    /// They come from `nvcc -rdc=true`: the wrapper's version is 2 then, and names their list.
+    pub parts: Vec<&'a [u8]>,
+}
+
+impl<'a> From<&'a [u8]> for Image<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self { bytes, parts: Vec::new() }
+    }
+}
+
+/// Returns the image at a program's pointer.
+pub fn read_image<'a>(image: *const c_void) -> Result<Image<'a>> {
+    const TO_LINK: u32 = 2;
+    /// Bound on the parts: one for each file of the program's source.
+    const MOST: usize = 1 << 16;
+    let bytes = bytes(image)?;
+    let mut parts = Vec::new();
+    let wrapper = image.cast::<u8>();
+    if read::<u32>(wrapper, 0) == WRAPPER && read::<u32>(wrapper, 4) == TO_LINK {
+        let list = read::<*const *const c_void>(wrapper, 16);
+        for at in (0..MOST).map(|i| i * size_of::<*const c_void>()).take_while(|_| !list.is_null()) {
+            let part = read::<*const c_void>(list.cast(), at);
+            if part.is_null() {
+                break;
+            }
+            parts.push(self::bytes(part)?);
+        }
+    }
+    Ok(Image { bytes, parts })
+}
+
 /// Returns the bytes of the image at a program's pointer.
-pub fn bytes<'a>(image: *const c_void) -> Result<&'a [u8]> {
+fn bytes<'a>(image: *const c_void) -> Result<&'a [u8]> {
     if image.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -203,6 +239,25 @@ mod tests {
         assert_eq!(wrapped(fatbin.as_ptr()), Ok(&fatbin[..]));
         assert_eq!(wrapped(std::ptr::null()), Err(INVALID_IMAGE));
         assert_eq!(wrapped(c".version 8.0".as_ptr().cast()), Err(INVALID_IMAGE), "text has no wrapper");
+    }
+
+    #[test]
+    fn wrapper_of_an_image_to_link_names_its_parts() {
+        let fatbin = |content: &[u8]| {
+            let mut image = [FATBIN.to_le_bytes().as_slice(), &[1, 0, 16, 0]].concat();
+            image.extend_from_slice(&(content.len() as u64).to_le_bytes());
+            image.extend_from_slice(content);
+            image
+        };
+        let (empty, one, two) = (fatbin(&[]), fatbin(&[1; 8]), fatbin(&[2; 24]));
+        let list = [one.as_ptr(), two.as_ptr(), std::ptr::null()];
+        let mut wrapper = [u64::from(WRAPPER) | 2 << 32, empty.as_ptr() as u64, list.as_ptr() as u64];
+        let image = read_image(wrapper.as_ptr().cast()).unwrap();
+        assert_eq!((image.bytes, image.parts), (&empty[..], vec![&one[..], &two[..]]));
+        wrapper[0] = u64::from(WRAPPER) | 1 << 32;
+        assert!(read_image(wrapper.as_ptr().cast()).unwrap().parts.is_empty(), "another version");
+        wrapper = [u64::from(WRAPPER) | 2 << 32, empty.as_ptr() as u64, 0];
+        assert!(read_image(wrapper.as_ptr().cast()).unwrap().parts.is_empty(), "no list");
     }
 
     #[test]

@@ -4,95 +4,20 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
 
-use gpusession_link::Reply;
-use gpusession_proto::frame::{Writer, op};
+use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{Client, string, word};
-use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, give, give_optional, give_text, name};
+use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, give, give_optional, name};
 use crate::functions::{self, How};
+use crate::images::Image;
+use crate::jit::Options;
 use crate::ranges::{self, Kind};
-use crate::{clients, handles, images, libraries, mapped, references, thread};
-
-/// `CU_JIT_*` options whose value is a pointer.
-///
-/// The reply fills the log buffers; the worker does not get these options.
-const WALL_TIME: i32 = 2;
-const INFO_LOG: i32 = 3;
-const INFO_SIZE: i32 = 4;
-const ERROR_LOG: i32 = 5;
-const ERROR_SIZE: i32 = 6;
-const LEFT_OUT: &[i32] = &[WALL_TIME, INFO_LOG, ERROR_LOG, 17, 18];
-
-/// Options of a load.
-pub struct Options {
-    pairs: Vec<(i32, u64)>,
-    info: *mut c_char,
-    info_size: usize,
-    error: *mut c_char,
-    error_size: usize,
-}
-
-impl Options {
-    /// Reads the program's two arrays.
-    pub fn read(count: u32, keys: *const i32, values: *const *mut c_void) -> Result<Self> {
-        let mut options = Self {
-            pairs: Vec::new(),
-            info: std::ptr::null_mut(),
-            info_size: 0,
-            error: std::ptr::null_mut(),
-            error_size: 0,
-        };
-        if count > 0 && keys.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        for i in 0..count as usize {
-            // SAFETY: by the call's contract both arrays have `count` elements; `keys` is not null,
-            // and null `values` are not read.
-            let (key, value) = unsafe {
-                (
-                    keys.add(i).read(),
-                    if values.is_null() { std::ptr::null_mut() } else { values.add(i).read() },
-                )
-            };
-            match key {
-                INFO_LOG => options.info = value.cast(),
-                ERROR_LOG => options.error = value.cast(),
-                INFO_SIZE => options.info_size = value as usize & 0xffff_ffff,
-                ERROR_SIZE => options.error_size = value as usize & 0xffff_ffff,
-                _ => {}
-            }
-            if !LEFT_OUT.contains(&key) {
-                options.pairs.push((key, value as u64));
-            }
-        }
-        Ok(options)
-    }
-
-    /// Writes the options for the worker.
-    pub fn write(&self, w: &mut Writer<'_>) {
-        w.word(self.pairs.len() as u64);
-        for (key, value) in &self.pairs {
-            w.word(*key as u32 as u64);
-            w.word(*value);
-        }
-    }
-
-    /// Copies the two logs at the start of a reply to the program's buffers.
-    pub fn logs(&self, reply: &Reply) -> Result {
-        let mut r = reply.reader();
-        for (buffer, size) in [(self.info, self.info_size), (self.error, self.error_size)] {
-            let text = string(&mut r)?;
-            if !buffer.is_null() && size > 0 {
-                give_text(buffer, size.min(i32::MAX as usize) as i32, text)?;
-            }
-        }
-        Ok(())
-    }
-}
+use crate::status::{INVALID_IMAGE, NO_BINARY_FOR_GPU};
+use crate::{clients, handles, images, libraries, linker, mapped, references, thread};
 
 /// Loads a module into the current context.
-pub fn load(client: &Client, image: &[u8], options: &Options) -> Result<u64> {
+pub fn load(client: &'static Client, image: &Image<'_>, options: &Options) -> Result<u64> {
     let new = client.mint(handle::MODULE);
     load_on(client, op::MODULE_LOAD, new, image, options).inspect_err(|_| handles::retire(new))?;
     Ok(new)
@@ -106,10 +31,25 @@ pub fn load_data(module: *mut *mut c_void, image: *const c_void) -> Result {
         return Err(INVALID_VALUE);
     }
     let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-    give(module, load(client, images::bytes(image)?, &none)? as *mut c_void)
+    give(module, load(client, &images::read_image(image)?, &none)? as *mut c_void)
 }
 
-fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Options) -> Result {
+fn load_on(
+    client: &'static Client,
+    operation: u16,
+    new: u64,
+    image: &Image<'_>,
+    options: &Options,
+) -> Result {
+    match load_bytes(client, operation, new, image.bytes, options) {
+        Err(NO_BINARY_FOR_GPU | INVALID_IMAGE) if !image.parts.is_empty() => {
+            load_bytes(client, operation, new, &linker::fat_binaries(client, &image.parts)?, options)
+        }
+        loaded => loaded,
+    }
+}
+
+fn load_bytes(client: &Client, operation: u16, new: u64, image: &[u8], options: &Options) -> Result {
     let hash = images::offer(client, image)?;
     let reply = client.ask(operation, |w| {
         w.word(new);
@@ -123,7 +63,7 @@ fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Op
 /// Loads a library, which belongs to no context, on every client.
 ///
 /// One success suffices, because the library may have no code for another client's kind of GPU.
-pub fn load_library(image: &[u8], options: &Options) -> Result<u64> {
+pub fn load_library(image: &Image<'_>, options: &Options) -> Result<u64> {
     let current = clients::get()?;
     let new = handles::mint(handle::LIBRARY, 0);
     let mut failed = Vec::new();
@@ -290,45 +230,4 @@ pub fn forget_context(ctx: u64) {
     modules.get_or_insert_default().retain(|(_, of), _| *of != ctx);
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(_, of, ..), _| *of != ctx);
-}
-
-#[cfg(test)]
-mod tests {
-    use gpusession_proto::frame::{HEADER, Header, Reader};
-
-    use super::*;
-
-    #[test]
-    fn options_with_pointers_stay_in_the_program() {
-        const MAX_REGISTERS: i32 = 0;
-        let mut log = [0 as c_char; 16];
-        let keys = [MAX_REGISTERS, INFO_LOG, INFO_SIZE, WALL_TIME, ERROR_SIZE];
-        // A size comes in the pointer's place; the program sets its low half only.
-        let high = 0xdead_0000_0000_0000_u64 as usize;
-        let size = (high | log.len()) as *mut c_void;
-        let values =
-            [32 as *mut c_void, log.as_mut_ptr().cast(), size, log.as_mut_ptr().cast(), high as *mut c_void];
-        let options = Options::read(5, keys.as_ptr(), values.as_ptr()).unwrap();
-        assert_eq!((options.info, options.info_size), (log.as_mut_ptr(), 16));
-        assert_eq!((options.error, options.error_size), (std::ptr::null_mut(), 0));
-        let mut frame = Vec::new();
-        let mut w = Writer::new(&mut frame, &Header::empty());
-        options.write(&mut w);
-        w.finish();
-        let mut r = Reader::new(&frame[HEADER..]);
-        let mut words = [0; 7];
-        words.iter_mut().for_each(|word| *word = r.word().unwrap());
-        let sizes = [INFO_SIZE as u64, size as u64, ERROR_SIZE as u64, high as u64];
-        assert_eq!(words, [3, MAX_REGISTERS as u64, 32, sizes[0], sizes[1], sizes[2], sizes[3]]);
-        assert!(r.is_empty(), "no address of the program goes to the worker");
-    }
-
-    #[test]
-    fn options_without_keys_are_invalid() {
-        let none = Options::read(1, std::ptr::null(), std::ptr::null());
-        assert_eq!(none.err(), Some(INVALID_VALUE));
-        assert!(Options::read(0, std::ptr::null(), std::ptr::null()).is_ok());
-        let key = [0];
-        assert_eq!(Options::read(1, key.as_ptr(), std::ptr::null()).map(|o| o.pairs), Ok(vec![(0, 0)]));
-    }
 }

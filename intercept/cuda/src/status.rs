@@ -12,6 +12,7 @@ pub const DEVICE_UNAVAILABLE: i32 = 46;
 pub const NO_DEVICE: i32 = 100;
 pub const INVALID_DEVICE: i32 = 101;
 pub const INVALID_IMAGE: i32 = 200;
+pub const NO_BINARY_FOR_GPU: i32 = 209;
 pub const INVALID_CONTEXT: i32 = 201;
 pub const FILE_NOT_FOUND: i32 = 301;
 pub const OPERATING_SYSTEM: i32 = 304;

@@ -1,38 +1,17 @@
-//! The driver's linker: inputs go to the worker, logs and the linked image come back.
+//! Calls of the driver's linker.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::op;
-use gpusession_proto::handle;
 
-use crate::client::{Client, string, word};
 use crate::entry::{
-    FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give,
-    give_optional, name,
+    FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, Result, alias, bytes, driver, give, give_optional, name,
 };
-use crate::modules::Options;
-use crate::{clients, handles, images, thread};
-
-/// Highest `CUjitInputType`.
-const NVVM: i32 = 5;
-/// Longest linked image, in bytes.
-const MAX_IMAGE: u64 = 4 << 30;
-
-/// One state of the linker.
-struct Link {
-    client: &'static Client,
-    handle: u64,
-    /// Options of the whole link, with the program's buffers for the logs.
-    options: Options,
-    /// The linked image, which the program may read until it destroys the state.
-    image: Option<Vec<u8>>,
-}
-
-// SAFETY: the addresses in `options` are of the program's buffers, which it keeps for every thread
-// until it destroys the state.
-unsafe impl Send for Link {}
+use crate::jit::Options;
+use crate::linker::{self, Link};
+use crate::{clients, handles, thread};
 
 type Links = BTreeMap<u64, Arc<Mutex<Link>>>;
 static LINKS: Mutex<Links> = Mutex::new(BTreeMap::new());
@@ -49,55 +28,6 @@ fn with<T>(state: *mut c_void, run: impl FnOnce(&mut Link) -> Result<T>) -> Resu
     run(&mut link)
 }
 
-impl Link {
-    /// Adds an input to the link.
-    fn add(&self, kind: i32, data: &[u8], label: &[u8], options: &Options) -> Result {
-        if !(0..=NVVM).contains(&kind) || data.is_empty() {
-            return Err(INVALID_VALUE);
-        }
-        let hash = images::offer(self.client, data)?;
-        let reply = self.client.ask(op::LINK_ADD, |w| {
-            w.word(self.handle);
-            w.word(kind as u64);
-            w.bytes(&hash);
-            w.bytes(label);
-            options.write(w);
-        })?;
-        self.options.logs(&reply)?;
-        self.client.check_status(reply.status)
-    }
-
-    /// Links the inputs and fetches the image.
-    fn complete(&mut self) -> Result<&[u8]> {
-        let client = self.client;
-        if self.image.is_none() {
-            let reply = client.ask(op::LINK_COMPLETE, |w| w.word(self.handle))?;
-            self.options.logs(&reply)?;
-            client.check_status(reply.status)?;
-            let mut r = reply.reader();
-            let (_, _, len) = (string(&mut r)?, string(&mut r)?, word(&mut r)?);
-            if len > MAX_IMAGE {
-                return Err(UNKNOWN);
-            }
-            let mut image = Vec::new();
-            while (image.len() as u64) < len {
-                let reply = client.call(op::LINK_IMAGE, |w| {
-                    w.word(self.handle);
-                    w.word(image.len() as u64);
-                })?;
-                let mut r = reply.reader();
-                let part = string(&mut r)?;
-                if part.is_empty() || part.len() as u64 > len - image.len() as u64 {
-                    return Err(UNKNOWN);
-                }
-                image.extend_from_slice(part);
-            }
-            self.image = Some(image);
-        }
-        Ok(self.image.as_deref().unwrap_or_default())
-    }
-}
-
 driver! {
     fn cuLinkCreate_v2(count: u32, keys: *const i32, values: *const *mut c_void, state: *mut *mut c_void) {
         let client = clients::get()?;
@@ -106,13 +36,9 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        let new = client.mint(handle::LINK);
-        let made = client.call(op::LINK_CREATE, |w| {
-            w.word(new);
-            options.write(w);
-        });
-        made.inspect_err(|_| handles::retire(new))?;
-        links().insert(new, Arc::new(Mutex::new(Link { client, handle: new, options, image: None })));
+        let link = linker::create(client, options)?;
+        let new = link.handle;
+        links().insert(new, Arc::new(Mutex::new(link)));
         give(state, new as *mut c_void)
     }
 

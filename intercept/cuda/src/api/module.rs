@@ -11,8 +11,9 @@ use crate::entry::{
     FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, Result, driver, give, give_optional, name,
 };
 use crate::functions::{self, How, OWN_DEVICE};
+use crate::jit::Options;
 use crate::modules::{
-    Options, client_of, forget_library, global, load, load_data, load_library, names, of_library, unload,
+    client_of, forget_library, global, load, load_data, load_library, names, of_library, unload,
 };
 use crate::{clients, images, streams, thread};
 
@@ -52,7 +53,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(module, load(client, images::bytes(image)?, &options)? as *mut c_void)
+        give(module, load(client, &images::read_image(image)?, &options)? as *mut c_void)
     }
 
     fn cuModuleLoadFatBinary(module: *mut *mut c_void, image: *const c_void) {
@@ -62,7 +63,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-        give(module, load(client, images::bytes(image)?, &none)? as *mut c_void)
+        give(module, load(client, &images::read_image(image)?, &none)? as *mut c_void)
     }
 
     fn cuModuleLoad(module: *mut *mut c_void, path: *const c_char) {
@@ -72,7 +73,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-        give(module, load(client, &load_file(path)?, &none)? as *mut c_void)
+        give(module, load(client, &load_file(path)?.as_slice().into(), &none)? as *mut c_void)
     }
 
     fn cuModuleUnload(module: *mut c_void) {
@@ -116,7 +117,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load_library(images::bytes(image)?, &options)? as *mut c_void)
+        give(library, load_library(&images::read_image(image)?, &options)? as *mut c_void)
     }
 
     fn cuLibraryLoadFromFile(
@@ -127,7 +128,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load_library(&load_file(path)?, &options)? as *mut c_void)
+        give(library, load_library(&load_file(path)?.as_slice().into(), &options)? as *mut c_void)
     }
 
     fn cuLibraryUnload(library: *mut c_void) {
