@@ -30,11 +30,17 @@ impl Link {
         unsafe { log(n, options as *const u32, values as *const *mut u8, error) };
     }
 
-    fn add(&self, data: &[u8]) -> Result {
+    fn add(&self, kind: u32, data: &[u8]) -> Result {
+        /// `CU_JIT_INPUT_FATBINARY`
+        const FAT_BINARY: u32 = 2;
         let mut terminated = data.to_vec();
         terminated.extend([0; 64]);
         // SAFETY: text ends in the terminator; the program vouches for other images.
         let Ok(Image::Ptx(input)) = (unsafe { fatbin::load(terminated.as_ptr(), 75) }) else {
+            if kind == FAT_BINARY {
+                // Machine code of the device runtime, which the simulated kernels do not call.
+                return Ok(());
+            }
             self.log("nvlink fatal   : an input is no PTX");
             return Err(errors::INVALID_IMAGE);
         };
@@ -66,20 +72,20 @@ unsafe fn create(n: u32, options: *const u32, values: *const *mut u8, to: *mut u
     }
 }
 
-unsafe fn add_data(h: usize, data: *const u8, size: usize) -> Result {
+unsafe fn add_data(h: usize, kind: u32, data: *const u8, size: usize) -> Result {
     let link = link(h)?;
     if size == 0 {
         return Err(INVALID_VALUE);
     }
     // SAFETY: the program vouches for its input.
-    link.add(unsafe { slice(data, size)? })
+    link.add(kind, unsafe { slice(data, size)? })
 }
 
-unsafe fn add_file(h: usize, path: *const c_char) -> Result {
+unsafe fn add_file(h: usize, kind: u32, path: *const c_char) -> Result {
     let link = link(h)?;
     // SAFETY: the program vouches for the path.
     let path = unsafe { text(path)? };
-    link.add(&std::fs::read(path).map_err(|_| errors::FILE_NOT_FOUND)?)
+    link.add(kind, &std::fs::read(path).map_err(|_| errors::FILE_NOT_FOUND)?)
 }
 
 export! {
@@ -90,18 +96,18 @@ export! {
         create(n, options, values, to)
     }
 
-    fn cuLinkAddData(h: usize, _kind: u32, data: *const u8, size: usize, _name: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
-        add_data(h, data, size)
+    fn cuLinkAddData(h: usize, kind: u32, data: *const u8, size: usize, _name: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
+        add_data(h, kind, data, size)
     }
-    fn cuLinkAddData_v2(h: usize, _kind: u32, data: *const u8, size: usize, _name: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
-        add_data(h, data, size)
+    fn cuLinkAddData_v2(h: usize, kind: u32, data: *const u8, size: usize, _name: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
+        add_data(h, kind, data, size)
     }
 
-    fn cuLinkAddFile(h: usize, _kind: u32, path: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
-        add_file(h, path)
+    fn cuLinkAddFile(h: usize, kind: u32, path: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
+        add_file(h, kind, path)
     }
-    fn cuLinkAddFile_v2(h: usize, _kind: u32, path: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
-        add_file(h, path)
+    fn cuLinkAddFile_v2(h: usize, kind: u32, path: *const c_char, _n: u32, _o: *const u32, _v: *const *mut u8) {
+        add_file(h, kind, path)
     }
 
     fn cuLinkComplete(h: usize, image: *mut *const u8, size: *mut usize) {
