@@ -24,7 +24,7 @@ pub struct Capture {
     pub id: u64,
     pub graph: Arc<Graph>,
     /// Whether the capture created the graph.
-    new_graph: bool,
+    pub new_graph: bool,
     pub mode: u32,
     origin: usize,
     thread: u64,

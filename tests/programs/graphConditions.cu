@@ -80,10 +80,15 @@ int main() {
     cudaGraph_t body = conditional(graph, 1, cudaGraphCondTypeIf, 1)[0], same = nullptr;
     CHECK(cudaStreamBeginCaptureToGraph(stream, body, nullptr, nullptr, 0, cudaStreamCaptureModeThreadLocal));
     add<<<(COUNT + 127) / 128, 128, 0, stream>>>(device, COUNT, 1);
-    add<<<(COUNT + 127) / 128, 128, 0, stream>>>(device, COUNT, 2);
     CHECK(cudaStreamEndCapture(stream, &same));
     EXPECT(same == body);
-    size_t nodes = 0;
+    // Without the graph, which the program has already.
+    cudaGraphNode_t last;
+    size_t nodes = 1;
+    CHECK(cudaGraphGetNodes(body, &last, &nodes));
+    CHECK(cudaStreamBeginCaptureToGraph(stream, body, &last, nullptr, 1, cudaStreamCaptureModeThreadLocal));
+    add<<<(COUNT + 127) / 128, 128, 0, stream>>>(device, COUNT, 2);
+    CHECK(cudaStreamEndCapture(stream, nullptr));
     CHECK(cudaGraphGetNodes(body, nullptr, &nodes));
     EXPECT(nodes == 2);
     launch(graph, stream, device, 6);

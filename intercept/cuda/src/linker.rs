@@ -6,6 +6,7 @@ use gpusession_proto::handle;
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN};
 use crate::jit::Options;
+use crate::status::NO_BINARY_FOR_GPU;
 use crate::{handles, images};
 
 /// `CUjitInputType`: a fat binary, and the highest one.
@@ -93,7 +94,13 @@ pub fn fat_binaries(client: &'static Client, parts: &[&[u8]]) -> Result<Vec<u8>>
     let none = || Options::read(0, std::ptr::null(), std::ptr::null());
     let mut link = create(client, none()?)?;
     let mut linked = || {
-        parts.iter().try_for_each(|part| link.add(FAT_BINARY, part, b"", &none()?))?;
+        for part in parts {
+            match link.add(FAT_BINARY, part, b"", &none()?) {
+                // A part without code for the device, such as an unused library.
+                Ok(()) | Err(NO_BINARY_FOR_GPU) => {}
+                Err(status) => return Err(status),
+            }
+        }
         link.complete().map(<[u8]>::to_vec)
     };
     let linked = linked();

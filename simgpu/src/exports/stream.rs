@@ -426,12 +426,15 @@ export! {
     }
 
     fn cuStreamEndCapture | cuStreamEndCapture_ptsz (h: usize, graph: *mut usize) {
-        if graph.is_null() {
+        let s = stream(h, PER_THREAD)?;
+        // A program has its own graph already if the capture adds to it.
+        if graph.is_null() && s.capture.lock().as_ref().is_none_or(|own| own.capture.new_graph) {
             return Err(INVALID_VALUE);
         }
-        out(graph, 0)?;
-        let g = capture::end(&stream(h, PER_THREAD)?)?;
-        out(graph, handle(&g))
+        out_opt(graph, 0);
+        let g = capture::end(&s)?;
+        out_opt(graph, handle(&g));
+        Ok(())
     }
 
     fn cuStreamIsCapturing | cuStreamIsCapturing_ptsz (h: usize, status: *mut u32) {

@@ -432,7 +432,8 @@ driver! {
     fn cuStreamEndCapture / cuStreamEndCapture_ptsz [default] (stream: *mut c_void, graph: *mut *mut c_void) {
         let (client, stream) = find(stream, default)?;
         let capture = stream.capture().ok_or(ILLEGAL_STATE)?;
-        if graph.is_null() {
+        // A program has its own graph already if the capture adds to it.
+        if graph.is_null() && capture.new_graph {
             return Err(INVALID_VALUE);
         }
         if capture.origin != stream.handle {
@@ -448,7 +449,7 @@ driver! {
         })?;
         streams::end(&capture);
         if wrong_thread || capture.invalid.load(Ordering::Relaxed) {
-            give(graph, NULL)?;
+            give_optional(graph, NULL);
             if capture.new_graph {
                 if reply.status == 0 {
                     client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
@@ -463,11 +464,12 @@ driver! {
                 mapped::forget_graph(new);
                 handles::retire(new);
             }
-            give(graph, NULL)?;
+            give_optional(graph, NULL);
             return Err(status);
         }
         mapped::graph_names(new, &capture.named.lock().unwrap_or_else(PoisonError::into_inner));
-        give(graph, new as *mut c_void)
+        give_optional(graph, new as *mut c_void);
+        Ok(())
     }
 
     fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz [default] (stream: *mut c_void, status: *mut i32, id: *mut u64) {

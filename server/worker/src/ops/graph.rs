@@ -203,19 +203,46 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// Parameters of a node, read from a frame.
 enum Params {
-    Kernel { node: Box<KernelNode>, bytes: Vec<u8> },
-    Copy { words: Vec<u64>, ctx: Handle },
-    Set { words: Vec<u64>, ctx: Handle },
+    /// With whether the function is a kernel of a library.
+    Kernel {
+        node: Box<KernelNode>,
+        bytes: Vec<u8>,
+        of_library: bool,
+    },
+    Copy {
+        words: Vec<u64>,
+        ctx: Handle,
+    },
+    Set {
+        words: Vec<u64>,
+        ctx: Handle,
+    },
     Empty,
     Record(Handle),
     Wait(Handle),
     Child(Handle),
-    MovedChild { graph: Handle, handle: u64 },
+    MovedChild {
+        graph: Handle,
+        handle: u64,
+    },
     Host(u64),
-    MemOps { ctx: Handle, flags: u32, items: Vec<u64> },
-    Alloc { pool: Vec<u64>, access: Vec<u8>, size: u64 },
+    MemOps {
+        ctx: Handle,
+        flags: u32,
+        items: Vec<u64>,
+    },
+    Alloc {
+        pool: Vec<u64>,
+        access: Vec<u8>,
+        size: u64,
+    },
     Free(u64),
-    Condition { condition: u64, kind: u32, ctx: Handle, bodies: Vec<u64> },
+    Condition {
+        condition: u64,
+        kind: u32,
+        ctx: Handle,
+        bodies: Vec<u64>,
+    },
 }
 
 /// Bytes of a `CUmemPoolProps`, of a `CUmemAccessDesc`, of a `CUstreamBatchMemOpParams`.
@@ -239,13 +266,13 @@ impl Params {
         };
         Ok(match kind {
             0 => {
-                let func = session.funcs.get(r.word()?)?.object.0;
+                let func = session.funcs.get(r.word()?)?;
                 let mut d = [0u32; 7];
                 for dimension in &mut d {
                     *dimension = r.word()? as u32;
                 }
                 let node = Box::new(KernelNode {
-                    func,
+                    func: func.object.0,
                     grid: [d[0], d[1], d[2]],
                     block: [d[3], d[4], d[5]],
                     shared: d[6],
@@ -254,7 +281,7 @@ impl Params {
                     kernel: std::ptr::null_mut(),
                     ctx: std::ptr::null_mut(),
                 });
-                Self::Kernel { node, bytes: r.bytes()?.to_vec() }
+                Self::Kernel { node, bytes: r.bytes()?.to_vec(), of_library: func.kernel }
             }
             1 => {
                 let (description, ctx, regions) = (r.bytes()?, r.word()?, [r.word()?, r.word()?]);
@@ -372,7 +399,7 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
     // cuda.h's layout.
     check(unsafe {
         match params {
-            Params::Kernel { node: mut kernel, bytes } => with_kernel(&mut kernel, &bytes, |p| {
+            Params::Kernel { node: mut kernel, bytes, .. } => with_kernel(&mut kernel, &bytes, |p| {
                 (call.cuGraphAddKernelNode_v2)(&mut node, graph, deps, count, p)
             }),
             Params::Copy { words, ctx } => {
@@ -458,7 +485,7 @@ fn add_by_structure(
         added
     };
     let added = match &mut params {
-        Params::Kernel { node: kernel, bytes } => {
+        Params::Kernel { node: kernel, bytes, .. } => {
             let mut size = bytes.len();
             let extra = super::launch::param_list(bytes, &mut size);
             kernel.extra = if bytes.is_empty() { std::ptr::null() } else { extra.as_ptr() };
@@ -503,11 +530,24 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
     // SAFETY: structures have cuda.h's layout; the node is a value that the driver returned.
     Ok(check(unsafe {
         match (params, exec) {
-            (Params::Kernel { node: mut kernel, bytes }, exec) => {
-                with_kernel(&mut kernel, &bytes, |p| match exec {
-                    Some(exec) => (call.cuGraphExecKernelNodeSetParams_v2)(exec, node, p),
-                    None => (call.cuGraphKernelNodeSetParams_v2)(node, p),
-                })
+            (Params::Kernel { node: mut kernel, bytes, of_library }, exec) => {
+                let set = |kernel: &mut KernelNode| {
+                    with_kernel(kernel, &bytes, |p| match exec {
+                        Some(exec) => (call.cuGraphExecKernelNodeSetParams_v2)(exec, node, p),
+                        None => (call.cuGraphKernelNodeSetParams_v2)(node, p),
+                    })
+                };
+                match set(&mut kernel) {
+                    // A node from the launch of a kernel has the context's function, which only
+                    // the function itself replaces.
+                    status::INVALID_HANDLE if of_library => {
+                        match (call.cuKernelGetFunction)(&mut kernel.func, kernel.func) {
+                            0 => set(&mut kernel),
+                            error => error,
+                        }
+                    }
+                    done => done,
+                }
             }
             (Params::Copy { words, ctx }, Some(exec)) => {
                 (call.cuGraphExecMemcpyNodeSetParams)(exec, node, words.as_ptr().cast(), ctx)
