@@ -42,7 +42,7 @@ int main() {
     char text[1024] = {};
     size_t size = sizeof text;
     CHECK_DRIVER(cuCoredumpGetAttributeGlobal_(CU_COREDUMP_FILE, text, &size));
-    EXPECT(text[0] != 0);
+    EXPECT(text[0] == 0);
 
     bool flag = true;
     size = sizeof flag;

@@ -34,6 +34,13 @@ pub struct Image<'a> {
     pub parts: Vec<&'a [u8]>,
 }
 
+impl Image<'_> {
+    /// Returns `true` for a fat binary without code, which the driver may load all the same.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.starts_with(&FATBIN.to_le_bytes()) && self.bytes.get(8..16) == Some(&[0; 8])
+    }
+}
+
 impl<'a> From<&'a [u8]> for Image<'a> {
     fn from(bytes: &'a [u8]) -> Self {
         Self { bytes, parts: Vec::new() }
@@ -253,7 +260,9 @@ mod tests {
         let list = [one.as_ptr(), two.as_ptr(), std::ptr::null()];
         let mut wrapper = [u64::from(WRAPPER) | 2 << 32, empty.as_ptr() as u64, list.as_ptr() as u64];
         let image = read_image(wrapper.as_ptr().cast()).unwrap();
+        assert!(image.is_empty());
         assert_eq!((image.bytes, image.parts), (&empty[..], vec![&one[..], &two[..]]));
+        assert!(!Image::from(&one[..]).is_empty());
         wrapper[0] = u64::from(WRAPPER) | 1 << 32;
         assert!(read_image(wrapper.as_ptr().cast()).unwrap().parts.is_empty(), "another version");
         wrapper = [u64::from(WRAPPER) | 2 << 32, empty.as_ptr() as u64, 0];

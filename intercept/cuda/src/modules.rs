@@ -41,10 +41,15 @@ fn load_on(
     image: &Image<'_>,
     options: &Options,
 ) -> Result {
+    let linked = || {
+        let together = linker::fat_binaries(client, &image.parts)?;
+        load_bytes(client, operation, new, &together, options)
+    };
+    if image.is_empty() && !image.parts.is_empty() {
+        return linked();
+    }
     match load_bytes(client, operation, new, image.bytes, options) {
-        Err(NO_BINARY_FOR_GPU | INVALID_IMAGE) if !image.parts.is_empty() => {
-            load_bytes(client, operation, new, &linker::fat_binaries(client, &image.parts)?, options)
-        }
+        Err(NO_BINARY_FOR_GPU | INVALID_IMAGE) if !image.parts.is_empty() => linked(),
         loaded => loaded,
     }
 }

@@ -111,7 +111,8 @@ impl Settings {
             let default = match (row.attribute, row.kind) {
                 (attribute::TRIGGER_HOST, _) => vec![1],
                 (attribute::PIPE, _) => format!("corepipe.cuda.{host}.{pid}").into_bytes(),
-                (_, Kind::Text) => format!("core.cuda.{host}.{pid}").into_bytes(),
+                // The driver chooses the file's name at a dump, and returns none before it.
+                (_, Kind::Text) => Vec::new(),
                 (_, kind) => vec![0; kind.room()],
             };
             settings.defaults.insert(row.attribute, default);
@@ -187,9 +188,9 @@ mod tests {
     }
 
     #[test]
-    fn defaults_name_host_and_process() {
+    fn defaults_are_those_of_the_driver() {
         let settings = settings();
-        assert_eq!(settings.get(None, attribute::FILE), Ok(&b"core.cuda.vm-1.77"[..]));
+        assert_eq!(settings.get(None, attribute::FILE), Ok(&b""[..]));
         assert_eq!(settings.get(Some(5), attribute::PIPE), Ok(&b"corepipe.cuda.vm-1.77"[..]));
         assert_eq!(settings.get(None, attribute::TRIGGER_HOST), Ok(&[1][..]));
         assert_eq!(settings.get(None, attribute::FLAGS), Ok(&[0; 4][..]));
