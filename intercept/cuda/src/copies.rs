@@ -126,7 +126,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         } else {
             stream.worked(seq)
         }
-        return upwards_done(source, len, stream, wait, shown);
+        return upwards_done(stream, wait, shown);
     }
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,22 +146,20 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if taken && !sent.wait() {
         return Err(crate::status::DEVICE_UNAVAILABLE);
     }
-    upwards_done(source, len, stream, wait, shown)
+    upwards_done(stream, wait, shown)
 }
 
 /// Ends a copy to the device.
 ///
-/// A synchronous copy from pinned memory is complete at the return, for every stream; one from
-/// pageable memory need not be. A synchronous copy to managed memory also waits until the program's
-/// own copy has the data.
-fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: bool) -> Result {
-    let client = stream.client;
-    if wait && shown {
-        stream.ask(op::STREAM_SYNC)
-    } else if wait && ranges::is_pinned(client, source as u64, len as u64) {
-        stream.synchronize()
-    } else {
-        client.take_late_error()
+/// A synchronous copy is complete at the return, for every stream. Of pageable memory CUDA does not
+/// promise that, yet libraries use the bytes in streams without order.
+///
+/// A synchronous copy to managed memory also waits until the program's own copy has the data.
+fn upwards_done(stream: &Stream, wait: bool, shown: bool) -> Result {
+    match (wait, shown) {
+        (true, true) => stream.ask(op::STREAM_SYNC),
+        (true, false) => stream.synchronize(),
+        (false, _) => stream.client.take_late_error(),
     }
 }
 

@@ -394,6 +394,9 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 let seq = copies::bulk_post(client, op::COPY_BOX, body, &packed)?;
                 stream.worked(seq);
             }
+            if wait {
+                stream.synchronize()?;
+            }
         }
         _ => {
             let mut packed = vec![0u8; len];
