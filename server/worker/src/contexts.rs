@@ -51,6 +51,25 @@ struct Apart {
     stream: Object,
 }
 
+impl Apart {
+    fn create(driver: &Driver, ordinal: i32) -> Result<Self, Status> {
+        let (mut ctx, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the out pointer is valid.
+        check(unsafe { (driver.call.cuCtxCreate_v2)(&mut ctx, 0, ordinal) })?;
+        // SAFETY: the new context is current; the out pointer is valid.
+        let made = check(unsafe { (driver.call.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, 0) });
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: the new context is on top of this thread's stack; the out pointer is valid.
+        unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
+        if let Err(status) = made {
+            // SAFETY: created above, and unknown to others.
+            unsafe { (driver.call.cuCtxDestroy_v2)(ctx) };
+            return Err(status);
+        }
+        Ok(Self { ctx: Object(ctx), stream: Object(stream) })
+    }
+}
+
 impl Contexts {
     /// Finds the devices by UUID and retains their primary contexts, the slow part of a start.
     pub fn warm(driver: &Driver, wanted: &[DeviceLimit]) -> Result<Self, String> {
@@ -220,11 +239,14 @@ impl Contexts {
     }
 
     /// Creates the worker's own context on a device, once, after `count` has found room for it.
+    ///
+    /// `uncount` returns the room if the driver refuses.
     pub fn open_apart(
         &self,
         driver: &Driver,
         device: u32,
         count: impl FnOnce() -> Result<(), Status>,
+        uncount: impl FnOnce(),
     ) -> Result<(), Status> {
         let ordinal = self.device(device.into())?;
         let apart = &self.apart[device as usize];
@@ -233,20 +255,8 @@ impl Contexts {
             return Ok(());
         }
         count()?;
-        let (mut ctx, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the out pointer is valid.
-        check(unsafe { (driver.call.cuCtxCreate_v2)(&mut ctx, 0, ordinal) })?;
-        // SAFETY: the new context is current; the out pointer is valid.
-        let made = check(unsafe { (driver.call.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, 0) });
-        let mut popped = std::ptr::null_mut();
-        // SAFETY: the new context is on top of this thread's stack; the out pointer is valid.
-        unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
-        if let Err(status) = made {
-            // SAFETY: created above, and unknown to others.
-            unsafe { (driver.call.cuCtxDestroy_v2)(ctx) };
-            return Err(status);
-        }
-        let _ = apart.set(Apart { ctx: Object(ctx), stream: Object(stream) });
+        let made = Apart::create(driver, ordinal).inspect_err(|_| uncount())?;
+        let _ = apart.set(made);
         Ok(())
     }
 

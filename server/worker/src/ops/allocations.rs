@@ -61,9 +61,17 @@ pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<()
     Ok(())
 }
 
-/// Counts a context of the worker's own, which lives as long as the worker.
-pub fn worker_context_created(session: &Session, device: u32) -> Result<(), Status> {
-    session.quota.take(device, session.allocations.contexts.get(device as usize).copied().unwrap_or(0))
+/// Creates the worker's own context on a device, once, and counts it as long as the worker lives.
+pub fn open_apart(session: &Session, device: u32) -> Result<(), Status> {
+    let bytes = session.allocations.contexts.get(device as usize).copied().unwrap_or(0);
+    session.contexts.open_apart(
+        session.driver,
+        device,
+        || session.quota.take(device, bytes),
+        || {
+            session.quota.give(device, bytes);
+        },
+    )
 }
 
 /// Subtracts a context that is about to be destroyed or reset, and all that belongs to it.

@@ -126,8 +126,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         // Without the lock: the driver may wait for a host function, whose callback takes the lock.
         mirror::DEVICE => {
             let (_, device) = session.contexts.get(frame.header.ctx.get())?;
-            let count = || allocations::worker_context_created(session, device);
-            session.contexts.open_apart(session.driver, device, count)?;
+            allocations::open_apart(session, device)?;
             device
         }
         _ => 0,
