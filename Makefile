@@ -204,6 +204,8 @@ install:
 	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker units/libexec/*
 	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
 	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
+	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/libcuda.so
+	ln -sf libnvidia-ml.so.1 $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so
 	install -D -m 644 $(RELEASE)/libpam_gpusession.so $(DESTDIR)$(libdir)/security/pam_gpusession.so
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/pam-configs pam-module/pam-configs/gpusession
 	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1

@@ -103,7 +103,7 @@ fn path(facts: &Facts) -> Finding {
     };
     // The name that some frameworks load before `libcuda.so.1`.
     let short = folders(&facts.machine, "libcuda.so");
-    match short.iter().find(|path| !is_ours(&facts.machine, path)) {
+    match short.first().filter(|path| !is_ours(&facts.machine, path)) {
         Some(path) => Finding::warning(
             format!("LD_LIBRARY_PATH has {}, which is not gpusession's", path.display()),
             format!("remove {} from LD_LIBRARY_PATH", path.with_file_name("").display()),
@@ -264,6 +264,19 @@ mod tests {
         assert!(finding.found.starts_with("/cuda/libcuda.so.1"), "{finding:?}");
         assert!(finding.remedy.starts_with("unset LD_LIBRARY_PATH"), "{finding:?}");
         assert!(with("/cuda/stubs").found.contains("a stub"));
+    }
+
+    #[test]
+    fn a_foreign_unversioned_name_is_a_warning_where_it_comes_first() {
+        let (root, mut facts) = facts();
+        plant(&root, "ours/libcuda.so", "ELF gpusession_marker");
+        plant(&root, "cuda/libcuda.so", "ELF of another");
+        let mut with = |folders: &str| {
+            facts.machine.environment.insert("LD_LIBRARY_PATH".into(), folders.into());
+            path(&facts)
+        };
+        assert_eq!(with("/ours:/cuda").state, State::Ok);
+        assert_eq!(with("/cuda:/ours").state, State::Warning);
     }
 
     #[test]
