@@ -10,6 +10,7 @@ use gpusession_proto::frame::{INLINE_MAX, op};
 use crate::client::{Client, string, unavailable};
 use crate::cuboid::{Cuboid, DEVICE, HOST};
 use crate::host_functions::Due;
+use crate::positions::is_covered;
 use crate::ranges::Range;
 use crate::regions::Region;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
@@ -280,6 +281,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if bulk {
         client.link.lanes().map_err(unavailable)?;
     }
+    let older = older(stream, target, len);
     let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
         w.word(source);
         w.word(len as u64);
@@ -288,7 +290,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         if bulk || !wait {
             // SAFETY: by the call's contract the target has `len` writable bytes until the copy is
             // complete.
-            down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.on(), !wait);
+            down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.on(), !wait, older);
         }
     };
     if !wait {
@@ -310,6 +312,17 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     stream.wait_landed(seq);
     stream.synced(seq);
     client.check_status(0)
+}
+
+/// Returns the copies under way into some of the same host memory that precede the stream's next
+/// work.
+fn older(stream: &Stream, target: usize, len: usize) -> Vec<u64> {
+    let overlapping = stream.client.link.down.overlapping(target, len);
+    if overlapping.is_empty() {
+        return Vec::new();
+    }
+    let covers = stream.covers_so_far();
+    overlapping.iter().filter(|t| is_covered(&covers, t.on, t.seq)).map(|t| t.seq).collect()
 }
 
 /// Waits for the bytes of a copy from the device whose frame is sent.
@@ -342,6 +355,8 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
     if bytes.len() != len {
         return Err(UNKNOWN);
     }
+    // Earlier copies may write to the same memory.
+    stream.wait_landed(seq);
     put(bytes);
     Ok(())
 }

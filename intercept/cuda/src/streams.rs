@@ -363,7 +363,11 @@ pub fn wait_for_all(client: &'static Client) -> Result {
         all.push(legacy(client, ctx)?);
     }
     for stream in all.iter().filter(|s| s.ctx == ctx && s.capture().is_none() && !s.idle()) {
-        client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+        match client.call(op::STREAM_SYNC, |w| w.word(stream.handle)) {
+            // Another thread has destroyed it meanwhile.
+            Err(INVALID_HANDLE) if by_handle(stream.handle).is_err() => {}
+            waited => drop(waited?),
+        }
     }
     Ok(())
 }

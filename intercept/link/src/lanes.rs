@@ -34,6 +34,10 @@ impl HostRange {
     pub unsafe fn new(address: usize, len: usize) -> Self {
         Self { address, len }
     }
+
+    fn overlaps(&self, address: usize, len: usize) -> bool {
+        self.address < address.saturating_add(len) && address < self.address + self.len
+    }
 }
 
 /// Returns a chunk's header: the transfer, the offset in it, and the bytes without padding.
@@ -212,7 +216,7 @@ pub struct Detached {
 impl Detached {
     /// Returns `true` if it writes to any of these bytes.
     pub fn fills(&self, address: usize, len: usize) -> bool {
-        self.range.address < address.saturating_add(len) && address < self.range.address + self.range.len
+        self.range.overlaps(address, len)
     }
 }
 
@@ -225,6 +229,50 @@ struct Down {
     detached: bool,
     /// Number of threads that write into the range right now.
     writing: usize,
+    /// Transfers into some of the same bytes whose data is older.
+    older: Vec<u64>,
+    /// Addresses and lengths of bytes that have newer data already; this transfer skips them.
+    newer: Vec<(usize, usize)>,
+}
+
+/// Part of a piece's bytes that goes into the program's memory.
+struct Part {
+    /// Offset in the piece.
+    offset: usize,
+    address: usize,
+    len: usize,
+}
+
+/// Where the bytes of a piece go.
+enum Place {
+    /// The transfer has failed or was canceled.
+    Nowhere,
+    /// All bytes, to this address.
+    Whole(usize),
+    /// Only these parts; the other bytes have newer data.
+    Parts(Vec<Part>),
+}
+
+/// Returns what a piece at `address` may write, apart from bytes with `newer` data.
+fn place(address: usize, len: usize, newer: &[(usize, usize)]) -> Place {
+    let end = address + len;
+    let mut taken: Vec<_> = newer
+        .iter()
+        .map(|(at, len)| (*at.max(&address), (at + len).min(end)))
+        .filter(|(from, to)| from < to)
+        .collect();
+    if taken.is_empty() {
+        return Place::Whole(address);
+    }
+    taken.sort_unstable();
+    let (mut parts, mut at) = (Vec::new(), address);
+    for (from, to) in taken.into_iter().chain([(end, end)]) {
+        if at < from {
+            parts.push(Part { offset: at - address, address: at, len: from - at });
+        }
+        at = at.max(to);
+    }
+    Place::Parts(parts)
 }
 
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`
@@ -233,12 +281,20 @@ const UNAVAILABLE: i32 = 46;
 impl DownTransfers {
     /// Announces a transfer before its frame can be answered.
     ///
-    /// For a `detached` one a later [`DownTransfers::wait_detached`] waits.
-    pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool) {
+    /// For a `detached` one a later [`DownTransfers::wait_detached`] waits. `older` are the
+    /// transfers of [`DownTransfers::overlapping`] whose data must not replace this one's.
+    pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool, older: Vec<u64>) {
         let mut open = lock(&self.open);
-        let (left, lost) = (range.len, open.lost);
-        let down = Down { range, left, status: if lost { UNAVAILABLE } else { 0 }, on, detached, writing: 0 };
+        let (left, status) = (range.len, if open.lost { UNAVAILABLE } else { 0 });
+        let down = Down { range, left, status, on, detached, writing: 0, older, newer: Vec::new() };
         open.transfers.insert(transfer, down);
+    }
+
+    /// Returns the detached transfers under way that write to any of these bytes.
+    pub fn overlapping(&self, address: usize, len: usize) -> Vec<Detached> {
+        let open = lock(&self.open);
+        let filling = open.transfers.iter().filter(|(_, t)| t.detached && t.range.overlaps(address, len));
+        filling.map(|(seq, t)| Detached { seq: *seq, on: t.on, range: t.range }).collect()
     }
 
     /// Waits for a transfer that is not detached, and returns its `CUresult`.
@@ -299,26 +355,47 @@ impl DownTransfers {
     pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
         // An empty piece would count as being written for ever.
         if status != 0 || bytes.is_empty() {
-            self.piece_done(transfer, 0, status);
-        } else if let Ok(Some(address)) = self.begin_piece(transfer, 0, bytes.len()) {
-            // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
-            // stays mapped until `piece_done`.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
-            self.piece_done(transfer, bytes.len(), 0);
+            return self.piece_done(transfer, 0, status);
         }
+        let parts = match self.begin_piece(transfer, 0, bytes.len()) {
+            Err(_) | Ok(Place::Nowhere) => return,
+            Ok(Place::Whole(address)) => vec![Part { offset: 0, address, len: bytes.len() }],
+            Ok(Place::Parts(parts)) => parts,
+        };
+        // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
+        // stays mapped until `piece_done`.
+        unsafe { write_parts(bytes, &parts) };
+        self.piece_done(transfer, bytes.len(), 0);
     }
 
-    /// Returns the address for a piece; `None` if its transfer has failed or was canceled.
-    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> std::io::Result<Option<usize>> {
+    /// Returns where a piece goes, and marks its transfer as being written unless that is nowhere.
+    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> std::io::Result<Place> {
         let mut open = lock(&self.open);
-        let Some(t) = open.transfers.get_mut(&transfer).filter(|t| t.status == 0) else { return Ok(None) };
-        let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
-        match usize::try_from(offset).ok().filter(inside) {
-            Some(offset) if len <= t.left => {
-                t.writing += 1;
-                Ok(Some(t.range.address + offset))
+        loop {
+            let Some(t) = open.transfers.get(&transfer).filter(|t| t.status == 0) else {
+                return Ok(Place::Nowhere);
+            };
+            let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
+            let offset = usize::try_from(offset).ok().filter(inside).filter(|_| len <= t.left);
+            let Some(offset) = offset else {
+                return Err(std::io::Error::other("data beyond the end of a transfer"));
+            };
+            let address = t.range.address + offset;
+            let older = t.older.clone();
+            let writing = |seq: &u64| open.transfers.get(seq).is_some_and(|old| old.writing > 0);
+            if older.iter().any(writing) {
+                // Its bytes must be in the memory first.
+                open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+                continue;
             }
-            _ => Err(std::io::Error::other("data beyond the end of a transfer")),
+            for seq in older {
+                if let Some(old) = open.transfers.get_mut(&seq) {
+                    old.newer.push((address, len));
+                }
+            }
+            let Some(t) = open.transfers.get_mut(&transfer) else { return Ok(Place::Nowhere) };
+            t.writing += 1;
+            return Ok(place(address, len, &t.newer));
         }
     }
 
@@ -332,8 +409,8 @@ impl DownTransfers {
         if status != 0 && t.status == 0 {
             t.status = status;
         }
-        if t.writing == 0 && (t.left == 0 || t.status != 0) {
-            if t.detached {
+        if t.writing == 0 {
+            if t.detached && (t.left == 0 || t.status != 0) {
                 open.transfers.remove(&transfer);
             }
             self.changed.notify_all();
@@ -351,10 +428,23 @@ impl DownTransfers {
     }
 }
 
+/// Writes parts of a piece into the program's memory.
+///
+/// # Safety
+/// The parts lie within `bytes`, and in memory of the program that is mapped and writable.
+unsafe fn write_parts(bytes: &[u8], parts: &[Part]) {
+    for part in parts {
+        let from = bytes[part.offset..part.offset + part.len].as_ptr();
+        // SAFETY: by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, part.address as *mut u8, part.len) };
+    }
+}
+
 /// Receives chunks directly into the program's memory.
 fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) {
     let result = (|| -> std::io::Result<()> {
-        let mut unwanted = Vec::new();
+        // Bytes that are dropped, at least in part.
+        let mut aside = Vec::new();
         loop {
             let mut head = [0; HEADER];
             transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
@@ -376,11 +466,22 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
                 transfers.piece_done(transfer, 0, status);
                 continue;
             }
-            let Some(address) = transfers.begin_piece(transfer, header.ctx.get(), len)? else {
-                // The transfer has failed or was canceled, so its remaining bytes are dropped.
-                unwanted.resize(CHUNK, 0);
-                transport.recv_exact(&mut unwanted[..header.body_len()], Wait::Spin(Duration::ZERO))?;
-                continue;
+            let address = match transfers.begin_piece(transfer, header.ctx.get(), len)? {
+                Place::Whole(address) => address,
+                beside => {
+                    aside.resize(CHUNK, 0);
+                    let body = &mut aside[..header.body_len()];
+                    let done = transport.recv_exact(body, Wait::Spin(Duration::ZERO));
+                    if let Place::Parts(parts) = beside {
+                        if done.is_ok() {
+                            // SAFETY: as below.
+                            unsafe { write_parts(body, &parts) };
+                        }
+                        transfers.piece_done(transfer, len, if done.is_ok() { 0 } else { UNAVAILABLE });
+                    }
+                    done?;
+                    continue;
+                }
             };
             // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
             // stays mapped until `piece_done`.
@@ -404,6 +505,68 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const STREAM: On = On { ctx: 1, stream: 2, blocking: true };
+
+    fn expect(transfers: &DownTransfers, seq: u64, memory: &mut [u8], older: Vec<u64>) {
+        // SAFETY: each test's memory outlives its transfers.
+        let range = unsafe { HostRange::new(memory.as_mut_ptr() as usize, memory.len()) };
+        transfers.expect(seq, range, STREAM, true, older);
+    }
+
+    #[test]
+    fn older_data_never_replaces_newer_data() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 16];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        let found = transfers.overlapping(memory.as_ptr() as usize + 15, 1);
+        assert_eq!(found.iter().map(|t| t.seq).collect::<Vec<_>>(), [1]);
+        expect(&transfers, 2, &mut memory[4..8], vec![1]);
+        expect(&transfers, 3, &mut memory[6..10], vec![1, 2]);
+        transfers.land(3, 0, &[3; 4]);
+        transfers.land(2, 0, &[2; 4]);
+        transfers.land(1, 0, &[1; 16]);
+        assert_eq!(memory, [1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]);
+        assert!(!transfers.any(), "every transfer has ended");
+    }
+
+    #[test]
+    fn data_in_order_is_written_whole() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 8];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory, vec![1]);
+        transfers.land(1, 0, &[1; 8]);
+        transfers.land(2, 0, &[2; 8]);
+        assert_eq!(memory, [2; 8]);
+        assert!(transfers.overlapping(memory.as_ptr() as usize, 8).is_empty());
+    }
+
+    #[test]
+    fn newer_data_waits_for_a_lane_that_still_writes_older_data() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 8];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory[..4], vec![1]);
+        assert!(matches!(transfers.begin_piece(1, 0, 8), Ok(Place::Whole(_))));
+        std::thread::scope(|scope| {
+            let newer = scope.spawn(|| transfers.begin_piece(2, 0, 4));
+            transfers.piece_done(1, 8, 0);
+            assert!(matches!(newer.join().unwrap(), Ok(Place::Whole(_))));
+        });
+    }
+
+    #[test]
+    fn parts_are_what_newer_data_leaves() {
+        let left = |newer: &[(usize, usize)]| match place(100, 10, newer) {
+            Place::Parts(parts) => parts.iter().map(|p| (p.offset, p.address, p.len)).collect(),
+            _ => vec![(0, 100, 10)],
+        };
+        assert_eq!(left(&[(90, 10), (110, 5)]), [(0, 100, 10)]);
+        assert_eq!(left(&[(95, 7), (108, 9)]), [(2, 102, 6)]);
+        assert_eq!(left(&[(104, 2), (103, 2)]), [(0, 100, 3), (6, 106, 4)]);
+        assert_eq!(left(&[(0, 200)]), []);
+    }
 
     #[test]
     fn source_stays_until_no_lane_reads_it() {

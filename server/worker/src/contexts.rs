@@ -368,7 +368,11 @@ pub fn synchronize(driver: &Driver, contexts: Vec<Object>) -> Result<(), Status>
 }
 
 /// Calls `work` with a context of this worker current.
-fn within<T>(driver: &Driver, ctx: Handle, work: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
+pub fn within<T>(
+    driver: &Driver,
+    ctx: Handle,
+    work: impl FnOnce() -> Result<T, Status>,
+) -> Result<T, Status> {
     // SAFETY: a context of this worker.
     check(unsafe { (driver.call.cuCtxPushCurrent_v2)(ctx) })?;
     let done = work();

@@ -23,6 +23,7 @@ use crate::objects::allocations::Allocations;
 use crate::objects::links::Links;
 use crate::objects::memory::Memory;
 use crate::objects::mirrors::Mirrors;
+use crate::objects::settling::Settling;
 use crate::objects::{Func, Stream};
 use crate::output::Output;
 use crate::quota::Quota;
@@ -63,6 +64,8 @@ pub struct Session {
     pub surfrefs: Table<(Object, u64)>,
     /// Resources that the driver has described: only these may come back.
     pub resources: Mutex<HashSet<Vec<u8>>>,
+    /// Synchronizations of contexts beside captures.
+    pub settling: Settling,
     /// Graphs that captures create, by the stream that each began on.
     pub captures: Mutex<HashMap<u64, u64>>,
     /// Executable graphs.
@@ -140,6 +143,7 @@ impl Session {
             texrefs: Table::new(kind::TEXREF),
             surfrefs: Table::new(kind::SURFREF),
             resources: Mutex::default(),
+            settling: Settling::default(),
             captures: Mutex::default(),
             execs: Table::new(kind::EXEC),
             landing: Arc::default(),

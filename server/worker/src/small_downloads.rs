@@ -151,26 +151,29 @@ impl Landing {
         frames: &mut Vec<u8>,
     ) {
         let Some(slots) = self.slots.get() else { return };
-        let mut i = 0;
-        while i < pending.len() {
-            // SAFETY: the slot's event is valid, since `ops::leave` sweeps all slots before a
-            // context goes.
-            match check(unsafe { (driver.call.cuEventQuery)(pending[i].slot.event) }) {
-                Err(status::NOT_READY) => i += 1,
-                result => {
-                    let done = pending.remove(i);
-                    match result {
-                        // SAFETY: the device has filled `len` bytes of the slot, which no other
-                        // code uses.
-                        Ok(()) => replies.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
-                            w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
-                        }),
-                        Err(error) => replies.append(frames, op::LANDED, done.seq, error, |w| w.bytes(&[])),
-                    }
-                    slots.give(done.slot);
+        // Newest first: a copy that is done then finds every copy before it done as well, and they
+        // leave in their order. Both may write the same bytes of the program.
+        // SAFETY: the slot's event is valid, since `ops::leave` sweeps all slots before a context
+        // goes.
+        let query = |copy: &Pending| check(unsafe { (driver.call.cuEventQuery)(copy.slot.event) });
+        let mut results: Vec<_> = pending.iter().rev().map(query).collect();
+        let mut next = || results.pop().unwrap_or(Err(status::NOT_READY));
+        let mut kept = Vec::with_capacity(pending.len());
+        for copy in pending.drain(..) {
+            match next() {
+                Err(status::NOT_READY) => {
+                    kept.push(copy);
+                    continue;
                 }
+                // SAFETY: the device has filled `len` bytes of the slot, which no other code uses.
+                Ok(()) => replies.append(frames, op::LANDED, copy.seq, 0, |w| unsafe {
+                    w.bytes(std::slice::from_raw_parts(copy.slot.address, copy.len));
+                }),
+                Err(error) => replies.append(frames, op::LANDED, copy.seq, error, |w| w.bytes(&[])),
             }
+            slots.give(copy.slot);
         }
+        *pending = kept;
     }
 }
 

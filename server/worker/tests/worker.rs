@@ -63,6 +63,7 @@ fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
             unsafe { HostRange::new(target, len) },
             On { ctx: 0, stream: 0, blocking: true },
             false,
+            Vec::new(),
         );
         [source, len as u64, 0, 1].into_iter().for_each(|word| w.word(word));
     });

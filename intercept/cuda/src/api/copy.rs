@@ -418,12 +418,15 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                             unsafe { gpusession_link::lanes::HostRange::new(target, len) },
                             stream.on(),
                             false,
+                            Vec::new(),
                         );
                     }
                 })
                 .map_err(unavailable)?;
             let seq = begun.seq;
             copies::finish_download(stream, begun, len, |bytes| packed.copy_from_slice(bytes))?;
+            // Data of earlier copies into the same memory must have landed before.
+            stream.wait_landed(seq);
             for ((y, z), row) in rows().zip(packed.chunks_exact(width)) {
                 // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
                 // ours.
@@ -431,8 +434,6 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                     std::ptr::copy_nonoverlapping(row.as_ptr(), host.target.row(y, z) as *mut u8, width)
                 };
             }
-            // Data of earlier copies must have landed, too.
-            stream.wait_landed(seq);
             stream.synced(seq);
         }
     }

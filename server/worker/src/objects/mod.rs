@@ -5,6 +5,7 @@ pub mod jit;
 pub mod links;
 pub mod memory;
 pub mod mirrors;
+pub mod settling;
 
 use crate::handles::Object;
 

@@ -97,7 +97,7 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     let call = &session.driver.call;
     let mut synced = Ok(());
     if !gone {
-        synced = session.contexts.synchronize(session.driver);
+        synced = super::settle::all(session);
         super::flush::flush_results(session, answer);
     }
     // SAFETY: `alloc` mapped the range, and no work that may use it runs any more.

@@ -15,6 +15,7 @@ pub mod memory;
 pub mod mirror;
 pub mod module;
 mod reference;
+mod settle;
 pub mod stream;
 mod tensor_map;
 
@@ -141,8 +142,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         // The frame does nothing: its thread waits for its position in the log.
         op::MARK => Ok(()),
         op::CTX_SYNC => {
-            // SAFETY: the frame's context is current.
-            let synced = check(unsafe { (call.cuCtxSynchronize)() });
+            let synced = settle::context(session, frame.header.ctx.get());
             flush_results(session, answer);
             Ok(synced?)
         }

@@ -50,6 +50,7 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     if let Some(graph) = captures(session).remove(&handle) {
         let _ = session.graphs.take(graph);
     }
+    let _streams = session.settling.streams();
     // SAFETY: a stream of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuStreamDestroy_v2)(stream) })?)
 }
@@ -140,6 +141,7 @@ pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
         return Err(status::INVALID_VALUE.into());
     }
     let call = &session.driver.call;
+    let _streams = session.settling.capture_begins();
     if graph == 0 {
         // SAFETY: a stream of this worker.
         check(unsafe { (call.cuStreamBeginCapture_v2)(stream, CAPTURE_RELAXED) })?;
