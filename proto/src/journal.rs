@@ -69,6 +69,11 @@ events! {
     /// A lease of GPUs is over.
     LeaseReclaimed = 0xb33b7a197cde42a497afb486369f74ce: SERVER, "A lease of GPUs is over", "gpuserver-leases(8)",
         "The lease @GPUSESSION_LEASE@ of @GPUSESSION_CLIENT@ is over: @GPUSESSION_REASON@. The server has stopped its workers.";
+    /// Workers of a server run with fewer restrictions than the server can set.
+    IsolationLacking = 0x50a32f2d107847209c47fcc4203350fc: SERVER, "Workers are not fully isolated", "gpuserver.toml(5)",
+        "Workers of the server @GPUSESSION_SERVER@ keep rights that they do not need: @GPUSESSION_REASON@.\n\
+         A program that takes over its worker then reaches what the server's user can reach, such as the pool's key.\n\
+         Enable what is missing, set isolation = \"require\", and restart the server; `gpuserver check-isolation` shows the result.";
     /// A GPU server does not answer.
     ServerLost = 0x6ff34f01d228494abdf676921495ecad: CLIENT, "A GPU server does not answer", "gpusession-status(1)",
         "The server @GPUSESSION_SERVER@ does not answer: @GPUSESSION_REASON@. Programs on its GPUs wait for 60 seconds.\n\

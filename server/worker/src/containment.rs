@@ -1,6 +1,7 @@
 //! Restrictions of a worker, which is presumed to be controlled by its client.
 //!
 //! Before it serves a client, a worker gives up these rights:
+//! * capabilities, all of them;
 //! * files, except those that a CUDA driver needs (Landlock);
 //! * sockets, except those that it receives, and other processes, new programs and rare system
 //!   calls (seccomp);
@@ -14,7 +15,7 @@ use landlock::{
     ABI, Access, AccessFs, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetStatus, path_beneath_rules,
 };
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     apply_filter_all_threads,
@@ -55,11 +56,27 @@ const OWN_THREADS: &str = "/proc/self/task";
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
 
-/// Restricts files, core dumps and sizes; returns what this host does not support.
+/// Returns the newest version of Landlock that this kernel and this program support.
+pub fn landlock() -> ABI {
+    const VERSION: libc::c_uint = 1 << 0;
+    let none = std::ptr::null::<libc::c_void>();
+    // SAFETY: with this flag the call reads no memory and creates nothing.
+    match unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0_usize, VERSION) } {
+        1 => ABI::V1,
+        2 => ABI::V2,
+        3.. => ABI::V3,
+        _ => ABI::Unsupported,
+    }
+}
+
+/// Restricts capabilities, files, core dumps and sizes; returns what this host does not support.
 ///
 /// Applied to the first thread, before the driver starts others.
-pub fn before_driver(start: &Start) -> Vec<String> {
+pub fn before_driver(start: &Start, landlock: ABI) -> Vec<String> {
     let said = |what: &'static str| move |e: String| format!("{what}: {e}");
+    // A root without capabilities keeps the pinned memory that it could have had. Others may not
+    // raise the limit.
+    let _ = setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY);
     // One byte: zero would still start a collector that `core_pattern` names.
     let parts = [
         // Out of memory, the kernel kills this program before the server and others.
@@ -68,7 +85,8 @@ pub fn before_driver(start: &Start) -> Vec<String> {
         at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
         at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
         at_most(Resource::RLIMIT_NOFILE, MAX_FILES).map_err(said("open files")),
-        files_only(start).map_err(said("landlock")),
+        files_only(start, landlock).map_err(said("landlock")),
+        no_capabilities().map_err(|e| said("capabilities")(e.to_string())),
     ];
     parts.into_iter().filter_map(Result::err).collect()
 }
@@ -79,8 +97,31 @@ fn at_most(resource: Resource, limit: u64) -> Result<(), String> {
     setrlimit(resource, most.min(limit), most.min(limit)).map_err(|e| e.to_string())
 }
 
-fn files_only(start: &Start) -> Result<(), String> {
-    let abi = ABI::V3;
+/// Gives up all capabilities, which a server that root runs would pass on.
+fn no_capabilities() -> std::io::Result<()> {
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    const VERSION_3: u32 = 0x2008_0522;
+    // Words for effective, permitted and inheritable capabilities, for each 32 of them.
+    const NONE: [[u32; 3]; 2] = [[0; 3]; 2];
+    let header = Header { version: VERSION_3, pid: 0 };
+    // SAFETY: prctl takes plain numbers; capset reads the two structures, which have the kernel's
+    // layout.
+    unsafe {
+        // The first error is past the last capability, or without the right to drop any.
+        let _ = (0..64).find(|capability| libc::prctl(libc::PR_CAPBSET_DROP, *capability, 0, 0, 0) != 0);
+        libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
+        match libc::syscall(libc::SYS_capset, &raw const header, NONE.as_ptr()) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+}
+
+fn files_only(start: &Start, abi: ABI) -> Result<(), String> {
     // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
     // open.
     std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
@@ -106,7 +147,10 @@ fn files_only(start: &Start) -> Result<(), String> {
     let write = write.chain(gpus.iter().map(PathBuf::as_path));
     let shared = match start.mps {
         true => AccessFs::from_all(abi),
-        false => AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate,
+        false => {
+            let files = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate;
+            files & AccessFs::from_all(abi)
+        }
     };
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -125,8 +169,8 @@ fn files_only(start: &Start) -> Result<(), String> {
 }
 
 /// Restricts the system calls of all threads, once the driver is warm.
-pub fn before_client(mps: bool) -> Result<(), String> {
-    calls_only(mps).map_err(|e| format!("seccomp: {e}"))
+pub fn before_client(mps: bool, landlock: ABI) -> Result<(), String> {
+    calls_only(mps, landlock).map_err(|e| format!("seccomp: {e}"))
 }
 
 /// System calls that are answered with EPERM.
@@ -251,7 +295,7 @@ fn no_x32() -> Result<(), seccompiler::Error> {
 ///
 /// Under MPS the driver connects to NVIDIA's daemon as long as the program runs, so local sockets
 /// stay allowed. The server answers no worker on its administration socket.
-fn calls_only(mps: bool) -> Result<(), String> {
+fn calls_only(mps: bool, landlock: ABI) -> Result<(), String> {
     let said = |e: seccompiler::BackendError| e.to_string();
     let arch = std::env::consts::ARCH.try_into().map_err(said)?;
     let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
@@ -267,7 +311,12 @@ fn calls_only(mps: bool) -> Result<(), String> {
     let when = |argument, operator, value| rule(vec![condition(argument, operator, value)?]);
     no_x32().map_err(|e| e.to_string())?;
     // The newer call hides its flags from filters: the C library falls back to the older one.
-    install(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
+    let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    let by_path = landlock < ABI::V3;
+    if by_path {
+        hidden.insert(libc::SYS_openat2, Vec::new());
+    }
+    install(hidden, libc::ENOSYS)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
     // The supervisor hands over the client's connections; a worker talks to no other process of
     // this host.
@@ -293,6 +342,17 @@ fn calls_only(mps: bool) -> Result<(), String> {
     for (call, commands) in [(libc::SYS_fcntl, FCNTL_SIGNALS), (libc::SYS_ioctl, IOCTL_SIGNALS)] {
         let any = commands.iter().map(|command| when(1, SeccompCmpOp::Eq, *command as u64));
         rules.insert(call, any.collect::<Result<_, _>>()?);
+    }
+    if by_path {
+        // Older versions of Landlock do not see that these empty a file which they let it read.
+        let empties = |flags| {
+            let way = SeccompCmpOp::MaskedEq((libc::O_TRUNC | libc::O_ACCMODE) as u64);
+            when(flags, way, (libc::O_TRUNC | libc::O_RDONLY) as u64)
+        };
+        rules.insert(libc::SYS_truncate, Vec::new());
+        rules.insert(libc::SYS_openat, vec![empties(2)?]);
+        #[cfg(target_arch = "x86_64")]
+        rules.insert(libc::SYS_open, vec![empties(1)?]);
     }
     // Threads, but no processes.
     let thread = libc::CLONE_THREAD as u64;
@@ -347,8 +407,8 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             return alone("containment_denies_files_sockets_and_signals", &[]);
         }
-        let files = before_driver(&start(false));
-        let calls = before_client(false);
+        let files = before_driver(&start(false), landlock());
+        let calls = before_client(false, landlock());
         // A kernel without Landlock reports that.
         match files.as_slice() {
             [] => {
@@ -368,6 +428,13 @@ mod tests {
             lacking => assert!(lacking.len() == 1 && lacking[0].starts_with("landlock: "), "{lacking:?}"),
         }
         calls.unwrap();
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        let mut sets = status.lines().filter(|line| line.starts_with("Cap"));
+        assert!(sets.clone().count() >= 4, "{status}");
+        // Without capabilities a process cannot lower this bound, which limits nothing then.
+        let root = nix::unistd::geteuid().is_root();
+        let none = |line: &str| line.ends_with("\t0000000000000000") || line.starts_with("CapBnd") && !root;
+        assert!(sets.all(none), "{status}");
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
         assert!(std::os::unix::net::UnixDatagram::pair().is_err());
@@ -402,10 +469,15 @@ mod tests {
                 denied(libc::setpriority(libc::PRIO_PROCESS, other as u32, 1).into(), of);
                 denied(libc::syscall(libc::SYS_ioprio_set, 1, other, 0), of);
             }
-            assert_eq!((runs_on(0), runs_on(own)), (0, 0));
+            assert_eq!(runs_on(0), 0);
             assert_eq!(libc::sched_setscheduler(0, libc::SCHED_OTHER, &plain), 0);
-            assert_eq!(libc::setpriority(libc::PRIO_PROCESS, 0, 1), 0);
-            assert_eq!(libc::setpriority(libc::PRIO_PROCESS, own as u32, 1), 0);
+            assert_eq!(libc::setpriority(libc::PRIO_PROCESS, 0, 19), 0);
+            // In a worker, the first thread gives up capabilities. In a test of root's, it has them
+            // all, so that the kernel protects it from this thread.
+            if !root {
+                assert_eq!(runs_on(own), 0);
+                assert_eq!(libc::setpriority(libc::PRIO_PROCESS, own as u32, 19), 0);
+            }
             denied(libc::setpriority(libc::PRIO_USER, 0, 1).into(), "all of the user");
             denied(libc::setpriority(libc::PRIO_PGRP, 0, 1).into(), "all of the group");
             denied(libc::syscall(libc::SYS_ioprio_set, 3, 0, 0), "all of the user");
@@ -442,8 +514,8 @@ mod tests {
             return alone(test, &[(PIPES, pipes.as_path())]);
         }
         let pipes = PathBuf::from(std::env::var_os(PIPES).unwrap());
-        let files = before_driver(&start(true));
-        before_client(true).unwrap();
+        let files = before_driver(&start(true), landlock());
+        before_client(true, landlock()).unwrap();
         UnixStream::connect(pipes.join("control")).unwrap();
         UnixDatagram::unbound().unwrap();
         if files.is_empty() {
@@ -458,6 +530,39 @@ mod tests {
             denied(libc::kill(libc::getppid(), 0).into(), "kill");
             denied(libc::fork().into(), "fork");
         }
+        println!("contained");
+        std::process::exit(0);
+    }
+
+    #[test]
+    fn the_first_landlock_empties_no_file() {
+        const FILE: &str = "CONTAINMENT_TEST_FILE";
+        if std::env::var_os(ALONE).is_none() {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), "kept").unwrap();
+            alone("the_first_landlock_empties_no_file", &[(FILE, file.path())]);
+            assert_eq!(std::fs::read(file.path()).unwrap(), b"kept");
+            return;
+        }
+        let file = PathBuf::from(std::env::var_os(FILE).unwrap());
+        // A folder that the worker reads.
+        let readable =
+            Start { driver: file.with_file_name("libcuda.so.1").display().to_string(), ..start(false) };
+        let lacking = before_driver(&readable, ABI::V1);
+        before_client(false, ABI::V1).unwrap();
+        let landlocked = landlock() != ABI::Unsupported;
+        assert_eq!(lacking.is_empty(), landlocked, "{lacking:?}");
+        let path = std::ffi::CString::new(file.as_os_str().as_encoded_bytes()).unwrap();
+        // SAFETY: the path ends with NUL; the calls return plain numbers.
+        unsafe {
+            denied(libc::truncate(path.as_ptr(), 0).into(), "truncate");
+            let flags = libc::O_RDONLY | libc::O_TRUNC;
+            denied(libc::open(path.as_ptr(), flags).into(), "open");
+            denied(libc::syscall(libc::SYS_open, path.as_ptr(), flags), "the older open");
+            assert_eq!(libc::syscall(libc::SYS_openat2, libc::AT_FDCWD, path.as_ptr(), 0, 24), -1);
+            assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
+        }
+        assert_eq!(std::fs::write(&file, "x").is_err(), landlocked);
         println!("contained");
         std::process::exit(0);
     }

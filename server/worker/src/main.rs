@@ -6,6 +6,7 @@ mod activity;
 mod admission;
 mod answer;
 mod calls;
+mod contained;
 mod containment;
 mod contexts;
 mod devices;
@@ -43,6 +44,10 @@ fn main() -> ExitCode {
         [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, Some(limit)),
         [_, flag, driver, pid] if flag == "--parked" => park::run(driver, pid, None),
         [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
+        [_, flag, driver, state, gpus @ ..] if flag == contained::FENCED => {
+            contained::run(driver, Some(state), gpus)
+        }
+        [_, flag, driver] if flag == contained::FREE => contained::run(driver, None, &[]),
         [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
         [_] => serve::run(),
         _ => {

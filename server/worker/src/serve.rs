@@ -130,7 +130,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     };
     let lacking = match start.isolation {
         Isolation::Off => Vec::new(),
-        Isolation::Try | Isolation::Require => containment::before_driver(&start),
+        Isolation::Try | Isolation::Require => containment::before_driver(&start, containment::landlock()),
     };
     let output = Output::redirect().map_err(|e| format!("cannot redirect the output: {e}"))?;
     let driver = Driver::load(Path::new(&start.driver))?;
@@ -175,7 +175,7 @@ fn warm(
     if start.isolation == Isolation::Off {
         return Ok(contexts);
     }
-    lacking.extend(containment::before_client(start.mps).err());
+    lacking.extend(containment::before_client(start.mps, containment::landlock()).err());
     if start.isolation == Isolation::Require && !lacking.is_empty() {
         return Err(format!(
             "isolation = \"require\": not possible on this host: {}; isolation = \"try\" continues without",

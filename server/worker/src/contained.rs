@@ -1,0 +1,130 @@
+//! Shows whether this host and its driver allow a worker's restrictions, before any client is
+//! served.
+//!
+//! `--probe-contained DRIVER STATE_DIR GPU...` takes the restrictions as a worker does, and tries
+//! acts that must fail. `--probe-free DRIVER` takes none, for comparison.
+
+use std::io;
+use std::path::Path;
+use std::process::ExitCode;
+
+use gpusession_proto::isolation::{Failure, Report};
+use gpusession_proto::readings::uuid_bytes;
+use gpusession_proto::supervise::{DeviceLimit, Isolation, Start};
+use landlock::ABI;
+
+use crate::containment;
+use crate::driver::{Driver, Status, check};
+
+/// Flag of the process that takes a worker's restrictions.
+pub const FENCED: &str = "--probe-contained";
+/// Flag of the process that takes none.
+pub const FREE: &str = "--probe-free";
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+const OUT_OF_MEMORY: Status = 2;
+
+/// Prints a [`Report`] as JSON. `state_dir`: must be out of reach; `None`: without restrictions.
+pub fn run(driver: &str, state_dir: Option<&str>, gpus: &[String]) -> ExitCode {
+    let report = match state_dir {
+        Some(state_dir) => fenced(driver, Path::new(state_dir), gpus),
+        None => Report { driver: works(driver).err(), ..Report::default() },
+    };
+    match serde_json::to_string(&report) {
+        Ok(text) => {
+            println!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            eprintln!("gpuserver-worker: the report cannot be written: {e}");
+            ExitCode::from(1)
+        }
+    }
+}
+
+/// Takes the restrictions in a worker's order, with the driver's start in between.
+fn fenced(driver: &str, state_dir: &Path, gpus: &[String]) -> Report {
+    let landlock = containment::landlock();
+    let mut lacking = containment::before_driver(&worker(driver, gpus), landlock);
+    let failure = works(driver).err();
+    lacking.extend(containment::before_client(false, landlock).err());
+    if lacking.is_empty() {
+        lacking.extend(holes(state_dir));
+    }
+    Report {
+        landlock: if landlock == ABI::Unsupported { 0 } else { landlock as u32 },
+        lacking,
+        driver: failure,
+    }
+}
+
+/// Returns the settings of a worker with these GPUs.
+fn worker(driver: &str, gpus: &[String]) -> Start {
+    let device = |uuid| DeviceLimit { uuid, memory_bytes: 0, sm_percent: 100, context_bytes: 0 };
+    Start {
+        worker: [0; 16],
+        lease: String::new(),
+        ticket_key: [0; 32],
+        driver: driver.into(),
+        devices: gpus.iter().filter_map(|gpu| uuid_bytes(gpu)).map(device).collect(),
+        require_tls: true,
+        module_cache: None,
+        module_cache_bytes: 0,
+        warm: true,
+        mps: false,
+        resume_grace_s: 0,
+        staging_bytes: 0,
+        isolation: Isolation::Require,
+    }
+}
+
+/// Starts the driver and makes a context on each GPU, which stays until this process exits.
+fn works(path: &str) -> Result<(), Failure> {
+    let driver = Driver::load(Path::new(path)).map_err(|reason| Failure { reason, full: false })?;
+    let failed = |call: &'static str| {
+        move |status| Failure {
+            reason: format!("{call}: CUDA error {status}"),
+            full: status == OUT_OF_MEMORY,
+        }
+    };
+    let (mut count, mut ctx) = (0, std::ptr::null_mut());
+    // SAFETY: cuInit takes only flags, which must be 0.
+    check(unsafe { (driver.call.cuInit)(0) }).map_err(failed("cuInit"))?;
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (driver.call.cuDeviceGetCount)(&mut count) }).map_err(failed("cuDeviceGetCount"))?;
+    for device in 0..count {
+        // SAFETY: as above.
+        check(unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, device) })
+            .map_err(failed("cuDevicePrimaryCtxRetain"))?;
+    }
+    Ok(())
+}
+
+/// Returns the acts that the restrictions should prevent and do not.
+fn holes(state_dir: &Path) -> Vec<String> {
+    let denied = |done: i64| {
+        let error = io::Error::last_os_error().raw_os_error();
+        done == -1 && matches!(error, Some(libc::EPERM | libc::EACCES))
+    };
+    // SAFETY: plain system calls; the filters refuse `execve` before it reads memory, and without
+    // them a null path is an error.
+    let (socket, exec, kill) = unsafe {
+        (
+            denied(libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0).into()),
+            denied(libc::syscall(libc::SYS_execve, 0, 0, 0)),
+            denied(libc::kill(libc::getppid(), 0).into()),
+        )
+    };
+    let acts = [
+        (
+            std::fs::read_dir(state_dir).is_err(),
+            format!(
+                "read {}, the server's state_dir: no folder of the driver, the worker's program or /usr may contain it",
+                state_dir.display()
+            ),
+        ),
+        (socket, "make a network socket".into()),
+        (exec, "start a program".into()),
+        (kill, "send a signal to the server".into()),
+    ];
+    acts.into_iter().filter(|(denied, _)| !denied).map(|(_, act)| format!("a worker can {act}")).collect()
+}
