@@ -31,6 +31,7 @@ pub mod discovery;
 pub mod gpu_lock;
 pub mod health;
 pub mod idle;
+pub mod isolation;
 pub mod lease;
 pub mod limits;
 pub mod metrics;

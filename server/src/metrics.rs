@@ -52,6 +52,8 @@ const LEASES: Metric = Metric("gpusession_leases", "gauge", "Leases by client an
 const WAITING: Metric = Metric("gpusession_waiting_requests", "gauge", "Requests in the queue for GPUs");
 const PROGRAMS: Metric = Metric("gpusession_programs", "gauge", "Running programs by client");
 const WORKERS: Metric = Metric("gpusession_workers", "gauge", "Worker processes by state");
+const ISOLATION: Metric =
+    Metric("gpusession_server_isolation", "gauge", "1 for the present isolation of the workers");
 const PARKED: Metric =
     Metric("gpusession_parked_bytes", "gauge", "Host memory that holds parked device memory");
 const ENDED_LEASES: Metric =
@@ -144,6 +146,8 @@ async fn text(pool: &Pool) -> String {
     }
     out.add(server, PROGRAMS, programs.into_iter().map(|(c, n)| (vec![("client", c)], f64::from(n))));
     out.add(server, WORKERS, workers.into_iter().map(|(s, n)| (vec![("state", s.into())], f64::from(n))));
+    let level = pool.supervisor().isolation().level.as_str();
+    out.add(server, ISOLATION, [(vec![("level", level.into())], 1.0)]);
     out.add(server, PARKED, [(vec![], pool.parking().parked_bytes() as f64)]);
 
     let totals = pool.accounting().totals();

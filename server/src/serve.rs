@@ -26,6 +26,7 @@ use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
 use crate::discovery::{self, DiscoveryError, Probe};
 use crate::gpu_lock::{self, GpuLocks};
+use crate::isolation;
 use crate::lease::Gpu;
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
@@ -91,6 +92,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         end = stop.wait() => return Ok(end),
     };
     let _gpus_are_ours = lock_gpus(&config, &host.gpus)?;
+    let isolation = tokio::select! {
+        decided = isolation::settle(&config, &host.worker, &host.driver, &host.gpus) => decided?,
+        end = stop.wait() => return Ok(end),
+    };
     let ports = Ports::bind(&config, &mut left, &store).await?;
     let admin_path = config.admin_socket();
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
@@ -103,7 +108,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
-        isolation: config.isolation,
+        isolation,
         mps: host.mps,
     };
     let (registry, lost) = LocalRegistry::open(

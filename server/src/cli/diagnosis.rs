@@ -167,8 +167,11 @@ fn isolation(facts: &Facts) -> Finding {
     let known = facts.workers.iter().filter(|w| !matches!(w.isolation.as_str(), "" | "later"));
     let judge = |worker: &PsRow| match worker.isolation.as_str() {
         "full" => Finding::ok("workers are isolated"),
-        "off" => Finding::warning("workers are not isolated", "gpuserver config set isolation require"),
-        lacks => Finding::warning(format!("workers lack {lacks}"), "see isolation.md; gpuserver ps"),
+        "basic" => Finding::ok("workers are isolated, with an older kernel's means"),
+        "off" => Finding::warning("workers are not isolated", "gpuserver check-isolation; see isolation.md"),
+        lacks => {
+            Finding::warning(format!("workers lack {lacks}"), "gpuserver check-isolation; see isolation.md")
+        }
     };
     let mut findings: Vec<_> = known.map(judge).collect();
     findings.dedup();

@@ -5,6 +5,7 @@ mod admin;
 mod clients;
 mod config;
 mod diagnosis;
+mod isolation;
 mod pool;
 mod remote;
 mod several;

@@ -100,6 +100,9 @@ pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
         s.cuda_version % 1000 / 10
     )?;
     writeln!(out, "  authority  {}", s.authority_sha256)?;
+    if !s.isolation.is_empty() {
+        writeln!(out, "  isolation  {}", s.isolation)?;
+    }
     writeln!(out, "  {} GPUs, {} leases, {} workers", s.gpus, s.leases, s.workers)?;
     Ok(())
 }

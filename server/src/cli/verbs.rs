@@ -9,6 +9,7 @@ use super::admin::{AdminVerb, administrators};
 use super::clients::{ClientsVerb, clients};
 use super::config::{ConfigVerb, check_config, configure};
 use super::diagnosis::{self, HealthOptions, ReportOptions};
+use super::isolation::check_isolation;
 use super::pool::{PoolVerb, pool};
 use super::several::{ps, stop, top};
 use super::show::{self, Output};
@@ -55,6 +56,11 @@ pub enum Verb {
         #[arg(long)]
         explain: bool,
     },
+    /// Test whether workers can start isolated, as the start of the server does
+    ///
+    /// The test makes a context on each GPU for a moment. Exit status: 0 the server starts; 1 the
+    /// test failed; 2 `isolation = "require"` and this host does not allow it.
+    CheckIsolation,
     /// Check this host and its server; each fault comes with a remedy
     ///
     /// Exit status: 0 without a fault, 1 with one, 69 if the server does not answer. No check
@@ -196,6 +202,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<u8> {
     let out = &mut Output { out, json: cli.json };
     match &cli.verb {
         Verb::Health(options) => diagnosis::health(out, &server, options),
+        Verb::CheckIsolation => check_isolation(out, server.config()?),
         verb => verb.run(cli.config.as_deref(), &server, out).map(|()| 0),
     }
 }
@@ -205,7 +212,9 @@ impl Verb {
     fn run(&self, file: Option<&Path>, server: &Target, out: &mut Output<'_>) -> anyhow::Result<()> {
         let ask = |ask: Ask| must_run(server, &ask);
         match self {
-            Self::Serve | Self::Health(_) => anyhow::bail!("internal error: not a verb of this function"),
+            Self::Serve | Self::Health(_) | Self::CheckIsolation => {
+                anyhow::bail!("internal error: not a verb of this function")
+            }
             Self::Report(options) => diagnosis::report(out, server, options),
             Self::CheckConfig { explain } => check_config(out, file, server.config()?, *explain),
             Self::Pool { verb } => pool(out, server.config()?, verb),
@@ -256,7 +265,9 @@ impl Verb {
     fn local(&self) -> Option<&'static str> {
         match self {
             Self::Serve => Some("a server is started on its own host"),
-            Self::Health(_) | Self::Report(_) => Some("a host is examined by its own command"),
+            Self::Health(_) | Self::Report(_) | Self::CheckIsolation => {
+                Some("a host is examined by its own command")
+            }
             Self::CheckConfig { .. } => {
                 Some("a configuration is checked on its own host, whose driver and folders it names")
             }

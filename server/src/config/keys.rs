@@ -105,11 +105,12 @@ keys! {
 
         "Workers, one process for each program of a client";
 
-        /// Rights that workers give up: "try" as many as this host allows, "require" all of them or
-        /// workers do not start, "off" none.
+        /// Rights that workers give up: "require" all, or the server does not start; "try" as many
+        /// as this host allows; "off" none.
         ///
         /// The rights are files, sockets, processes and rare system calls.
-        isolation: Isolation = "try", ISOLATION;
+        /// `gpuserver check-isolation` shows which ones this host allows.
+        isolation: Isolation = "require", ISOLATION;
         /// Number of workers kept ready for each lease.
         ///
         /// The number is 0 to 64.

@@ -57,7 +57,7 @@ impl Supervisor {
 
     pub(super) fn on_exit(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(Worker { book: worker, kept, trial, .. }) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, kept, .. }) = state.workers.remove(id) else { return };
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
@@ -77,11 +77,6 @@ impl Supervisor {
             Some(reason) => format!("{reason} ({end})"),
             None => end,
         };
-        if let Some(isolated) =
-            trial.filter(|_| worker.phase == Phase::Starting && !told && worker.pid.is_some())
-        {
-            state.trial.failed(isolated, &reason);
-        }
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
         if let Some(pid) = worker.pid {
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());

@@ -6,7 +6,6 @@ use std::time::Duration;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, warn};
 
-use super::isolation_probe::Trial;
 use super::quota::{Ledger, LedgerMessage};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
 use super::{Event, LeaseState, State, Supervisor, WorkerId};
@@ -22,7 +21,7 @@ impl Supervisor {
     }
 
     fn on_message(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
-        let State { workers, leases, trial, .. } = state;
+        let State { workers, leases, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };
         let mut lease = leases.get_mut(&worker.lease);
         let now = self.0.clock.now();
@@ -56,7 +55,7 @@ impl Supervisor {
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version } => {
-                self.worker_ready(worker, lease, trial, fingerprint, cuda_version);
+                self.worker_ready(worker, lease, fingerprint, cuda_version);
             }
             FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
                 // It waits until MPS has ended its GPU work.
@@ -99,16 +98,10 @@ impl Supervisor {
             }
             FromWorker::Contained { lacking } if worker.may_be_contained(&lacking) => {
                 let lacking: Vec<_> = lacking.iter().map(|l| printable(l)).collect();
-                if !lacking.is_empty() && !state.isolation_told {
-                    state.isolation_told = true;
-                    warn!(
-                        "isolation: incomplete on this host: {}; workers run without these measures",
-                        lacking.join("; ")
-                    );
-                }
-                if let Some(worker) = state.workers.get_mut(id) {
-                    worker.isolation = if lacking.is_empty() { "full".into() } else { lacking.join("; ") };
-                }
+                worker.isolation = match lacking.is_empty() {
+                    true => self.0.options.isolation.level.as_str().into(),
+                    false => lacking.join("; "),
+                };
             }
             // A late report, sent while the worker exits.
             FromWorker::Contained { .. } => {}
@@ -124,7 +117,6 @@ impl Supervisor {
         &self,
         worker: &mut Worker,
         lease: Option<&mut LeaseState>,
-        trial: &mut Trial,
         fingerprint: [u8; 32],
         cuda_version: u32,
     ) {
@@ -133,13 +125,6 @@ impl Supervisor {
         }
         worker.phase = Phase::Warm;
         worker.fingerprint = Some(fingerprint);
-        if let Some(isolated) = worker.trial
-            && let Some(reason) = trial.ready(isolated)
-        {
-            warn!(
-                "isolation: workers cannot start isolated on this host: {reason}; continuing without, because isolation = \"try\""
-            );
-        }
         debug!(
             gpusession_worker = hex(&worker.id),
             gpusession_lease = worker.lease,

@@ -13,14 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::readings::uuid_bytes;
-use gpusession_proto::supervise::{ClientProcess, DeviceLimit, Isolation, ToWorker, Usage};
+use gpusession_proto::supervise::{ClientProcess, DeviceLimit, ToWorker, Usage};
 use tokio::sync::{Notify, broadcast};
 use tracing::info;
 
 pub use self::adopt::AdoptError;
 use self::exit::stop;
 use self::handover::{LeftWorker, Store};
-use self::isolation_probe::Trial;
 use self::messages::say;
 use self::quota::Ledger;
 use self::run::Origin;
@@ -33,6 +32,7 @@ pub use self::worker::{Phase, WorkerRecord, hex};
 use crate::accounting::Accounting;
 use crate::cache::Cache;
 use crate::clock::{Clock, Moment, Random};
+use crate::isolation::Decision;
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded, Limits};
 use crate::log_throttle::LogThrottle;
@@ -46,7 +46,6 @@ pub mod channel;
 mod exit;
 pub mod handover;
 mod host_memory;
-mod isolation_probe;
 mod messages;
 mod mps;
 pub mod park;
@@ -79,8 +78,8 @@ pub struct Options {
     pub idle_exit: Duration,
     /// Time that a worker waits for a lost client.
     pub resume_grace: Duration,
-    /// Isolation of workers: off, tried or required.
-    pub isolation: Isolation,
+    /// Isolation of workers, which never changes while the server runs.
+    pub isolation: Decision,
     /// Settings of MPS; `None`: this server does not use MPS.
     pub mps: Option<crate::mps::Settings>,
 }
@@ -108,7 +107,7 @@ pub struct WorkerView {
     pub gpus: Vec<String>,
     /// Last usage report of the worker.
     pub usage: Usage,
-    /// `full`, `off`, `later` (not reported yet), or the measures that this host does not allow.
+    /// Level, `later` (not reported yet), or the measures that this host does not allow.
     pub isolation: String,
     /// Device memory that counts for its process, in bytes, contexts included.
     pub memory_bytes: u64,
@@ -167,8 +166,6 @@ struct State {
     /// Recently exited workers: process id, GPUs, time of the exit.
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
-    isolation_told: bool,
-    trial: Trial,
     /// When running programs were last noted for accounting, in minutes.
     noted: u64,
 }
@@ -271,6 +268,11 @@ impl Supervisor {
         Ok(this)
     }
 
+    /// Returns how isolated this server's workers are.
+    pub fn isolation(&self) -> &Decision {
+        &self.0.options.isolation
+    }
+
     /// Returns the MPS domains, if this server uses MPS.
     pub fn mps(&self) -> Option<&Mps> {
         self.0.mps.as_ref()
@@ -359,7 +361,6 @@ impl Supervisor {
             seat: None,
             pausing: None,
             unadmitted: Unadmitted::default(),
-            trial: None,
             presented: false,
             orders,
         };

@@ -69,7 +69,7 @@ impl Supervisor {
             mps: entry.lease.mps,
             resume_grace_s: options.resume_grace.as_secs() as u32,
             staging_bytes: staging(&entry.limits),
-            isolation: state.trial.next(options.isolation),
+            isolation: options.isolation.workers,
         };
         let (orders, queues) = orders();
         let book = WorkerRecord {
@@ -99,8 +99,6 @@ impl Supervisor {
             ended_because: None,
             held: Vec::new(),
         };
-        let trial = (options.isolation == Isolation::Try && start.warm && environment.is_empty())
-            .then_some(start.isolation != Isolation::Off);
         state.workers.insert(
             id,
             Worker {
@@ -109,7 +107,6 @@ impl Supervisor {
                 seat: None,
                 pausing: None,
                 unadmitted: Unadmitted::default(),
-                trial,
                 presented: false,
                 orders,
             },

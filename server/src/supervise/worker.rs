@@ -46,12 +46,6 @@ pub(super) struct Worker {
     pub(super) pausing: Option<oneshot::Sender<bool>>,
     /// Connections that the worker has not decided on.
     pub(super) unadmitted: Unadmitted,
-    /// Whether the worker is isolated; `Some` only if its start shows whether isolation works on
-    /// this host.
-    ///
-    /// A start with a client's own variables may fail because of them. Under MPS a worker loads its
-    /// driver later.
-    pub(super) trial: Option<bool>,
     /// A process has shown it a ticket, so that it may have contexts on its GPUs.
     pub(super) presented: bool,
     pub(super) orders: Orders,

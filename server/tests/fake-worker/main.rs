@@ -4,6 +4,9 @@
 //!
 //! * `...no-driver...`: the probe works, workers report `Failed`.
 //! * `...free...`: workers report `Failed` if they are to be isolated.
+//! * `...hiccup...`: the first worker reports `Failed`.
+//! * `...full...`: no context fits on the GPUs before a worker starts.
+//! * `...open...`: the host has no Landlock.
 //! * `...crash...`: workers exit as soon as they are started.
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
@@ -28,6 +31,7 @@ use std::io::{IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use gpusession_proto::isolation::{Failure, Report};
 use gpusession_proto::message;
 use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::readings::{Answer, FromMonitor, ToMonitor};
@@ -61,6 +65,21 @@ fn main() {
             serde_json::json!({ "driver_version": null, "cuda_version": 13000, "devices": devices })
         );
         return;
+    }
+    if let [_, probe, driver, ..] = args.as_slice()
+        && let Some(fenced) = ["--probe-free", "--probe-contained"].iter().position(|flag| flag == probe)
+    {
+        let failure = |reason: &str, full| Some(Failure { reason: reason.into(), full });
+        let report = Report {
+            landlock: 3,
+            lacking: driver.contains("open").then(|| "landlock: missing".to_string()).into_iter().collect(),
+            driver: match driver {
+                _ if driver.contains("full") => failure("cuDevicePrimaryCtxRetain: CUDA error 2", true),
+                _ if driver.contains("free") && fenced == 1 => failure("cuInit: CUDA error 304", false),
+                _ => None,
+            },
+        };
+        return println!("{}", serde_json::to_string(&report).unwrap());
     }
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
         return monitor(&args[2]);
@@ -137,6 +156,11 @@ fn serve() {
                 }
                 if s.driver.contains("free") && s.isolation != Isolation::Off {
                     tell(&FromWorker::Failed { reason: "cuInit: CUDA error 304".into() });
+                    return;
+                }
+                let first = || std::fs::File::create_new(format!("{}.first", s.driver)).is_ok();
+                if s.driver.contains("hiccup") && first() {
+                    tell(&FromWorker::Failed { reason: "cuInit: CUDA error 2".into() });
                     return;
                 }
                 if s.driver.contains("no-driver") {

@@ -100,7 +100,7 @@ impl Server {
     }
 
     pub fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_gpuserver"));
+        let mut command = Command::new(artefact("gpuserver", Artefact::Program("gpuserver")));
         command
             .args(words)
             .env("GPUSERVER_CONF", self.path("gpuserver.toml"))

@@ -656,48 +656,54 @@ async fn workers_that_do_not_start_are_explained() {
 }
 
 #[tokio::test]
-async fn isolation_is_tried() {
+async fn isolation_is_decided_before_a_port_opens() {
     let isolation = async |driver: &str, lines: &str| {
         let mut server = Server::prepare(driver, lines).await;
         server.run_into("log").await;
         let mut vm = server.client("vm-1").await;
         let lease = vm.allocate(100.0).await.unwrap();
-        eventually("a worker is warm", async || server.workers().iter().any(|w| w["state"] == "warm")).await;
-        let worker = vm.take(&lease.id).await;
+        // A hiccup of workers never takes restrictions away.
+        eventually("a worker is taken", async || vm.take(&lease.id).await.is_ok()).await;
         let rows = server.workers();
         let levels: Vec<_> = rows.iter().map(|w| w["isolation"].as_str().unwrap().to_string()).collect();
-        (worker.is_ok(), levels, std::fs::read_to_string(server.path("log")).unwrap())
+        let status = server.json(&["status"])["server"]["isolation"].as_str().unwrap().to_string();
+        (levels, status, std::fs::read_to_string(server.path("log")).unwrap())
     };
-    let (served, levels, _) = isolation("libcuda.so.1", "").await;
-    assert!(served && levels.contains(&"full".into()), "{levels:?}");
-    let (served, levels, _) = isolation("libcuda.so.1", "isolation = \"off\"").await;
-    assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
-    let (served, levels, log) = isolation("free-libcuda.so.1", "").await;
-    assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
+    let (levels, status, _) = isolation("libcuda.so.1", "").await;
+    assert!(levels.contains(&"full".into()) && status == "full", "{levels:?} {status}");
+    let (levels, status, _) = isolation("libcuda.so.1", "isolation = \"off\"").await;
+    assert!(levels.iter().all(|l| l == "off") && status.starts_with("off"), "{levels:?} {status}");
+    let (levels, ..) = isolation("hiccup-libcuda.so.1", "isolation = \"try\"").await;
+    assert!(levels.iter().all(|l| l == "full" || l == "later"), "{levels:?}");
+    let (levels, status, log) = isolation("free-libcuda.so.1", "isolation = \"try\"").await;
+    assert!(levels.iter().all(|l| l == "off") && status.contains("CUDA error 304"), "{levels:?} {status}");
+    assert!(log.contains("isolation of workers: off: the driver works only without it"), "{log}");
+    // Full GPUs say nothing about this host.
+    let (levels, _, log) = isolation("full-libcuda.so.1", "isolation = \"try\"").await;
     assert!(
-        log.contains("workers cannot start isolated on this host") && log.contains("CUDA error 304"),
-        "{log}"
+        levels.contains(&"full".into()) && log.contains("not tested with the driver"),
+        "{levels:?} {log}"
+    );
+    // A host whose restrictions are incomplete.
+    let (levels, status, _) = isolation("open-libcuda.so.1", "isolation = \"try\"").await;
+    assert!(
+        levels.contains(&"partial".into()) && status.starts_with("partial: landlock"),
+        "{levels:?} {status}"
     );
 
-    // A client's own variables prove nothing about this host.
-    let server = Server::start_with("free-libcuda.so.1", "warm_workers = 0").await;
-    let mut vm = server.client("vm-1").await;
-    let lease = vm.allocate(100.0).await.unwrap();
-    let environment = HashMap::from([("CUDA_MODULE_LOADING".to_string(), "EAGER".to_string())]);
-    let request = TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment, ..Default::default() };
-    for _ in 0..3 {
-        assert!(vm.pool.take_workers(request.clone()).await.is_err());
+    // The default.
+    for (driver, why) in [("free-libcuda.so.1", "CUDA error 304"), ("open-libcuda.so.1", "landlock: missing")]
+    {
+        let server = Server::prepare(driver, "").await;
+        for (verb, code) in [("serve", 1), ("check-isolation", 2)] {
+            let done = server.verb(&[verb]);
+            let said = format!("{done:?}");
+            assert!(said.contains(why) && said.contains("isolation = \\\"try\\\""), "{said}");
+            assert_eq!(done.status.code(), Some(code), "{said}");
+        }
     }
-    // By then the server may have tried a worker without isolation.
-    if let Err(status) = vm.take(&lease.id).await {
-        assert!(status.message().contains("CUDA error 304"), "{status}");
-    }
-    eventually("one without isolation is tried", async || vm.take(&lease.id).await.is_ok()).await;
-
-    let server = Server::start_with("free-libcuda.so.1", "isolation = \"require\"").await;
-    let mut vm = server.client("vm-1").await;
-    let lease = vm.allocate(100.0).await.unwrap();
-    assert!(vm.take(&lease.id).await.unwrap_err().message().contains("CUDA error 304"));
+    let server = Server::prepare("libcuda.so.1", "").await;
+    assert_eq!(server.json(&["check-isolation"])["isolation"]["level"], "full");
 }
 
 #[tokio::test]

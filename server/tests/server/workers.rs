@@ -69,17 +69,15 @@ fn files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
 impl Site {
     async fn start() -> Self {
         let machine = format!("server_{}", std::process::id());
-        let mut server =
-            Server::prepare("libcuda.so.1", "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]")
-                .await;
-        std::fs::remove_file(server.path("libcuda.so.1")).unwrap();
+        let lines = "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]";
+        let mut server = Server::prepare("libcuda.so.1", lines).await;
+        // Workers may read the driver's folder, so that it is not the server's.
+        std::fs::create_dir(server.path("sim")).unwrap();
         for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-            std::os::unix::fs::symlink(
-                artefact("simgpu", Artefact::Library("libsimgpu.so")),
-                server.path(name),
-            )
-            .unwrap();
+            let library = artefact("simgpu", Artefact::Library("libsimgpu.so"));
+            std::os::unix::fs::symlink(library, server.path("sim").join(name)).unwrap();
         }
+        server.configure("sim/libcuda.so.1", lines);
         server.variables = vec![
             ("GPUSERVER_WORKER", artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")).into()),
             ("SIMGPU_MACHINE", machine.clone().into()),
@@ -126,7 +124,7 @@ impl Site {
     fn gpus(&self) -> Vec<GpuReading> {
         let mut monitor = Command::new(artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")))
             .arg("--monitor")
-            .arg(self.server.path("libcuda.so.1"))
+            .arg(self.server.path("sim/libcuda.so.1"))
             .envs(self.server.variables.iter().map(|(name, value)| (name, value)))
             .env_remove("XDG_RUNTIME_DIR")
             .stdin(Stdio::piped())

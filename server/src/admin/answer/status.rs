@@ -36,6 +36,9 @@ pub struct StatusView {
     pub cuda_version: u32,
     /// SHA-256 of the authority's certificate.
     pub authority_sha256: String,
+    /// Isolation of workers, and what is missing.
+    #[serde(default)]
+    pub isolation: String,
     /// Number of served GPUs.
     pub gpus: usize,
     /// Number of leases.
@@ -138,6 +141,7 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         driver_version: pool.driver_version(),
         cuda_version: facts.cuda_version,
         authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
+        isolation: pool.supervisor().isolation().to_string(),
         gpus: pool.registry().gpus().await.len(),
         leases: pool.registry().count().await,
         workers: pool.supervisor().workers().len(),
