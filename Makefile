@@ -196,7 +196,7 @@ $(TOOLS)/bin/cargo-generate-rpm:
 
 # Pages for administrators and users of either kind of machine. Each package has all of them, so
 # that links lead somewhere.
-PAGES := user-guide.md admin-guide.md sharing.md idle-and-parking.md isolation.md troubleshooting.md json.md
+PAGES := user-guide.md admin-guide.md security.md sharing.md idle-and-parking.md isolation.md troubleshooting.md json.md
 
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
