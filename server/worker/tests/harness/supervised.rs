@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use gpuserver::accounting::Accounting;
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
+use gpuserver::isolation::{Decision, Level};
 use gpuserver::lease::{Lease, Share};
 use gpuserver::limits::Effective;
 use gpuserver::supervise::handover::Store;
 use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::LEN;
-use gpusession_proto::supervise::DeviceLimit;
+use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
 
@@ -71,7 +72,7 @@ impl Site {
             warm_workers,
             idle_exit: Duration::ZERO,
             resume_grace: Duration::ZERO,
-            isolation: gpusession_proto::supervise::Isolation::Try,
+            isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,
         };
         let clock = Arc::new(Moved::default());

@@ -1,7 +1,6 @@
 //! Attacks on real programs: a server, its workers, and the simulated driver.
 //!
 //! Each test is one attack; `docs/security.md` lists it with its promise.
-#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 #[path = "../../../../server/tests/server/common.rs"]
 #[expect(dead_code, reason = "a part of it serves other tests")]
