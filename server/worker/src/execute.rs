@@ -516,8 +516,9 @@ impl State {
 fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Frame> {
     // A program's change of shared memory is the device's at once, as on a local card.
     // Kept behind its own thread, it could arrive after another thread's launch, or overwrite what
-    // that thread sent later.
-    if state.kept.is_empty() || frame.header.op.get() == op::WRITE_HOST {
+    // that thread sent later. The end of a host function follows its changes, and every kept frame
+    // may wait for it.
+    if state.kept.is_empty() || matches!(frame.header.op.get(), op::WRITE_HOST | op::HOST_FUNC_DONE) {
         return Some(frame);
     }
     let touched = order::touches(session.streams(), &frame);

@@ -639,13 +639,19 @@ fn allocate_ordered(
         return give(address, 0);
     }
     let op = if pool.is_some() { op::cuMemAllocFromPoolAsync } else { op::cuMemAllocAsync };
+    let mut seq = 0;
     let reply = client.call(op, |w| {
+        seq = w.seq();
         w.word(size as u64);
         if let Some(pool) = pool {
             w.word(client.own(pool));
         }
         w.word(stream.handle);
     })?;
+    // A synchronization of the stream waits for the allocation, and for all work before it.
+    if stream.capture().is_none() {
+        stream.worked(seq);
+    }
     let new = word(&mut reply.reader())?;
     if let Err(status) = client.claims.claim("memory of a pool", new, size as u64) {
         free_ordered(new, &stream)?;

@@ -256,6 +256,21 @@ fn changes_of_shared_memory_overtake_blocked_frames() {
 }
 
 #[test]
+fn end_of_a_host_function_overtakes_frames_that_wait_for_it() {
+    let lab = Lab::new(&[1]);
+    lab.send(launch(1, 1, BLOCKING));
+    assert_eq!(lab.next(), 1);
+    // A barrier, which every later frame stays behind.
+    lab.send(frame(op::STREAM_SYNC, 2, 2, false, &[BLOCKING]));
+    lab.send(launch(3, 3, OTHER));
+    assert!(lab.still(), "the barrier waits for the stream");
+    lab.send(frame(op::HOST_FUNC_DONE, 4, 4, false, &[9]));
+    assert_eq!(lab.next(), 4);
+    lab.unblock(1);
+    assert_eq!([lab.next(), lab.next()], [2, 3]);
+}
+
+#[test]
 fn mark_stays_behind_a_thread_with_many_kept_bytes() {
     let lab = Lab::new(&[1]);
     lab.send(launch(1, 1, BLOCKING));
