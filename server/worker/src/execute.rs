@@ -514,19 +514,15 @@ impl State {
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
 fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Frame> {
-    // A program's change of shared memory is the device's at once, as on a local card.
-    // Kept behind its own thread, it could arrive after another thread's launch, or overwrite what
-    // that thread sent later. The end of a host function follows its changes, and every kept frame
-    // may wait for it.
-    if state.kept.is_empty() || matches!(frame.header.op.get(), op::WRITE_HOST | op::HOST_FUNC_DONE) {
+    if state.kept.is_empty() {
         return Some(frame);
     }
     let touched = order::touches(session.streams(), &frame);
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
-        Some(keeper) => Some(*keeper),
+        Some(keeper) if !touched.overtakes() => Some(*keeper),
         None if frame.header.op.get() == op::MARK => keeps_most_of(state, frame.thread()),
-        None => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
+        _ => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
     };
     match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
         Some(kept) => {

@@ -50,8 +50,12 @@ pub struct Touched {
     some_stream: bool,
     /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
     only_waits: bool,
-    /// Every later frame stays behind it.
+    /// Every later frame stays behind it, apart from those that overtake.
     barrier: bool,
+    /// It stays behind changes of shared memory only: blocked frames may wait for it.
+    overtakes: bool,
+    /// Changes shared memory, which every later frame may read.
+    changes_memory: bool,
 }
 
 impl Touched {
@@ -75,6 +79,7 @@ impl Touched {
     /// Adds what a frame touches: a later frame depends on the sum if it depends on a part.
     pub fn join(&mut self, other: &Self) {
         self.barrier |= other.barrier;
+        self.changes_memory |= other.changes_memory;
         if !other.only_waits {
             self.every_stream |= other.every_stream;
             self.some_stream |= other.some_stream;
@@ -86,12 +91,21 @@ impl Touched {
 
     /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
+        earlier.changes_memory || !self.overtakes && self.follows(earlier)
+    }
+
+    fn follows(&self, earlier: &Self) -> bool {
         earlier.barrier
             || !earlier.only_waits
                 && (self.everything
                     || (self.every_stream && earlier.some_stream)
                     || (self.some_stream && earlier.every_stream)
                     || self.objects.iter().any(|h| earlier.objects.contains(h)))
+    }
+
+    /// Returns `true` for a frame that blocked frames may wait for.
+    pub fn overtakes(&self) -> bool {
+        self.overtakes
     }
 }
 
@@ -107,6 +121,13 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         }
     }
     match frame.header.op.get() {
+        // A program's change of shared memory is the device's at once, as on a local card. Kept
+        // behind its own thread, it could arrive after another thread's launch.
+        op::WRITE_HOST => {
+            touched.overtakes = true;
+            touched.changes_memory = true;
+        }
+        op::HOST_FUNC_DONE => touched.overtakes = true,
         op::LAUNCH => {
             touched.object(words[0]);
             touched.stream(streams, words[5]);

@@ -256,6 +256,20 @@ fn changes_of_shared_memory_overtake_blocked_frames() {
 }
 
 #[test]
+fn every_frame_stays_behind_a_blocked_change_of_shared_memory() {
+    let lab = Lab::new(&[2]);
+    lab.send(frame(op::WRITE_HOST, 1, 2, false, &[1]));
+    assert_eq!(lab.next(), 2);
+    // A later change of the same bytes, the end of the function that made them, a launch.
+    lab.send(frame(op::WRITE_HOST, 2, 3, false, &[1]));
+    lab.send(frame(op::HOST_FUNC_DONE, 1, 4, false, &[9]));
+    lab.send(launch(3, 5, OTHER));
+    assert!(lab.still());
+    lab.unblock(2);
+    assert_eq!([lab.next(), lab.next(), lab.next()], [3, 4, 5]);
+}
+
+#[test]
 fn end_of_a_host_function_overtakes_frames_that_wait_for_it() {
     let lab = Lab::new(&[1]);
     lab.send(launch(1, 1, BLOCKING));
