@@ -8,8 +8,13 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{Client, word};
-use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::status::{INVALID_HANDLE, INVALID_IMAGE, Result};
 use crate::{clients, handles, libraries};
+
+/// Most bytes of a kernel's parameters, by CUDA's documentation.
+const MAX_PARAM_BYTES: usize = 32_764;
+/// Most parameters that the library believes a kernel to have, as many as a worker describes.
+const MAX_PARAMS: u64 = 4096;
 
 /// Position of a parameter within the parameter buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,6 +134,9 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
     })?;
     let mut r = reply.reader();
     let count = word(&mut r)?;
+    if count > MAX_PARAMS {
+        return Err(INVALID_IMAGE);
+    }
     let mut params = Vec::new();
     for _ in 0..count {
         let both = word(&mut r)?;
@@ -173,11 +181,19 @@ impl Function {
         self.how == How::Kernel
     }
 
-    /// Makes a function that no worker knows; an error for parameters beyond a kernel's maximum.
+    /// Makes a function that no worker knows; an error for a layout that no kernel has.
+    ///
+    /// The layout is the server's word, and says how many bytes of the program a launch reads.
     pub fn new(handle: u64, name: CString, how: How, parent: u64, params: Vec<Param>) -> Result<Self> {
-        let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);
-        if param_bytes > 1 << 16 {
-            return Err(INVALID_VALUE);
+        let mut param_bytes = 0;
+        for param in &params {
+            let offset = param.offset as usize;
+            let end = offset + param.size as usize;
+            // Parameters lie one after the other.
+            if offset < param_bytes || end > MAX_PARAM_BYTES {
+                return Err(INVALID_IMAGE);
+            }
+            param_bytes = end;
         }
         Ok(Self {
             handle,
@@ -369,15 +385,27 @@ mod tests {
     }
 
     #[test]
-    fn kernel_has_at_most_64_kib_of_parameters() {
-        let bytes = |offset, size| {
-            let params = vec![Param { offset, size }, Param { offset: 0, size: 8 }];
+    fn a_server_cannot_name_more_of_a_program_than_a_kernel_takes() {
+        let bytes = |params: &[(u32, u32)]| {
+            let params = params.iter().map(|&(offset, size)| Param { offset, size }).collect();
             Function::new(1, c"f".into(), How::Function, 2, params).map(|function| function.param_bytes)
         };
-        assert_eq!(bytes(16, 4), Ok(20));
-        assert_eq!(bytes((1 << 16) - 8, 8), Ok(1 << 16));
-        assert_eq!(bytes((1 << 16) - 8, 9), Err(INVALID_VALUE));
-        assert_eq!(bytes(u32::MAX, u32::MAX), Err(INVALID_VALUE));
+        assert_eq!(bytes(&[]), Ok(0));
+        assert_eq!(bytes(&[(0, 4), (8, 8), (16, 4)]), Ok(20));
+        assert_eq!(bytes(&[(0, 32_764)]), Ok(32_764));
+        for layout in [
+            [(0, 32_765)].as_slice(),
+            &[(0, 16_384), (16_384, 16_384)],
+            &[(0, 8), (4, 8)],
+            &[(8, 8), (0, 8)],
+            &[(u32::MAX, u32::MAX)],
+        ] {
+            assert_eq!(bytes(layout), Err(INVALID_IMAGE), "{layout:?}");
+        }
+        // More parameters than a kernel has would be read beyond the program's list.
+        let program = Program::new();
+        program.answer(op::GET_FUNCTION, 0, &[MAX_PARAMS + 1]);
+        assert_eq!(function(&program, How::Function, c"f").err(), Some(INVALID_IMAGE));
     }
 
     #[test]
