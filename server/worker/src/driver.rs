@@ -19,6 +19,7 @@ pub mod status {
     #![allow(missing_docs)]
     pub const INVALID_VALUE: i32 = 1;
     pub const OUT_OF_MEMORY: i32 = 2;
+    pub const INVALID_IMAGE: i32 = 200;
     pub const NOT_READY: i32 = 600;
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_SUPPORTED: i32 = 801;

@@ -29,6 +29,7 @@ const INVALID_VALUE: i32 = 1;
 const OUT_OF_MEMORY: i32 = 2;
 const INVALID_DEVICE: i32 = 101;
 const NOT_SUPPORTED: i32 = 801;
+const INVALID_IMAGE: i32 = 200;
 const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 
@@ -587,6 +588,45 @@ fn bad_handles_are_errors_and_nothing_else() {
     }
     assert_eq!(guest.ask_words(op::EVENT_RECORD, &[event(1), stream(1), 0]), Ok(0));
     assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+}
+
+#[test]
+fn images_that_lie_about_their_length_are_errors() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    let mut fatbin = vec![0; 128];
+    fatbin[..8].copy_from_slice(&[0x50, 0xed, 0x55, 0xba, 1, 0, 16, 0]);
+    let mut elf = vec![0; 64];
+    elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
+    elf[0x3a..0x3e].copy_from_slice(&[64, 0, 200, 0]);
+    let mut wrapper = vec![0; 24];
+    wrapper[..4].copy_from_slice(&0x4662_43b1_u32.to_le_bytes());
+    wrapper[8..16].copy_from_slice(&WINDOW.to_le_bytes());
+    let mut images = vec![elf.clone(), wrapper, b".version 7.0 without an end".to_vec()];
+    for far in [113_u64, 1 << 30, u64::MAX] {
+        fatbin[8..16].copy_from_slice(&far.to_le_bytes());
+        elf[0x28..0x30].copy_from_slice(&far.to_le_bytes());
+        images.extend([fatbin.clone(), elf.clone()]);
+    }
+    for (at, image) in images.iter().enumerate() {
+        let hash = blake3::hash(image);
+        let sent = guest.ask(op::IMAGE_DATA, |w| {
+            w.bytes(hash.as_bytes());
+            w.word(image.len() as u64);
+            w.bytes(image);
+        });
+        assert_eq!(sent, Ok(0));
+        for (operation, kind) in [(op::MODULE_LOAD, handle::MODULE), (op::LIBRARY_LOAD, handle::LIBRARY)] {
+            let loaded = guest.ask(operation, |w| {
+                w.word(handle::make(kind, 0, 1, 1));
+                w.bytes(hash.as_bytes());
+                w.word(0);
+            });
+            assert_eq!(loaded, Ok(INVALID_IMAGE), "image {at}");
+        }
+    }
+    assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0), "the worker continues");
 }
 
 #[test]

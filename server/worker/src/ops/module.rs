@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString, c_char};
 
 use gpusession_proto::frame::Reader;
 use gpusession_proto::handle::{CTX, make};
+use gpusession_proto::image::{self, Kind};
 
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Handle, Status, check, status};
@@ -41,15 +42,25 @@ pub fn data(session: &Session, r: &mut Reader<'_>) -> Done {
         .map_err(|()| Failure::Status(status::INVALID_VALUE))
 }
 
+/// Refuses an image that a driver would read beyond its end.
+pub fn checked(image: &[u8]) -> Result<(), Status> {
+    match image::check(image) {
+        Ok(Kind::Text) if image.last() != Some(&0) => Err(status::INVALID_IMAGE),
+        Ok(_) => Ok(()),
+        Err(_) => Err(status::INVALID_IMAGE),
+    }
+}
+
 /// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs.
 pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
     let options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
     let mut module = std::ptr::null_mut();
-    // SAFETY: the image is complete, and text ends in a terminator: the client derives the length
-    // from the image's headers, as the driver does. The driver reads as many options as `keys` has.
+    // SAFETY: `checked` found all that the image's headers name inside it, and the terminator of
+    // text. The driver reads as many options as `keys` has.
     let loaded = check(unsafe {
         (session.driver.call.cuModuleLoadDataEx)(
             &mut module,
@@ -70,6 +81,7 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
     let (handle, hash) = (r.word()?, hash(r)?);
     let options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
     let mut library = std::ptr::null_mut();
     // SAFETY: as in `load_module`.
