@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::regions::Region;
+use crate::regions::Named;
 use crate::status::{Result, STREAM_CAPTURE_UNSUPPORTED};
 use crate::thread;
 
@@ -31,7 +31,7 @@ pub struct Capture {
     /// Whether the capture created the graph.
     pub new_graph: bool,
     /// Host memory that its copies name.
-    pub named: Mutex<Vec<Arc<Region>>>,
+    pub named: Mutex<Vec<Named>>,
 }
 
 impl Capture {

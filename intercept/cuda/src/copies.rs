@@ -1,7 +1,7 @@
 //! Copies between the program's memory and the device, in the form that fits size and kind of
 //! memory.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use gpusession_link::lanes::HostRange;
 use gpusession_link::link::Begun;
@@ -12,7 +12,7 @@ use crate::cuboid::{Cuboid, DEVICE, HOST};
 use crate::host_functions::Due;
 use crate::positions::is_covered;
 use crate::ranges::Range;
-use crate::regions::Region;
+use crate::regions::Named;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
 use crate::{mapped, ranges, regions, thread};
@@ -201,7 +201,7 @@ pub fn in_order(mut cuboid: Cuboid, stream: &Stream) -> Result {
     put(&cuboid, placed, stream)
 }
 
-fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Arc<Region>>), stream: &Stream) -> Result {
+fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Named>), stream: &Stream) -> Result {
     let client = stream.client;
     let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
     let body = |w: &mut gpusession_proto::frame::Writer<'_>| {

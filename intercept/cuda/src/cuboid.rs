@@ -1,9 +1,7 @@
 //! Boxes of memory that one copy moves, in the driver's form and in the worker's.
 
-use std::sync::Arc;
-
 use crate::client::{Client, cross_lease_error};
-use crate::regions::Region;
+use crate::regions::Named;
 use crate::route::{elsewhere, home};
 use crate::status::{INVALID_VALUE, Result};
 use crate::{clients, mapped, ranges};
@@ -224,7 +222,7 @@ impl Cuboid {
     /// Replaces host memory by region and offset, as a worker takes it in graphs.
     ///
     /// Returns the regions' numbers for source and target, 0 for other memory, and the regions.
-    pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
+    pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Named>)> {
         let (width, height, depth) = (self.width, self.height, self.depth);
         if width == 0 || height == 0 || depth == 0 {
             return Err(INVALID_VALUE);

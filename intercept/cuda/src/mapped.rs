@@ -11,7 +11,7 @@ use gpusession_proto::frame::{mirror, op};
 
 use crate::client::{Client, cross_lease_error};
 use crate::ranges::{self, Kind, Range};
-use crate::regions::{Region, all, any, create, discard, find, give_back};
+use crate::regions::{Named, Region, all, any, create, discard, find, give_back};
 use crate::status::{INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
 use crate::window::PAGE;
 use crate::{capture, clients, foreign_addresses, thread, trace};
@@ -108,7 +108,7 @@ pub fn map_variable(client: &'static Client, base: u64, size: u64) -> Result {
 }
 
 /// Returns the region of host memory that a graph's copy names, and the memory's offset in it.
-pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Arc<Region>, u64)> {
+pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Named, u64)> {
     if len == 0 || address == 0 {
         return Err(INVALID_VALUE);
     }
@@ -116,22 +116,22 @@ pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Arc
     let known = ranges::find(address)
         .filter(|r| r.server() == client.number && r.kind.on_host() && r.size - (address - r.base) >= len);
     let region = match known {
-        Some(range) => of_pinned(client, &range)?,
+        Some(range) => Named::new(of_pinned(client, &range)?),
         None => pageable(client, address as usize, len as usize)?,
     };
     let offset = address - region.base as u64;
     Ok((region, offset))
 }
 
-fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<Region>> {
+fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Named> {
     let _making = lock(&MAKING);
     reap(client)?;
     let mut overlaps = false;
     let regions = all();
     // A region that `reap` could not discard during a capture is as good as gone.
-    for region in regions.iter().filter(|r| r.client.number == client.number && !is_unnamed(r)) {
+    for region in regions.iter().filter(|r| r.client.number == client.number && !r.unnamed()) {
         if region.contains(address, len) {
-            return Ok(region.clone());
+            return Ok(Named::new(region.clone()));
         }
         overlaps |= region.overlaps(address, len);
     }
@@ -140,19 +140,13 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<R
         trace::why("copies in graphs: overlapping parts of pageable memory; allocate it pinned");
         return Err(NOT_SUPPORTED);
     }
-    create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false))
-}
-
-/// Returns `true` if a region of [`all`] is of pageable memory that no graph names any more.
-fn is_unnamed(region: &Arc<Region>) -> bool {
-    // One reference is in the table of regions, one in the list that `all` returned.
-    region.pageable && Arc::strong_count(region) == 2
+    create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false)).map(Named::new)
 }
 
 /// Discards regions of pageable memory that no graph names any more; `true` if there were any.
 fn reap(client: &Client) -> Result<bool> {
     let dead: Vec<_> =
-        all().into_iter().filter(|r| r.client.number == client.number && is_unnamed(r)).collect();
+        all().into_iter().filter(|r| r.client.number == client.number && r.unnamed()).collect();
     if dead.is_empty() || capture::capturing() {
         return Ok(false);
     }
@@ -170,26 +164,26 @@ pub fn unmap(base: u64) -> Result {
 }
 
 /// Regions that graphs and executable graphs name, by handle.
-static BY_GRAPH: Mutex<Option<HashMap<u64, Vec<Arc<Region>>>>> = Mutex::new(None);
+static BY_GRAPH: Mutex<Option<HashMap<u64, Vec<Named>>>> = Mutex::new(None);
 /// Graph of each node that the library has returned, for changes of a node's copy.
 static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
 
 /// Notes that a graph, executable or not, names these regions.
-pub fn graph_names(graph: u64, named: &[Arc<Region>]) {
+pub fn graph_names(graph: u64, named: &[Named]) {
     if named.is_empty() {
         return;
     }
     let mut graphs = lock(&BY_GRAPH);
     let known = graphs.get_or_insert_default().entry(graph).or_default();
     for region in named {
-        if !known.iter().any(|r| Arc::ptr_eq(r, region)) {
+        if !known.iter().any(|r| r.same(region)) {
             known.push(region.clone());
         }
     }
 }
 
 /// Returns the regions that a graph names.
-pub fn graph_regions(graph: u64) -> Vec<Arc<Region>> {
+pub fn graph_regions(graph: u64) -> Vec<Named> {
     lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph).cloned()).unwrap_or_default()
 }
 

@@ -69,8 +69,46 @@ pub struct Region {
     everywhere: AtomicBool,
     /// Whether the worker has the mirror.
     made: AtomicBool,
+    /// Number of [`Named`] references to it.
+    names: AtomicUsize,
     /// The contents that the worker knows; empty once the memory is freed.
     shadow: Mutex<Vec<u8>>,
+}
+
+/// Reference to a region by a graph or a capture, whose copies name it.
+pub struct Named(Arc<Region>);
+
+impl Named {
+    /// Lets a graph name the region.
+    pub fn new(region: Arc<Region>) -> Self {
+        region.names.fetch_add(1, Ordering::Relaxed);
+        Self(region)
+    }
+
+    /// Returns `true` if both refer to one region.
+    pub fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Clone for Named {
+    fn clone(&self) -> Self {
+        Self::new(self.0.clone())
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        self.0.names.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl std::ops::Deref for Named {
+    type Target = Region;
+
+    fn deref(&self) -> &Region {
+        &self.0
+    }
 }
 
 static REGIONS: RwLock<Vec<Arc<Region>>> = RwLock::new(Vec::new());
@@ -116,6 +154,7 @@ impl Region {
             device: AtomicU64::new(0),
             everywhere: AtomicBool::new(everywhere),
             made: AtomicBool::new(false),
+            names: AtomicUsize::new(0),
             shadow: Mutex::new(vec![0; len as usize]),
         }
     }
@@ -128,6 +167,11 @@ impl Region {
     /// Returns `true` if the region has all of these bytes.
     pub fn contains(&self, address: usize, len: usize) -> bool {
         address >= self.base && len <= self.len && address - self.base <= self.len - len
+    }
+
+    /// Returns `true` for pageable memory that no graph and no capture names any more.
+    pub fn unnamed(&self) -> bool {
+        self.pageable && self.names.load(Ordering::Relaxed) == 0
     }
 
     /// Returns `true` if the region has any of these bytes.

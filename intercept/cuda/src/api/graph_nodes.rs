@@ -1,7 +1,7 @@
 //! Parameters of a graph's nodes, as the program gives them and as a frame names them.
 
 use std::ffi::c_void;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Writer;
@@ -13,7 +13,7 @@ use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, take};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};
-use crate::regions::Region;
+use crate::regions::Named;
 use crate::{clients, events, mapped, objects, route};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
@@ -162,7 +162,7 @@ const _: () = assert!(size_of::<NodeParams>() == 256 && size_of::<KernelNode>() 
 /// Checked parameters of a node.
 pub enum Content {
     Kernel(KernelNode),
-    Copy { cuboid: Box<Cuboid>, ctx: u64, ids: [u64; 2], regions: Vec<Arc<Region>> },
+    Copy { cuboid: Box<Cuboid>, ctx: u64, ids: [u64; 2], regions: Vec<Named> },
     Set(SetNode, u64),
     Empty,
     Record(u64),
@@ -278,7 +278,7 @@ impl Content {
     }
 
     /// Returns the host memory that launches of a graph with this node exchange.
-    pub fn regions(&self) -> Vec<Arc<Region>> {
+    pub fn regions(&self) -> Vec<Named> {
         match self {
             Self::Copy { regions, .. } => regions.clone(),
             Self::Child { graph, .. } => regions_of(*graph),
@@ -385,7 +385,7 @@ pub fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
 }
 
 /// Returns the host memory that copies of a graph and of its child graphs name.
-pub fn regions_of(graph: u64) -> Vec<Arc<Region>> {
+pub fn regions_of(graph: u64) -> Vec<Named> {
     let below = child_graphs().below(graph);
     let mut regions = mapped::graph_regions(graph);
     regions.extend(below.into_iter().flat_map(mapped::graph_regions));
