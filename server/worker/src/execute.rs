@@ -260,6 +260,8 @@ impl Replay {
             self.step_aside(session, state, id)?;
         }
         match &state.busy {
+            // Every later frame stays behind a change of shared memory, which waits for no stream.
+            Some((_, frame)) if order::overtakes(frame) => Ok(()),
             Some((since, _)) if since.elapsed() > BLOCKED_TIMEOUT && !state.queue.is_empty() => {
                 self.hand_over(session, state)
             }
@@ -514,15 +516,15 @@ impl State {
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
 fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Frame> {
-    if state.kept.is_empty() {
+    if state.kept.is_empty() || order::overtakes(&frame) {
         return Some(frame);
     }
     let touched = order::touches(session.streams(), &frame);
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
-        Some(keeper) if !touched.overtakes() => Some(*keeper),
+        Some(keeper) => Some(*keeper),
         None if frame.header.op.get() == op::MARK => keeps_most_of(state, frame.thread()),
-        _ => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
+        None => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
     };
     match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
         Some(kept) => {

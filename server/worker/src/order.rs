@@ -36,6 +36,15 @@ pub fn nobody_waits(frame: &Frame) -> bool {
     is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
 }
 
+/// Returns `true` for a frame that stays behind no kept frame.
+///
+/// A program's change of shared memory is the device's at once, as on a local card. Kept behind its
+/// own thread, it could arrive after another thread's launch. The end of a host function follows
+/// its changes, and every kept frame may wait for it.
+pub fn overtakes(frame: &Frame) -> bool {
+    matches!(frame.header.op.get(), op::WRITE_HOST | op::HOST_FUNC_DONE)
+}
+
 /// Objects of a frame, as far as the order between client threads depends on them.
 #[derive(Debug, Default)]
 pub struct Touched {
@@ -50,12 +59,8 @@ pub struct Touched {
     some_stream: bool,
     /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
     only_waits: bool,
-    /// Every later frame stays behind it, apart from those that overtake.
+    /// Every later frame stays behind it.
     barrier: bool,
-    /// It stays behind changes of shared memory only: blocked frames may wait for it.
-    overtakes: bool,
-    /// Changes shared memory, which every later frame may read.
-    changes_memory: bool,
 }
 
 impl Touched {
@@ -79,7 +84,6 @@ impl Touched {
     /// Adds what a frame touches: a later frame depends on the sum if it depends on a part.
     pub fn join(&mut self, other: &Self) {
         self.barrier |= other.barrier;
-        self.changes_memory |= other.changes_memory;
         if !other.only_waits {
             self.every_stream |= other.every_stream;
             self.some_stream |= other.some_stream;
@@ -91,21 +95,12 @@ impl Touched {
 
     /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
-        earlier.changes_memory || !self.overtakes && self.follows(earlier)
-    }
-
-    fn follows(&self, earlier: &Self) -> bool {
         earlier.barrier
             || !earlier.only_waits
                 && (self.everything
                     || (self.every_stream && earlier.some_stream)
                     || (self.some_stream && earlier.every_stream)
                     || self.objects.iter().any(|h| earlier.objects.contains(h)))
-    }
-
-    /// Returns `true` for a frame that blocked frames may wait for.
-    pub fn overtakes(&self) -> bool {
-        self.overtakes
     }
 }
 
@@ -121,13 +116,6 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         }
     }
     match frame.header.op.get() {
-        // A program's change of shared memory is the device's at once, as on a local card. Kept
-        // behind its own thread, it could arrive after another thread's launch.
-        op::WRITE_HOST => {
-            touched.overtakes = true;
-            touched.changes_memory = true;
-        }
-        op::HOST_FUNC_DONE => touched.overtakes = true,
         op::LAUNCH => {
             touched.object(words[0]);
             touched.stream(streams, words[5]);
