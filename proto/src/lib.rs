@@ -8,6 +8,7 @@
 //! * [`journal`]: message ids of the daemons' journal entries.
 //! * [`readings`]: NVML's facts about GPUs, on the grant socket and between `gpuserver` and its
 //!   monitor.
+//! * [`share`]: names of a worker's objects in other processes.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
@@ -27,6 +28,7 @@ pub mod log_throttle;
 pub mod message;
 pub mod preface;
 pub mod readings;
+pub mod share;
 pub mod status;
 pub mod supervise;
 pub mod ticket;

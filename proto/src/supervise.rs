@@ -7,14 +7,18 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::share::Name;
+
 /// Version of these messages; any change of the bytes on the socket raises it.
 ///
 /// A server takes over the workers of an earlier server of the same version only.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
+/// Most [`FromWorker::ShareWanted`] of one worker without an answer.
+pub const MAX_SHARE_REQUESTS: usize = 64;
 /// Default of [`Start::staging_bytes`].
 pub const STAGING: u64 = 256 << 20;
 
@@ -71,8 +75,70 @@ pub enum ToWorker {
     MemoryRecall,
     /// Another server supervises from now on: repeat open questions.
     ///
-    /// These are a [`FromWorker::Presented`] or a [`FromWorker::MemoryWanted`] without an answer.
+    /// These are a [`FromWorker::Presented`], a [`FromWorker::MemoryWanted`] or a
+    /// [`FromWorker::ShareWanted`] without an answer.
     TakenOver,
+    /// Another worker of the lease wants an object of this one.
+    ///
+    /// The worker answers with [`FromWorker::ShareGiven`].
+    ShareAsked {
+        /// Number that the answer repeats.
+        number: u64,
+        /// Name of the object, as the other process presented it.
+        name: Name,
+    },
+    /// Answers [`FromWorker::ShareWanted`], with the driver's descriptor in the same packet.
+    ShareGranted {
+        /// Serial number of the request.
+        serial: u64,
+        /// Device memory that its own worker counts; else the reason of a refusal.
+        given: Result<Charge, Unshared>,
+    },
+    /// The worker that counted an object of which this one has imports no longer does: count it.
+    ShareInherited {
+        /// Id of the worker that exported it.
+        worker: [u8; 16],
+        /// Number of the object.
+        object: u64,
+    },
+}
+
+/// Device memory that counts for a worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Charge {
+    /// Index in [`Start::devices`], which is the same for all workers of a lease.
+    pub device: u32,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+/// Imports of one object that a worker has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holding {
+    /// Id of the worker that exported it.
+    pub worker: [u8; 16],
+    /// Number of the object.
+    pub object: u64,
+    /// Number of the imports.
+    pub imports: u32,
+    /// Whether this worker counts the memory ([`ToWorker::ShareInherited`]).
+    pub inherited: bool,
+}
+
+/// Most elements of [`FromWorker::SharesHeld`].
+pub const MAX_HOLDINGS: usize = 1024;
+
+/// Reason why a worker does not get a shared object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Unshared {
+    /// No worker of this name serves a process of the lease on this server.
+    Elsewhere,
+    /// The worker has no such object, or not with this secret.
+    Unknown,
+    /// Too many requests are open.
+    Busy,
+    /// The driver of the object's worker refused, with this `CUresult`.
+    Driver(i32),
 }
 
 /// Settings of a worker.
@@ -219,6 +285,35 @@ pub enum FromWorker {
         /// Number of returned bytes.
         bytes: u64,
     },
+    /// The process imports an object of another worker; answered with [`ToWorker::ShareGranted`].
+    ShareWanted {
+        /// Serial number that the answer repeats.
+        serial: u64,
+        /// Name of the object, as the process presented it.
+        name: Name,
+    },
+    /// Answers [`ToWorker::ShareAsked`], with the driver's descriptor in the same packet.
+    ShareGiven {
+        /// Number of the request.
+        number: u64,
+        /// Device memory that the worker counts; else the reason of a refusal, which has no
+        /// descriptor.
+        given: Result<Charge, Unshared>,
+    },
+    /// One import of an object no longer exists.
+    ShareDropped {
+        /// Id of the worker that exported it.
+        worker: [u8; 16],
+        /// Number of the object.
+        object: u64,
+    },
+    /// The process has released an object that it gave to others, and counts it no longer.
+    ShareEnded {
+        /// Number of the object.
+        object: u64,
+    },
+    /// All imports of the process, in any number of messages, after [`ToWorker::TakenOver`].
+    SharesHeld(Vec<Holding>),
 }
 
 /// The process on the client that a worker serves.
@@ -258,6 +353,7 @@ pub struct Usage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::share::{Kind, Secret};
 
     /// Encodes each message once, with every field different from its neighbours.
     fn written() -> Vec<u8> {
@@ -285,6 +381,8 @@ mod tests {
             executable: "/a".into(),
             encrypted: true,
         };
+        let name = Name { kind: Kind::Memory, worker: [5; 16], object: 850, secret: Secret([6; 16]) };
+        let holding = Holding { worker: [9; 16], object: 1500, imports: 1600, inherited: true };
         let to = [
             ToWorker::Start(start),
             ToWorker::Adopt { number: 600, preface: vec![3; 40], peer: "peer".into() },
@@ -296,6 +394,9 @@ mod tests {
             ToWorker::MemoryGranted { device: 1, serial: 200, bytes: 300, left: 400 },
             ToWorker::MemoryRecall,
             ToWorker::TakenOver,
+            ToWorker::ShareAsked { number: 900, name },
+            ToWorker::ShareGranted { serial: 1000, given: Err(Unshared::Driver(801)) },
+            ToWorker::ShareInherited { worker: [7; 16], object: 1050 },
         ];
         let usage = Usage {
             calls: 1,
@@ -319,6 +420,11 @@ mod tests {
             FromWorker::MemoryWanted { device: 1, serial: 200, bytes: 300 },
             FromWorker::StagingFull { bytes: 300 },
             FromWorker::MemoryReturned { device: 1, bytes: 300 },
+            FromWorker::ShareWanted { serial: 1100, name },
+            FromWorker::ShareGiven { number: 1200, given: Ok(Charge { device: 1225, bytes: 1250 }) },
+            FromWorker::ShareDropped { worker: [8; 16], object: 1300 },
+            FromWorker::ShareEnded { object: 1400 },
+            FromWorker::SharesHeld(vec![holding]),
         ];
         let to = to.iter().flat_map(|m| postcard::to_allocvec(m).unwrap());
         to.chain(from.iter().flat_map(|m| postcard::to_allocvec(m).unwrap())).collect()
@@ -327,6 +433,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (5, "638308055aae8f33"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (6, "64d304d08364504b"), "raise VERSION, and write both here");
     }
 }

@@ -81,7 +81,7 @@ impl Default for Config {
             fail_alloc_every: 0,
             fault_at_launch: 0,
             fault_code: 700,
-            export_memory: false,
+            export_memory: true,
             checkpoint: true,
             checkpoint_ms: 0,
             threads: 0,

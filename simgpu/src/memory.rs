@@ -4,7 +4,7 @@
 //! and managed memory is host memory at its own address.
 
 use crate::config::Config;
-use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result};
+use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::ptx::exec::{MemView, Span};
 use crate::usage::Usage;
 use parking_lot::Mutex;
@@ -12,6 +12,7 @@ use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -105,7 +106,7 @@ pub struct Physical {
     pub size: u64,
     pub properties: [u8; 32],
     backing: Arc<Backing>,
-    /// The file that other processes map, if the memory was created for export.
+    /// The file that other processes map, if this process created the memory for export.
     pub file: Option<File>,
     /// `true` in the process that created it, which counts its bytes.
     charged: bool,
@@ -667,7 +668,9 @@ impl Space {
                 }
                 File::from_raw_fd(fd)
             };
-            file.set_len(size).map_err(|_| OUT_OF_MEMORY)?;
+            // Behind the memory, the file tells importers its card.
+            let card = self.cards[device as usize].to_le_bytes();
+            file.write_all_at(&card, size).map_err(|_| OUT_OF_MEMORY)?;
             let backing = Backing::of_file(&file, size as usize)?;
             Ok((Some(file), backing))
         };
@@ -697,14 +700,20 @@ impl Space {
         })
     }
 
-    /// Imports memory that another process created and exported.
-    pub fn import(&self, device: u32, file: File, properties: [u8; 32]) -> Result<Arc<Physical>> {
-        let size = file.metadata().map_err(|_| INVALID_VALUE)?.len();
+    /// Imports memory that another process created and exported; `properties` gets its device.
+    pub fn import(&self, file: File, properties: impl Fn(u32) -> [u8; 32]) -> Result<Arc<Physical>> {
+        let len = file.metadata().map_err(|_| UNKNOWN)?.len();
+        let mut card = [0; 4];
+        let size = len.saturating_sub(card.len() as u64);
         if size == 0 || !size.is_multiple_of(GRANULARITY) {
-            return Err(INVALID_VALUE);
+            return Err(UNKNOWN);
         }
+        file.read_exact_at(&mut card, size).map_err(|_| UNKNOWN)?;
+        let card = u32::from_le_bytes(card);
+        let device = self.cards.iter().position(|known| *known == card).ok_or(UNKNOWN)? as u32;
+        let properties = properties(device);
         let backing = Backing::of_file(&file, size as usize)?;
-        Ok(self.physical(device, size, properties, backing, Some(file), false))
+        Ok(self.physical(device, size, properties, backing, None, false))
     }
 
     pub fn map(&self, at: u64, size: u64, offset: u64, physical: Arc<Physical>) -> Result {

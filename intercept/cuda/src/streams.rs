@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use gpusession_proto::frame::{DRAIN, op};
@@ -35,6 +35,13 @@ pub const PER_THREAD: u64 = 2;
 static STREAMS: RwLock<Vec<Option<Arc<Stream>>>> = RwLock::new(Vec::new());
 static DEFAULTS: RwLock<Option<HashMap<u64, Arc<Stream>>>> = RwLock::new(None);
 static NEXT_ID: AtomicU64 = AtomicU64::new(8);
+/// Whether other processes may use memory of this one, or this one theirs.
+static SHARED: AtomicBool = AtomicBool::new(false);
+
+/// Makes every later synchronization wait, because another process may see whether it did.
+pub fn shares() {
+    SHARED.store(true, Ordering::SeqCst);
+}
 
 /// Creates a stream and returns its handle.
 pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
@@ -226,7 +233,10 @@ impl Stream {
         if self.idle() && !client.link.down.any() {
             return client.take_late_error();
         }
-        if self.positions.only_copies_in(&client.positions) && !client.link.down.any() {
+        if !SHARED.load(Ordering::Relaxed)
+            && self.positions.only_copies_in(&client.positions)
+            && !client.link.down.any()
+        {
             // No thread waits for the reply, but the worker replays no later frame before the
             // copies are complete.
             client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;

@@ -174,7 +174,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()
             r.server,
             r.worker.get(..12).unwrap_or(&r.worker).to_string(),
             dash(r.pid),
-            r.state,
+            if r.shares_memory { format!("{}, shares", r.state) } else { r.state },
             r.lease,
             r.client,
             program,

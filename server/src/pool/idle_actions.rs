@@ -20,7 +20,10 @@ impl Pool {
     pub fn timeouts(&self, lease: &Lease) -> Timeouts {
         let limits = self.limits_of(&lease.client, &lease.user).idle();
         let mut limits = limits.asked(lease.on_idle, lease.hold).within(lease.idle_timeout);
-        if lease.mps || self.parking().never(&lease.id).is_some() {
+        if lease.mps
+            || self.parking().never(&lease.id).is_some()
+            || self.supervisor().shares_memory(&lease.id)
+        {
             limits.park = Duration::ZERO;
         }
         limits.warned_in_time()

@@ -174,6 +174,9 @@ impl Pool {
         if standing.lease.mps && !serving.is_empty() {
             return Err(ParkError::Never("NVIDIA's driver moves no memory of programs under MPS".into()));
         }
+        if self.supervisor().shares_memory(lease) {
+            return Err(self.not_parked(lease, NotParked::Shares));
+        }
         if let Some(never) = parking.never(lease)
             && !serving.is_empty()
         {
@@ -252,6 +255,10 @@ impl Pool {
             if !self.supervisor().pause(&worker.id).await {
                 return Err(NotParked::Busy);
             }
+            // A paused process shares nothing more.
+            if self.supervisor().shares_memory(lease) {
+                return Err(NotParked::Shares);
+            }
             parkers.push((worker.id, self.supervisor().move_out(worker).await?));
         }
         // From here on no program starts.
@@ -279,6 +286,9 @@ impl Pool {
     fn not_parked(&self, lease: &str, failed: NotParked) -> ParkError {
         match failed {
             NotParked::Busy => ParkError::Busy,
+            NotParked::Shares => {
+                ParkError::Never("they share device memory, which NVIDIA's driver does not move".into())
+            }
             NotParked::Never(text) => {
                 warn!(
                     gpusession_lease = lease,

@@ -2,7 +2,7 @@
 //! not exit in time.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -34,8 +34,8 @@ pub(super) const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bounded, since another process of its group may keep sending.
 const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
 /// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
-/// about memory count separately: after `MAX_MEMORY_PACKETS` the supervisor reads the channel again
-/// in the next second.
+/// about memory count separately, shared memory included: after `MAX_MEMORY_PACKETS` the supervisor
+/// reads the channel again in the next second.
 const MAX_PACKETS: u32 = 1000;
 const MAX_MEMORY_PACKETS: u32 = 20_000;
 
@@ -94,7 +94,13 @@ impl Received {
             (self.since, self.packets, self.memory_packets) = (Instant::now(), 0, 0);
         }
         match message {
-            FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. } => {
+            FromWorker::MemoryWanted { .. }
+            | FromWorker::MemoryReturned { .. }
+            | FromWorker::ShareWanted { .. }
+            | FromWorker::ShareGiven { .. }
+            | FromWorker::ShareDropped { .. }
+            | FromWorker::ShareEnded { .. }
+            | FromWorker::SharesHeld(_) => {
                 self.memory_packets += 1;
                 self.paused = self.memory_packets > MAX_MEMORY_PACKETS;
             }
@@ -158,6 +164,10 @@ impl Supervisor {
                     Command::Tell(message) => {
                         send(channel, &message, None, ends, task.told_to_end, deadline).await?;
                     }
+                    Command::Give(message, descriptor) => {
+                        let beside = Some(descriptor.as_fd());
+                        send(channel, &message, beside, ends, task.told_to_end, deadline).await?;
+                    }
                     Command::Leave => {
                         while let Ok(command) = commands.try_recv() {
                             send_socket(channel, command, ends, task.told_to_end, deadline).await?;
@@ -172,7 +182,7 @@ impl Supervisor {
                 }
                 // Last, so that a worker that sends much delays nothing above.
                 message = channel.recv(), if task.channel_open && !task.received.paused => match message {
-                    Ok(Some(message)) => task.on_message(message).await?,
+                    Ok(Some((message, descriptor))) => task.on_message(message, descriptor).await?,
                     // It is about to exit, or it closed its channel to evade a stop request.
                     Ok(None) => task.on_closed_channel(),
                     Err(e) if e.raw_os_error().is_some() => task.on_closed_channel(),
@@ -205,10 +215,11 @@ impl Attendance<'_> {
         let by = Instant::now() + FINAL_MESSAGES_GRACE;
         while self.channel_open
             && Instant::now() < by
-            && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), self.channel.recv()).await
+            && let Ok(Ok(Some((message, descriptor)))) =
+                timeout(Duration::from_millis(10), self.channel.recv()).await
         {
             self.said_end |= matches!(message, FromWorker::Ended { .. });
-            self.supervisor.heard(self.id, message);
+            self.supervisor.heard(self.id, message, descriptor);
         }
         if !self.killed && !self.said_end {
             self.supervisor.suspect(self.id);
@@ -239,7 +250,7 @@ impl Attendance<'_> {
         let _ = timeout_at(at, self.channel.send(&ToWorker::Stop { reason }, None)).await;
     }
 
-    async fn on_message(&mut self, message: FromWorker) -> Result<(), String> {
+    async fn on_message(&mut self, message: FromWorker, descriptor: Option<OwnedFd>) -> Result<(), String> {
         self.received.count(&message)?;
         if let FromWorker::Contained { lacking } = &message
             && !self.supervisor.state().workers.get(self.id).is_none_or(|w| w.may_be_contained(lacking))
@@ -255,7 +266,7 @@ impl Attendance<'_> {
             }
             _ => None,
         };
-        self.supervisor.heard(self.id, message);
+        self.supervisor.heard(self.id, message, descriptor);
         if let Some(quiet) = ended
             && !self.ending.work_ended
         {

@@ -61,6 +61,7 @@ impl Supervisor {
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
+        self.shares_gone(&mut state, id);
         let peak_memory_bytes = {
             let State { workers, leases, .. } = &mut *state;
             leases.get_mut(&worker.lease).map_or(worker.usage.memory_bytes, |lease| {

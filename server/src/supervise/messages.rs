@@ -1,6 +1,7 @@
 //! Messages of workers and their effects, and the ledgers' messages to workers.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use gpusession_proto::supervise::{FromWorker, ToWorker};
@@ -14,10 +15,24 @@ use super::{Event, LeaseState, State, Supervisor, WorkerId};
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    pub(super) fn heard(&self, id: &WorkerId, message: FromWorker) {
+    /// Applies a worker's message; only an answer about a shared object has a descriptor.
+    pub(super) fn heard(&self, id: &WorkerId, message: FromWorker, descriptor: Option<OwnedFd>) {
         let mut state = self.state();
-        self.on_message(&mut state, id, message);
-        state.remember(id);
+        match message {
+            FromWorker::ShareWanted { serial, name } => self.share_wanted(&mut state, *id, serial, name),
+            FromWorker::ShareGiven { number, given } => {
+                self.share_given(&mut state, id, number, given, descriptor);
+            }
+            FromWorker::ShareDropped { worker, object } => {
+                self.share_dropped(&mut state, id, (worker, object));
+            }
+            FromWorker::ShareEnded { object } => self.share_ended(&mut state, id, object),
+            FromWorker::SharesHeld(held) => self.shares_held(&mut state, id, &held),
+            message => {
+                self.on_message(&mut state, id, message);
+                state.remember(id);
+            }
+        }
     }
 
     fn on_message(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
@@ -66,6 +81,12 @@ impl Supervisor {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
             FromWorker::Presented(process) => self.presented(state, *id, process),
+            // `heard` takes these.
+            FromWorker::ShareWanted { .. }
+            | FromWorker::ShareGiven { .. }
+            | FromWorker::ShareDropped { .. }
+            | FromWorker::ShareEnded { .. }
+            | FromWorker::SharesHeld(_) => {}
             FromWorker::Admitted { number, lane } => {
                 worker.unadmitted.admitted(number);
                 worker.lanes |= 1u64.checked_shl(lane.into()).unwrap_or(0);

@@ -54,6 +54,7 @@ pub mod quota;
 mod reconcile;
 mod record;
 mod run;
+mod shares;
 mod shutdown;
 pub mod stock;
 mod take;
@@ -99,6 +100,8 @@ pub struct WorkerView {
     pub user: String,
     /// Phase at the time of the listing.
     pub phase: Phase,
+    /// Whether its process shares device memory with other processes.
+    pub shares: bool,
     /// Client process that the worker serves, once admitted.
     pub process: Option<ClientProcess>,
     /// Source address of the last data connection.
@@ -163,6 +166,8 @@ struct State {
     leases: HashMap<String, LeaseState>,
     /// Workers of an earlier server whose leases are not added yet.
     left: Vec<LeftWorker>,
+    /// Objects that workers share.
+    shares: shares::Shares,
     /// Recently exited workers: process id, GPUs, time of the exit.
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
@@ -468,6 +473,7 @@ impl Supervisor {
     /// overdue memory requests, and notes running programs.
     pub fn tick(&self) {
         self.bound_host_memory();
+        self.shares_overdue(&mut self.state());
         let now = self.0.clock.now();
         let (warm_workers, idle_exit) = self.stock();
         let mut surplus = Vec::new();
@@ -530,6 +536,7 @@ impl Supervisor {
             client: w.client.clone(),
             user: w.user().into(),
             phase: w.phase,
+            shares: state.shares.involve(id),
             process: w.process.clone(),
             peer: w.peer,
             gpus: w.gpus.clone(),

@@ -40,6 +40,8 @@ pub enum NotParked {
     Never(String),
     /// Parking failed; the worker continues.
     Failed(String),
+    /// Its process shares device memory with others, which its driver does not move.
+    Shares,
     /// The place of its device memory is unknown: the worker cannot continue.
     Hangs(String),
 }
@@ -147,6 +149,12 @@ impl Supervisor {
         let mine = || state.workers.values().filter(|w| w.lease == lease && w.process.is_some());
         let active = mine().map(|w| w.active).max();
         (mine().count(), active.or_else(|| state.leases.get(lease).map(|l| l.unused)))
+    }
+
+    /// Returns `true` if a process of the lease shares device memory with other processes.
+    pub fn shares_memory(&self, lease: &str) -> bool {
+        let state = self.state();
+        state.workers.iter().any(|(id, w)| w.lease == lease && state.shares.involve(id))
     }
 
     /// Returns `true` if the worker exists.

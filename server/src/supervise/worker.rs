@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use gpusession_proto::supervise::ToWorker;
@@ -33,6 +34,8 @@ pub(super) enum Command {
         peer: SocketAddr,
     },
     Tell(ToWorker),
+    /// As `Tell`, with a descriptor in the same packet.
+    Give(ToWorker, OwnedFd),
     /// Send the queued messages, then leave the worker to the next server.
     Leave,
 }

@@ -20,6 +20,8 @@ pub mod status {
     pub const INVALID_VALUE: i32 = 1;
     pub const OUT_OF_MEMORY: i32 = 2;
     pub const INVALID_IMAGE: i32 = 200;
+    pub const OPERATING_SYSTEM: i32 = 304;
+    pub const UNKNOWN: i32 = 999;
     pub const NOT_READY: i32 = 600;
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_SUPPORTED: i32 = 801;
@@ -139,6 +141,9 @@ functions! {
     cuMemRelease(u64);
     cuMemMap(Address, usize, usize, u64, u64);
     cuMemUnmap(Address, usize);
+    cuMemExportToShareableHandle(*mut c_void, u64, i32, u64);
+    cuMemImportFromShareableHandle(*mut u64, *mut c_void, i32);
+    cuMemRetainAllocationHandle(*mut u64, *mut c_void);
     cuMemSetAccess(Address, usize, *const c_void, usize);
     cuMemHostRegister_v2(*mut c_void, usize, u32);
     cuMemHostUnregister(*mut c_void);

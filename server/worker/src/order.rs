@@ -16,6 +16,8 @@ pub fn may_block(frame: &Frame) -> bool {
         // A client sends one without reply when little is left to wait for; it is a barrier.
         op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
         op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
+        // Waits for another worker.
+        op::SHARE_IMPORT => true,
         _ => false,
     }
 }

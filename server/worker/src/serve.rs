@@ -13,7 +13,7 @@ use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader, op};
 use gpusession_proto::preface::{LEN, Preface};
-use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker};
+use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker, Unshared};
 use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -23,6 +23,7 @@ use crate::admission::Admission;
 use crate::containment;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check, check_connected};
+use crate::ops::share;
 use crate::output::Output;
 use crate::quota::Quota;
 use crate::session::Session;
@@ -91,6 +92,33 @@ pub fn run() -> ExitCode {
             Ok(Some((ToWorker::TakenOver, _))) => {
                 worker.admission.ask_again(&supervisor);
                 worker.quota.ask_again();
+                if let Some(session) = worker.session.get() {
+                    session.shares.tell_again();
+                }
+            }
+            Ok(Some((ToWorker::ShareAsked { number, name }, _))) => {
+                let refused = |why| FromWorker::ShareGiven { number, given: Err(why) };
+                let Some(session) = worker.session.get().cloned() else {
+                    supervisor.tell(&refused(Unshared::Unknown));
+                    continue;
+                };
+                // A thread of its own, because the driver may wait for the program's other calls.
+                let give = move || share::give(&session, number, &name);
+                if std::thread::Builder::new().name("share".into()).spawn(give).is_err() {
+                    supervisor.tell(&refused(Unshared::Busy));
+                }
+            }
+            Ok(Some((ToWorker::ShareGranted { serial, given }, descriptor))) => {
+                if let Some(session) = worker.session.get() {
+                    session.shares.granted(serial, given, descriptor);
+                }
+            }
+            Ok(Some((ToWorker::ShareInherited { worker: id, object }, _))) => {
+                if let Some(session) = worker.session.get().cloned() {
+                    // A thread of its own, because this one receives the supervisor's answer.
+                    let inherit = move || session.shares.inherit(&(id, object));
+                    let _ = std::thread::Builder::new().name("share".into()).spawn(inherit);
+                }
             }
             Ok(Some((ToWorker::Stop { reason }, _))) => {
                 // A thread of its own, so that this one receives the supervisor's next messages.

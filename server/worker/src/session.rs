@@ -24,6 +24,7 @@ use crate::objects::links::Links;
 use crate::objects::memory::Memory;
 use crate::objects::mirrors::Mirrors;
 use crate::objects::settling::Settling;
+use crate::objects::shares::Shares;
 use crate::objects::{Func, Stream};
 use crate::output::Output;
 use crate::quota::Quota;
@@ -76,6 +77,8 @@ pub struct Session {
     pub quota: Arc<Quota>,
     /// Device memory that other calls allocate.
     pub allocations: Allocations,
+    /// Objects that other processes know.
+    pub shares: Shares,
     /// Host memory of the client that the device sees.
     pub mirrors: Mirrors,
     /// Images by content.
@@ -124,6 +127,7 @@ impl Session {
             mirrors: Mirrors::new(start.staging_bytes),
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),
+            shares: Shares::new(quota.clone(), start.worker, start.mps),
             supervisor: quota.supervisor.clone(),
             quota,
             replies: Arc::new(Replies::new(transport)),

@@ -1,11 +1,11 @@
 //! The worker's end of the supervision socket.
 
-use std::io::{self, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
 use nix::cmsg_space;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
 /// The socket to `gpuserver`.
 pub struct Supervisor {
@@ -64,8 +64,18 @@ impl Supervisor {
 
     /// Sends a message; `false` if the supervisor has exited, which the receiver notices, too.
     pub fn tell(&self, message: &FromWorker) -> bool {
-        postcard::to_allocvec(message)
-            .is_ok_and(|packet| send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL).is_ok())
+        self.tell_with(message, None)
+    }
+
+    /// Sends a message as [`Self::tell`] does, with a descriptor attached if there is one.
+    pub fn tell_with(&self, message: &FromWorker, beside: Option<BorrowedFd<'_>>) -> bool {
+        let fds: Vec<_> = beside.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&fds)];
+        let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
+        postcard::to_allocvec(message).is_ok_and(|packet| {
+            let parts = [IoSlice::new(&packet)];
+            sendmsg::<()>(self.socket.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).is_ok()
+        })
     }
 }
 

@@ -1,8 +1,9 @@
 //! Workers of one lease under the server's own supervisor, on the simulated driver.
 
-// Other tests use the rest of it.
+// Other tests use the rest of both.
 #[allow(dead_code)]
 mod harness;
+#[allow(dead_code)]
 #[path = "harness/supervised.rs"]
 mod supervised;
 

@@ -146,21 +146,26 @@ export! {
     }
 
     fn cuMemImportFromShareableHandle(handle: *mut usize, from: usize, kind: u32) {
-        let ctx = working()?;
-        if kind != POSIX_FD || !config().export_memory || handle.is_null() {
-            return Err(if kind == POSIX_FD { errors::NOT_SUPPORTED } else { INVALID_VALUE });
+        working()?;
+        if kind != POSIX_FD || handle.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        if !config().export_memory {
+            return Err(errors::NOT_SUPPORTED);
         }
         // SAFETY: an invalid descriptor only makes the call fail.
         let fd = libc::fcntl(from as i32, libc::F_DUPFD_CLOEXEC, 3);
         if fd < 0 {
-            return Err(INVALID_VALUE);
+            return Err(errors::UNKNOWN);
         }
         // SAFETY: the descriptor was just created.
         let file = std::fs::File::from_raw_fd(fd);
-        let location = Location { kind: 1, id: ctx.device as i32 };
-        let prop = AllocationProp { kind: 1, requestedHandleTypes: POSIX_FD, location, win32: 0, flags: [0; 8] };
-        // SAFETY: the structure is 32 bytes of plain data.
-        let raw = std::mem::transmute::<AllocationProp, [u8; 32]>(prop);
-        out(handle, PHYSICAL.insert(driver()?.space.import(ctx.device, file, raw)?))
+        let properties = |device: u32| {
+            let location = Location { kind: 1, id: device as i32 };
+            let prop = AllocationProp { kind: 1, requestedHandleTypes: 0, location, win32: 0, flags: [0; 8] };
+            // SAFETY: the structure is 32 bytes of plain data.
+            unsafe { std::mem::transmute::<AllocationProp, [u8; 32]>(prop) }
+        };
+        out(handle, PHYSICAL.insert(driver()?.space.import(file, properties)?))
     }
 }

@@ -18,6 +18,7 @@ pub mod memory;
 pub mod misc;
 pub mod module;
 pub mod reference;
+pub mod share;
 pub mod stream;
 pub mod tensor_map;
 pub mod user_object;

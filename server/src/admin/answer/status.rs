@@ -73,6 +73,9 @@ pub struct PsRow {
     pub pid: Option<u32>,
     /// starting, warm, taken, active, ending.
     pub state: String,
+    /// Whether its process shares device memory with other processes, so that it cannot be parked.
+    #[serde(default)]
+    pub shares_memory: bool,
     /// Id of the worker's lease.
     pub lease: String,
     /// Client that holds the lease.
@@ -204,6 +207,7 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         worker: hex(&w.id),
         pid: w.pid,
         state: w.phase.as_str().into(),
+        shares_memory: w.shares,
         lease: w.lease,
         client: w.client,
         user: w.user,

@@ -6,6 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::supervise::DeviceLimit;
 
+use super::shares::Object;
+
 /// Memory counted for one object.
 #[derive(Clone, Copy)]
 pub struct Counted {
@@ -21,6 +23,10 @@ pub struct Physical {
     pub bytes: u64,
     pub handles: u32,
     pub maps: u32,
+    /// Number under which other processes know it.
+    pub share: Option<u64>,
+    /// The other worker's object that it is, if it is an import.
+    pub imported: Option<Object>,
 }
 
 /// All counted memory.

@@ -6,6 +6,7 @@ pub mod links;
 pub mod memory;
 pub mod mirrors;
 pub mod settling;
+pub mod shares;
 
 use crate::handles::Object;
 

@@ -11,7 +11,8 @@ use super::generated;
 use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
 use crate::frame::Frame;
-use crate::objects::allocations::{Allocations, Counted, Physical};
+use crate::objects::allocations::{Allocations, Counted, Physical, State};
+use crate::objects::shares::{Exports, Source};
 use crate::session::Session;
 
 /// Granularity of physical memory, and of arrays, in bytes.
@@ -137,21 +138,30 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             let bytes = size.checked_next_multiple_of(GRANULE).ok_or(status::OUT_OF_MEMORY)?;
             session.quota.take(device, bytes)?;
             replay(answer).inspect_err(|_| session.quota.give(device, bytes))?;
-            let physical = Physical { device, bytes, handles: 1, maps: 0 };
+            let physical = Physical { device, bytes, handles: 1, maps: 0, share: None, imported: None };
             session.allocations.lock().physical.insert(last_word(answer), physical);
             Ok(())
         }
         op::cuMemRetainAllocationHandle => {
             replay(answer)?;
-            if let Some(p) = session.allocations.lock().physical.get_mut(&last_word(answer)) {
+            let handle = last_word(answer);
+            let mut state = session.allocations.lock();
+            if let Some(p) = state.physical.get_mut(&handle) {
                 p.handles += 1;
             }
+            settle_source(session, &state, &mut session.shares.exports(), handle);
             Ok(())
         }
         op::cuMemRelease => {
             let handle = body.word()?;
+            let mut state = session.allocations.lock();
+            // While it is locked, no other process gets what the driver may free now.
+            let mut exports = session.shares.exports();
             replay(answer)?;
-            released(session, handle, |p| p.handles = p.handles.saturating_sub(1));
+            if let Some(p) = state.physical.get_mut(&handle) {
+                p.handles = p.handles.saturating_sub(1);
+            }
+            settle(session, &mut state, &mut exports, handle);
             Ok(())
         }
         op::cuMemMap => {
@@ -166,20 +176,38 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
         }
         op::cuMemUnmap => {
             let (address, size) = (body.word()?, body.word()?);
-            replay(answer)?;
             let end = address.saturating_add(size);
-            let mut gone = Vec::new();
-            session.allocations.lock().mapped.retain(|at, (_, handle)| {
-                let inside = (address..end).contains(at);
-                if inside {
-                    gone.push(*handle);
+            let within = |state: &State| -> Vec<_> {
+                let inside = state.mapped.iter().filter(|(at, _)| (address..end).contains(*at));
+                inside.map(|(at, (size, handle))| (*at, *size, *handle)).collect()
+            };
+            let parts = {
+                // Before the driver's call, which may wait for the device: from here on no other
+                // process gets the memory from these addresses.
+                let mut state = session.allocations.lock();
+                let mut exports = session.shares.exports();
+                let parts = within(&state);
+                for (at, _, handle) in &parts {
+                    state.mapped.remove(at);
+                    settle_source(session, &state, &mut exports, *handle);
                 }
-                !inside
-            });
-            for handle in gone {
-                released(session, handle, |p| p.maps = p.maps.saturating_sub(1));
+                parts
+            };
+            let replayed = replay(answer);
+            let mut state = session.allocations.lock();
+            let mut exports = session.shares.exports();
+            for (at, size, handle) in parts {
+                match &replayed {
+                    Ok(()) => {
+                        if let Some(p) = state.physical.get_mut(&handle) {
+                            p.maps = p.maps.saturating_sub(1);
+                        }
+                        settle(session, &mut state, &mut exports, handle);
+                    }
+                    Err(_) => drop(state.mapped.insert(at, (size, handle))),
+                }
             }
-            Ok(())
+            replayed
         }
         op::cuArrayCreate_v2 | op::cuArray3DCreate_v2 | op::cuMipmappedArrayCreate => {
             let descriptor = body.bytes()?;
@@ -346,14 +374,27 @@ fn pool_value(session: &Session, pool: u64, attribute: i32) -> u64 {
     if got == 0 { value[0] } else { 0 }
 }
 
-fn released(session: &Session, handle: u64, change: impl FnOnce(&mut Physical)) {
-    let mut state = session.allocations.lock();
-    let Some(physical) = state.physical.get_mut(&handle) else { return };
-    change(physical);
-    if physical.handles == 0 && physical.maps == 0 {
-        session.quota.give(physical.device, physical.bytes);
-        state.physical.remove(&handle);
+/// Gives back physical memory that has neither a handle nor a mapping any more.
+fn settle(session: &Session, state: &mut State, exports: &mut Exports, handle: u64) {
+    settle_source(session, state, exports, handle);
+    let Some(physical) = state.physical.get(&handle) else { return };
+    if physical.handles > 0 || physical.maps > 0 {
+        return;
     }
+    session.quota.give(physical.device, physical.bytes);
+    if let Some(object) = physical.imported {
+        session.shares.dropped(exports, object);
+    }
+    state.physical.remove(&handle);
+}
+
+/// Notes where the driver finds shared memory from now on.
+fn settle_source(session: &Session, state: &State, exports: &mut Exports, handle: u64) {
+    let Some(physical) = state.physical.get(&handle) else { return };
+    let Some(share) = physical.share else { return };
+    let mapped = || state.mapped.iter().find(|(_, (_, of))| *of == handle).map(|(at, _)| Source::Mapped(*at));
+    let source = if physical.handles > 0 { Some(Source::Handle(handle)) } else { mapped() };
+    session.shares.moved(exports, share, source);
 }
 
 fn last_word(answer: &Answer) -> u64 {

@@ -16,6 +16,7 @@ pub mod mirror;
 pub mod module;
 mod reference;
 mod settle;
+pub mod share;
 pub mod stream;
 mod tensor_map;
 
@@ -193,6 +194,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MEM_INFO => memory::info(session, frame, answer),
         op::ALLOC => memory::alloc(session, &mut r),
         op::FREE => memory::free(session, &mut r, answer),
+        op::SHARE_EXPORT => share::export(session, &mut r, answer),
+        op::SHARE_IMPORT => share::import(session, &mut r, answer),
         op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
         op::WRITE_HOST => mirror::write_host(session, &mut r),

@@ -2,7 +2,7 @@
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 use std::io::Read;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use gpuserver::limits::Effective;
 use gpuserver::supervise::handover::Store;
 use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
 use gpusession_proto::grant::Endpoint;
-use gpusession_proto::preface::LEN;
+use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
@@ -89,17 +89,30 @@ impl Site {
             .expect("a supervisor");
             let limit =
                 DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
-            supervisor.add_lease(&lease(), vec![limit], Effective::default());
+            supervisor.add_lease(&lease(LEASE), vec![limit], Effective::default());
             supervisor
         };
         Self { runtime, supervisor, accounting, clock, machine, _folder: folder }
     }
 
+    /// Adds another lease of 256 MiB on the same GPU.
+    pub fn add_lease(&self, id: &str) {
+        let limit =
+            DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
+        let _inside = self.runtime.enter();
+        self.supervisor.add_lease(&lease(id), vec![limit], Effective::default());
+    }
+
     /// Takes `count` workers.
     pub fn take(&self, count: usize) -> Vec<AssignedWorker> {
+        self.take_of(LEASE, count)
+    }
+
+    /// Takes `count` workers of a lease.
+    pub fn take_of(&self, lease: &str, count: usize) -> Vec<AssignedWorker> {
         let mut taken = Vec::new();
         while taken.len() < count {
-            let more = self.supervisor.take("vm", LEASE, count - taken.len(), Vec::new());
+            let more = self.supervisor.take("vm", lease, count - taken.len(), Vec::new());
             taken.extend(self.runtime.block_on(more).expect("workers"));
         }
         taken
@@ -108,27 +121,7 @@ impl Site {
     /// Opens a client of a worker that the supervisor assigned.
     pub fn client(&self, taken: &AssignedWorker, pid: u32) -> Client {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let ticket = Ticket {
-            lease: LEASE.into(),
-            worker: taken.id,
-            uid: 1000,
-            user: "alice".into(),
-            pid,
-            boot_id: [1; 16],
-            issued_usec: 12,
-            nonce: [9; 16],
-            program: "python3".into(),
-            executable: "/usr/bin/python3".into(),
-        };
-        let endpoint = Endpoint {
-            server: "test".into(),
-            addresses: vec![listener.local_addr().expect("its number").to_string()],
-            worker: taken.id,
-            fingerprint: None,
-            ticket: ticket.seal(&KEY),
-            lease: LEASE.into(),
-            devices: 1,
-        };
+        let endpoint = endpoint(taken, LEASE, pid, listener.local_addr().expect("its number"));
         let connecting =
             std::thread::spawn(move || Client::open(&endpoint).expect("the worker admits the client"));
         // As the data port does.
@@ -138,6 +131,56 @@ impl Site {
         let adopted = self.supervisor.adopt(&taken.id, socket, preface, peer, false);
         adopted.map_err(|(e, _)| e).expect("it is handed over");
         connecting.join().expect("a client")
+    }
+
+    /// Takes a worker of a lease for a real program, and returns its endpoint.
+    pub fn endpoint(&self, lease: &str, pid: u32) -> Endpoint {
+        endpoint(&self.take_of(lease, 1)[0], lease, pid, self.data_port())
+    }
+
+    /// Serves a data port for as long as this process runs, and returns its address.
+    fn data_port(&self) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("its number");
+        let (supervisor, runtime) = (self.supervisor.clone(), self.runtime.handle().clone());
+        std::thread::spawn(move || {
+            let _inside = runtime.enter();
+            for mut socket in listener.incoming().flatten() {
+                let mut preface = [0; LEN];
+                let Ok(peer) = socket.peer_addr() else { continue };
+                if socket.read_exact(&mut preface).is_ok()
+                    && let Ok(known) = Preface::parse(&preface)
+                {
+                    let _ = supervisor.adopt(&known.worker, socket, preface.to_vec(), peer, false);
+                }
+            }
+        });
+        address
+    }
+}
+
+/// Returns the grant of a worker, for a process of the user alice.
+fn endpoint(taken: &AssignedWorker, lease: &str, pid: u32, address: SocketAddr) -> Endpoint {
+    let ticket = Ticket {
+        lease: lease.into(),
+        worker: taken.id,
+        uid: 1000,
+        user: "alice".into(),
+        pid,
+        boot_id: [1; 16],
+        issued_usec: 12,
+        nonce: [9; 16],
+        program: "python3".into(),
+        executable: "/usr/bin/python3".into(),
+    };
+    Endpoint {
+        server: "test".into(),
+        addresses: vec![address.to_string()],
+        worker: taken.id,
+        fingerprint: None,
+        ticket: ticket.seal(&KEY),
+        lease: lease.into(),
+        devices: 1,
     }
 }
 
@@ -153,11 +196,11 @@ impl Drop for Site {
     }
 }
 
-fn lease() -> Lease {
+fn lease(id: &str) -> Lease {
     let hex: String = GPU.iter().map(|b| format!("{b:02x}")).collect();
     let gpu = format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
     Lease {
-        id: LEASE.into(),
+        id: id.into(),
         client: "vm".into(),
         request_id: String::new(),
         ticket_key: KEY,

@@ -1,0 +1,95 @@
+//! Memory that processes of one lease share.
+
+use std::ffi::c_void;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use gpusession_proto::frame::Reader;
+use gpusession_proto::share::{Kind, Name, Token};
+use gpusession_proto::supervise::{Charge, FromWorker, Unshared};
+
+use crate::answer::{Answer, Done};
+use crate::driver::{Driver, Status, check, status};
+use crate::objects::allocations::Physical;
+use crate::objects::shares::Source;
+use crate::session::Session;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+const POSIX_FD: i32 = 1;
+
+/// Returns the driver's descriptor of physical memory.
+fn descriptor(driver: &Driver, source: Source) -> Result<OwnedFd, Status> {
+    let call = &driver.call;
+    let export = |handle: u64| {
+        let mut raw: i32 = -1;
+        // SAFETY: for this handle type the driver writes a descriptor, which has 4 bytes.
+        check(unsafe { (call.cuMemExportToShareableHandle)((&raw mut raw).cast(), handle, POSIX_FD, 0) })?;
+        // SAFETY: the driver has just created the descriptor for this call.
+        (raw >= 0).then(|| unsafe { OwnedFd::from_raw_fd(raw) }).ok_or(status::INVALID_VALUE)
+    };
+    match source {
+        Source::Handle(handle) => export(handle),
+        Source::Mapped(address) => {
+            let mut handle = 0;
+            // SAFETY: the out pointer is valid; the driver checks the address.
+            check(unsafe { (call.cuMemRetainAllocationHandle)(&mut handle, address as *mut c_void) })?;
+            let exported = export(handle);
+            // SAFETY: the handle was just retained.
+            unsafe { (call.cuMemRelease)(handle) };
+            exported
+        }
+    }
+}
+
+/// `SHARE_EXPORT`: the driver's handle of physical memory; answers a token.
+pub fn export(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let handle = r.word()?;
+    session.shares.possible()?;
+    let mut state = session.allocations.lock();
+    let physical = state.physical.get_mut(&handle).filter(|p| p.handles > 0).ok_or(status::INVALID_VALUE)?;
+    let source = Source::Handle(handle);
+    // The driver judges whether this memory may be shared.
+    descriptor(session.driver, source)?;
+    let charge = Charge { device: physical.device, bytes: physical.bytes };
+    let name = session.shares.name(&mut physical.share, Kind::Memory, source, charge);
+    let name = name.ok_or(status::OPERATING_SYSTEM)?;
+    answer.bytes(&Token { name, offset: 0, size: physical.bytes }.bytes());
+    Ok(())
+}
+
+/// `SHARE_IMPORT`: a token; answers the driver's handle of the memory.
+pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    session.shares.possible()?;
+    let token = r.bytes()?.try_into().ok().and_then(Token::parse).ok_or(status::INVALID_VALUE)?;
+    let given = session.shares.request(token.name).map_err(|refused| match refused {
+        Unshared::Elsewhere => status::NOT_SUPPORTED,
+        // As the driver answers for a descriptor of another kind (H100, driver 580).
+        Unshared::Unknown => status::UNKNOWN,
+        Unshared::Busy => status::OPERATING_SYSTEM,
+        Unshared::Driver(code) => code,
+    })?;
+    let object = (token.name.worker, token.name.object);
+    let call = &session.driver.call;
+    let mut handle = 0;
+    let raw = given.as_raw_fd() as usize as *mut c_void;
+    // SAFETY: for this handle type the pointer is the number of a descriptor, which stays open
+    // during the call; the out pointer is valid.
+    check(unsafe { (call.cuMemImportFromShareableHandle)(&mut handle, raw, POSIX_FD) })
+        .inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?;
+    // Its exporter counts the memory.
+    let physical = Physical { device: 0, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
+    session.allocations.lock().physical.insert(handle, physical);
+    answer.word(handle);
+    Ok(())
+}
+
+/// Answers the supervisor's request for an object of this worker.
+pub fn give(session: &Session, number: u64, name: &Name) {
+    // Locked until the answer is sent, so that the end of the object is reported after it.
+    let mut exports = session.shares.exports();
+    let given = exports.give(name).ok_or(Unshared::Unknown).and_then(|(source, charge)| {
+        Ok((charge, descriptor(session.driver, source).map_err(Unshared::Driver)?))
+    });
+    let beside = given.as_ref().ok().map(|(_, descriptor)| descriptor.as_fd());
+    let given = given.as_ref().map(|(charge, _)| *charge).map_err(|why| *why);
+    session.supervisor().tell_with(&FromWorker::ShareGiven { number, given }, beside);
+}

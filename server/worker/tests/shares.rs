@@ -1,0 +1,343 @@
+//! Programs of one lease that share memory, under the server's own supervisor.
+
+// Other tests use the rest of these.
+#[allow(dead_code)]
+mod harness;
+#[path = "../../../intercept/cuda/tests/common/mod.rs"]
+mod program;
+#[allow(dead_code)]
+#[path = "harness/supervised.rs"]
+mod supervised;
+
+use std::fs::File;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+
+use gpusession_proto::grant::Reply;
+use harness::{LEASE, MIB};
+use nix::fcntl::{FcntlArg, FdFlag, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use program::{Cuda, KERNEL, at};
+use supervised::{Site, eventually};
+
+const INVALID_VALUE: i32 = 1;
+const UNKNOWN: i32 = 999;
+const NOT_SUPPORTED: i32 = 801;
+const OTHER: &str = "another-lease";
+const SIZE: u64 = 2 * MIB;
+const POSIX_FD: u64 = 1;
+/// `CUmemAllocationProp` of device 0: pinned memory that may be shared.
+const PROPERTIES: [u32; 8] = [1, POSIX_FD as u32, 1, 0, 0, 0, 0, 0];
+/// Rounds between two processes, each with copies that a program with no other would not wait for.
+const ROUNDS: u32 = 300;
+
+// --- Parts of the programs.
+
+/// The other process of a pair.
+struct Other(UnixStream);
+
+impl Other {
+    /// The one that started this process.
+    fn parent() -> Self {
+        // SAFETY: the parent left this descriptor to this process, which takes it once.
+        Self(unsafe { UnixStream::from_raw_fd(std::env::var("PEER").unwrap().parse().unwrap()) })
+    }
+
+    /// Starts another program, by fork and exec.
+    fn start(name: &str) -> (Self, Child) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+        let mut command = gpusession_test_support::program(name);
+        let child = command.env("PEER", theirs.as_raw_fd().to_string()).stdin(Stdio::null()).spawn().unwrap();
+        (Self(ours), child)
+    }
+
+    fn tell(&mut self, byte: u8) {
+        self.0.write_all(&[byte]).unwrap();
+    }
+
+    fn hear(&mut self) -> u8 {
+        let mut byte = [0];
+        self.0.read_exact(&mut byte).unwrap();
+        byte[0]
+    }
+
+    fn send(&self, descriptor: RawFd) {
+        let fds = [descriptor];
+        let rights = [ControlMessage::ScmRights(&fds)];
+        sendmsg::<()>(self.0.as_raw_fd(), &[IoSlice::new(b"d")], &rights, MsgFlags::empty(), None).unwrap();
+    }
+
+    fn receive(&self) -> OwnedFd {
+        let (mut byte, mut space) = ([0], nix::cmsg_space!(RawFd));
+        let mut parts = [IoSliceMut::new(&mut byte)];
+        let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+        let got = recvmsg::<()>(self.0.as_raw_fd(), &mut parts, Some(&mut space), flags).unwrap();
+        let Some(ControlMessageOwned::ScmRights(fds)) = got.cmsgs().unwrap().next() else { panic!() };
+        // SAFETY: the kernel has just created the descriptor for this process.
+        unsafe { OwnedFd::from_raw_fd(fds[0]) }
+    }
+}
+
+fn create(cuda: &Cuda) -> u64 {
+    cuda.get("cuMemCreate", &[SIZE, PROPERTIES.as_ptr() as u64, 0])
+}
+
+fn export(cuda: &Cuda, memory: u64) -> Result<OwnedFd, i32> {
+    let mut descriptor = -1i32;
+    match cuda.call("cuMemExportToShareableHandle", &[at(&mut descriptor), memory, POSIX_FD, 0]) {
+        // SAFETY: the call has just created the descriptor for this program.
+        0 => Ok(unsafe { OwnedFd::from_raw_fd(descriptor) }),
+        status => Err(status),
+    }
+}
+
+fn import(cuda: &Cuda, descriptor: &impl AsRawFd) -> Result<u64, i32> {
+    cuda.try_get("cuMemImportFromShareableHandle", &[descriptor.as_raw_fd() as u64, POSIX_FD])
+}
+
+fn map(cuda: &Cuda, memory: u64) -> u64 {
+    let address = cuda.get("cuMemAddressReserve", &[SIZE, 0, 0, 0]);
+    cuda.ok("cuMemMap", &[address, SIZE, 0, memory, 0]);
+    let mut access = [1u32, 0, 3];
+    cuda.ok("cuMemSetAccess", &[address, SIZE, at(&mut access), 1]);
+    address
+}
+
+fn begin() -> Cuda {
+    let cuda = Cuda::begin();
+    cuda.on(0);
+    cuda
+}
+
+// --- Bodies of the programs, each in a process of its own.
+
+gpusession_test_support::programs!(
+    exports,
+    imports,
+    exports_and_lets_go,
+    imports_what_was_let_go,
+    exports_and_dies,
+    imports_in_another_lease
+);
+
+fn exports() {
+    let cuda = begin();
+    let memory = create(&cuda);
+    let address = map(&cuda, memory);
+    let shared = export(&cuda, memory).unwrap();
+    assert!(fcntl(&shared, FcntlArg::F_GETFD).unwrap() & FdFlag::FD_CLOEXEC.bits() != 0);
+    let again = export(&cuda, memory).unwrap();
+    let token = |of: OwnedFd| {
+        let mut token = [0; 64];
+        File::from(of).read_exact_at(&mut token, 0).unwrap();
+        token
+    };
+    assert_eq!(token(again), token(shared.try_clone().unwrap()), "one name for the life of the memory");
+    let (mut other, mut child) = Other::start("imports");
+    other.send(shared.as_raw_fd());
+    drop(shared);
+    assert_eq!(other.hear(), b'r');
+    let module = cuda.load(KERNEL);
+    let (increment, stream) = (cuda.increment(module), cuda.get("cuStreamCreate", &[1]));
+    let mut pinned = cuda.get("cuMemHostAlloc", &[4, 0]);
+    for round in 0..ROUNDS {
+        // Each kind of write, then a byte through the socket: the other one's kernel sees it.
+        let value = round * 10;
+        match round % 3 {
+            0 => cuda.write(address, &value.to_le_bytes()),
+            1 => {
+                // SAFETY: pinned memory of this program.
+                unsafe { (pinned as *mut u32).write(value) };
+                cuda.ok("cuMemcpyHtoDAsync_v2", &[address, pinned, 4, stream]);
+                cuda.ok("cuStreamSynchronize", &[stream]);
+            }
+            _ => {
+                cuda.write(address, &(value - 1).to_le_bytes());
+                assert_eq!(cuda.launch(increment, address, stream), 0);
+                cuda.ok("cuStreamSynchronize", &[stream]);
+            }
+        }
+        other.tell(b'w');
+        assert_eq!(other.hear(), b'r');
+        assert_eq!(cuda.word(address), value + 1, "round {round}");
+    }
+    cuda.ok("cuMemFreeHost", &[std::mem::take(&mut pinned)]);
+    // The other one keeps the memory, also when this one has let go of it.
+    cuda.write(address, &7u32.to_le_bytes());
+    cuda.ok("cuMemUnmap", &[address, SIZE]);
+    cuda.ok("cuMemRelease", &[memory]);
+    other.tell(b'e');
+    assert!(child.wait().unwrap().success());
+}
+
+fn imports() {
+    let cuda = begin();
+    let mut other = Other::parent();
+    let shared = other.receive();
+    let before = cuda.memory().0;
+    let memory = import(&cuda, &shared).unwrap();
+    let twice = import(&cuda, &shared).unwrap();
+    cuda.ok("cuMemRelease", &[twice]);
+    drop(shared);
+    let address = map(&cuda, memory);
+    assert_eq!(cuda.memory().0, before, "its exporter counts it");
+    cuda.ok("cuMemRelease", &[memory]);
+    let module = cuda.load(KERNEL);
+    let increment = cuda.increment(module);
+    other.tell(b'r');
+    while other.hear() == b'w' {
+        assert_eq!(cuda.launch(increment, address, 0), 0);
+        cuda.ok("cuCtxSynchronize", &[]);
+        other.tell(b'r');
+    }
+    assert_eq!(cuda.word(address), 7);
+    cuda.ok("cuMemUnmap", &[address, SIZE]);
+}
+
+/// Tokens that end, and files that are none.
+fn exports_and_lets_go() {
+    let cuda = begin();
+    let plain = cuda.get("cuMemCreate", &[SIZE, [1u32, 0, 1, 0, 0, 0, 0, 0].as_ptr() as u64, 0]);
+    assert_eq!(export(&cuda, plain).err(), Some(INVALID_VALUE), "not created for that");
+    let (mut other, mut child) = Other::start("imports_what_was_let_go");
+    // Mapped memory whose handle is released can be imported all the same.
+    let memory = create(&cuda);
+    let address = map(&cuda, memory);
+    let shared = export(&cuda, memory).unwrap();
+    cuda.ok("cuMemRelease", &[memory]);
+    other.send(shared.as_raw_fd());
+    assert_eq!(other.hear(), b'i');
+    // Then nothing of this process holds it any more.
+    cuda.ok("cuMemUnmap", &[address, SIZE]);
+    other.send(shared.as_raw_fd());
+    assert_eq!(other.hear(), b'n');
+    assert_eq!(import(&cuda, &shared).err(), Some(UNKNOWN), "gone for its own process, too");
+    // The same process may import what it exports.
+    let memory = create(&cuda);
+    let shared = export(&cuda, memory).unwrap();
+    let own = import(&cuda, &shared).unwrap();
+    let (one, two) = (map(&cuda, memory), map(&cuda, own));
+    cuda.write(one, &5u32.to_le_bytes());
+    assert_eq!(cuda.word(two), 5);
+    // Forged tokens: each bit matters, and other files are none.
+    let mut token = [0; 64];
+    File::from(shared).read_exact_at(&mut token, 0).unwrap();
+    let all =
+        SealFlag::F_SEAL_SEAL | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE;
+    let file = |token: &[u8], seals: SealFlag| {
+        let file = File::from(memfd_create(c"forged", MFdFlags::MFD_ALLOW_SEALING).unwrap());
+        file.write_all_at(token, 0).unwrap();
+        fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+        import(&cuda, &file).err()
+    };
+    for (at, status) in [(24, UNKNOWN), (32, UNKNOWN), (47, UNKNOWN), (8, NOT_SUPPORTED)] {
+        let mut forged = token;
+        forged[at] ^= 1;
+        assert_eq!(file(&forged, all), Some(status), "byte {at}");
+    }
+    assert_eq!(file(&token, all), None, "a copy of the token is as good");
+    assert_eq!(file(&token, SealFlag::F_SEAL_WRITE), Some(UNKNOWN));
+    assert_eq!(file(b"another file", all), Some(UNKNOWN));
+    other.send(File::open("/dev/null").unwrap().as_raw_fd());
+    assert_eq!(other.hear(), b'n');
+    other.tell(b'e');
+    assert!(child.wait().unwrap().success());
+}
+
+fn imports_what_was_let_go() {
+    let cuda = begin();
+    let mut other = Other::parent();
+    let memory = import(&cuda, &other.receive()).unwrap();
+    other.tell(b'i');
+    for _ in 0..2 {
+        assert_eq!(import(&cuda, &other.receive()).err(), Some(UNKNOWN));
+        other.tell(b'n');
+    }
+    assert_eq!(other.hear(), b'e');
+    cuda.ok("cuMemRelease", &[memory]);
+}
+
+/// Ends without any notice, while another program has its memory.
+fn exports_and_dies() {
+    let cuda = begin();
+    let memory = create(&cuda);
+    let address = map(&cuda, memory);
+    cuda.write(address, &9u32.to_le_bytes());
+    let mut other = Other::parent();
+    other.send(export(&cuda, memory).unwrap().as_raw_fd());
+    other.hear();
+    // SAFETY: ends this process.
+    unsafe { nix::libc::_exit(0) };
+}
+
+/// Imports memory of a program of its own lease or of another one, which then dies.
+fn imports_in_another_lease() {
+    let cuda = begin();
+    let alone = cuda.memory().0;
+    let (mut other, mut child) = Other::start("exports_and_dies");
+    let shared = other.receive();
+    let expected: i32 = std::env::var("EXPECTED").unwrap().parse().unwrap();
+    let imported = import(&cuda, &shared);
+    assert_eq!(imported.err().unwrap_or(0), expected);
+    let mapped = imported.map(|memory| (memory, map(&cuda, memory)));
+    other.tell(b'd');
+    assert!(child.wait().unwrap().success());
+    if let Ok((memory, address)) = mapped {
+        assert_eq!(cuda.word(address), 9, "memory lives until its last user is gone");
+        let mut outcome = None;
+        // The server learns of the end of the other process a moment later.
+        while outcome.is_none() {
+            let imported = import(&cuda, &shared);
+            outcome = imported.inspect(|again| cuda.ok("cuMemRelease", &[*again])).err();
+        }
+        assert_eq!(outcome, Some(NOT_SUPPORTED), "its token ends with its process");
+        cuda.write(address, &10u32.to_le_bytes());
+        assert_eq!(cuda.word(address), 10);
+        eventually("this process counts the memory", || cuda.memory().0 == alone - SIZE);
+        cuda.ok("cuMemUnmap", &[address, SIZE]);
+        cuda.ok("cuMemRelease", &[memory]);
+        assert_eq!(cuda.memory().0, alone, "it is gone with its last user");
+    }
+}
+
+// --- The test.
+
+/// Runs programs with these leases, of which the first one must succeed.
+fn succeeds(site: &Site, name: &str, leases: &[&str], variables: &[(&str, String)]) -> String {
+    let replies = leases.iter().zip(1..).map(|(lease, pid)| Reply::Granted(vec![site.endpoint(lease, pid)]));
+    let (output, _) = program::run(name, replies.collect(), variables);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let out = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{name}: {out}\n{said}");
+    said
+}
+
+#[test]
+fn programs_of_one_lease_share_memory() {
+    if std::env::var_os(gpusession_test_support::PROGRAM).is_some() {
+        return;
+    }
+    // SAFETY: no other thread of this process reads variables yet.
+    unsafe {
+        std::env::set_var("SIMGPU_EXPORT_MEMORY", "on");
+        std::env::set_var("SIMGPU_DELAY_US", "2000");
+        std::env::set_var("SIMGPU_DELAY_ONE_IN", "4");
+    }
+    let site = Site::new(2);
+    site.add_lease(OTHER);
+    succeeds(&site, "exports", &[LEASE, LEASE], &[]);
+    succeeds(&site, "exports_and_lets_go", &[LEASE, LEASE], &[]);
+    succeeds(&site, "imports_in_another_lease", &[LEASE, LEASE], &[("EXPECTED", "0".into())]);
+    let refused = [("EXPECTED", NOT_SUPPORTED.to_string())];
+    let said = succeeds(&site, "imports_in_another_lease", &[OTHER, LEASE], &refused);
+    assert!(said.contains("shared memory: not imported"), "{said}");
+    let served = || site.supervisor.workers().iter().filter(|w| w.process.is_some()).count();
+    eventually("all are gone", || served() == 0);
+    assert!(!site.supervisor.shares_memory(LEASE));
+    site.runtime.block_on(site.supervisor.close("the test ends"));
+}
