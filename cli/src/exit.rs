@@ -83,6 +83,7 @@ impl Failure {
             Trouble::Protocol => {
                 (code::FAILED, "client and server have different versions: update the older one")
             }
+            Trouble::Clear => (code::NOT_ALLOWED, ""),
             Trouble::Invalid => (code::USAGE, ""),
             Trouble::NoSuchLease => (code::FAILED, "`gpusession list` shows all leases"),
         };

@@ -32,6 +32,9 @@ pub struct LeaseFile {
     /// Control addresses of the servers that may hold the lease.
     #[serde(default)]
     pub servers: Vec<String>,
+    /// Whether programs' data may be unencrypted, if the server decides so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allow_clear: bool,
 }
 
 impl LeaseFile {

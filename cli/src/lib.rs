@@ -521,7 +521,14 @@ async fn run_program(run: Run) -> Result<i32> {
         return run_on(&LeaseFile::load(path)?, &run.program).await;
     }
     if !run.wanted.servers.is_empty() {
-        return run::direct(&run.wanted.servers, run.wanted.spec(), None, &run.program).await;
+        return run::direct(
+            &run.wanted.servers,
+            run.wanted.allow_clear,
+            run.wanted.spec(),
+            None,
+            &run.program,
+        )
+        .await;
     }
     let daemon = match Daemon::connect().await {
         Ok(daemon) => daemon.describe_mine().await.map(|(described, mine)| (daemon, described, mine)),
@@ -537,7 +544,7 @@ async fn run_program(run: Run) -> Result<i32> {
             if own.is_none() {
                 return Err(failure.no_lease());
             }
-            return run::direct(&[], run.wanted.spec(), None, &run.program).await;
+            return run::direct(&[], run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await;
         }
     };
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
@@ -606,10 +613,11 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
                 sharing: None,
                 model: None,
                 servers: vec![],
+                allow_clear: file.allow_clear,
             }
             .spec();
             spec.request_id = Some(file.request.clone());
-            run::direct(&file.servers, spec, Some(&file.id), program).await
+            run::direct(&file.servers, file.allow_clear, spec, Some(&file.id), program).await
         }
     }
 }
@@ -619,16 +627,18 @@ async fn request(request: Request, json: bool) -> Result<i32> {
     let mut spec = request.wanted.spec();
     spec.ttl = Some(request.ttl);
     spec.why = "gpusession request".into();
-    let gpus = spec.gpus;
+    let (gpus, allow_clear) = (spec.gpus, request.wanted.allow_clear);
     let (file, expires_usec) = if request.wanted.servers.is_empty() {
         let daemon = Daemon::connect().await?;
         let id = daemon.create(&spec, true).await?.id;
         // The lease exists even if this call fails.
         let leases = daemon.describe().await.map(|described| described.leases).unwrap_or_default();
         let expires_usec = leases.iter().find(|lease| lease.id == id).map_or(0, |lease| lease.expires_usec);
-        (LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }, expires_usec)
+        let file =
+            LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![], allow_clear };
+        (file, expires_usec)
     } else {
-        let direct = run::Direct::new(&request.wanted.servers)?;
+        let direct = run::Direct::new(&request.wanted.servers, allow_clear)?;
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
@@ -637,7 +647,8 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let snapshot = direct.engine.snapshot().borrow().clone();
         let holder = snapshot.server_facts().find(|server| server.name == lease.facts.server);
         let servers = holder.map_or(direct.servers, |server| vec![server.address.clone()]);
-        let file = LeaseFile { id: lease.facts.id, via: Via::Servers, request: wish, gpus, servers };
+        let file =
+            LeaseFile { id: lease.facts.id, via: Via::Servers, request: wish, gpus, servers, allow_clear };
         (file, lease.gauges.expires.map_or(0, |at| snapshot.clock.wall_usec(at)))
     };
     file.store(empty)?;

@@ -59,6 +59,9 @@ pub struct Wanted {
     /// Server to lease from, without the daemon; may be repeated, the first with room is used
     #[arg(long = "server", value_name = "HOST[:PORT]")]
     pub servers: Vec<String>,
+    /// Without the daemon: also use a server that does not encrypt the program's data
+    #[arg(long)]
+    pub allow_clear: bool,
 }
 
 impl Wanted {
@@ -95,7 +98,7 @@ pub struct Direct {
 
 impl Direct {
     /// Connects to the servers `named`, else to those of the caller's `servers.toml`.
-    pub fn new(named: &[String]) -> Result<Self> {
+    pub fn new(named: &[String], allow_clear: bool) -> Result<Self> {
         let home = Home::of_caller();
         let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
         let servers = if named.is_empty() {
@@ -109,6 +112,7 @@ impl Direct {
             .collect::<std::result::Result<Vec<_>, gpusessiond::pool::PoolError>>()
             .map_err(|e| Failure::of_pool(&e))?;
         let engine = Engine::start(HostFacts::this_machine());
+        engine.allow_clear(allow_clear);
         engine.connect(remotes);
         Ok(Self { engine, servers })
     }
@@ -127,15 +131,16 @@ impl PrivateSocket {
 
 /// Runs a program without a daemon, on a lease of its own or on the lease `known`.
 ///
-/// `spec` repeats the request of a known lease, which yields the same lease; that lease is not
-/// released afterwards.
+/// `allow_clear`: the program's data may be unencrypted. `spec` repeats the request of a known
+/// lease, which yields the same lease; that lease is not released afterwards.
 pub async fn direct(
     servers: &[String],
+    allow_clear: bool,
     mut spec: Spec,
     known: Option<&str>,
     program: &[OsString],
 ) -> Result<i32> {
-    let direct = Direct::new(servers)?;
+    let direct = Direct::new(servers, allow_clear)?;
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
     spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
     let lease = tokio::select! {

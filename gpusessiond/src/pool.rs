@@ -26,6 +26,8 @@ pub enum Trouble {
     Unreachable,
     /// The server does not accept this client: no valid identity, revoked, or not entitled.
     Refused,
+    /// The server would send this client's data unencrypted, which the client does not allow.
+    Clear,
     /// Client and server have different protocol versions.
     Protocol,
     /// The server considers the request invalid.
@@ -45,6 +47,7 @@ impl Trouble {
             Self::NotReady => "not-ready",
             Self::Unreachable => "unreachable",
             Self::Refused => "not-accepted",
+            Self::Clear => "not-encrypted",
             Self::Protocol => "protocol",
             Self::Invalid => "invalid",
             Self::NoSuchLease => "no-such-lease",
@@ -86,6 +89,14 @@ impl PoolError {
             None => self.message.clone(),
         }
     }
+}
+
+/// Returns the reason why a lease without encryption is not used, and the remedy.
+pub fn unencrypted(server: &str) -> String {
+    format!(
+        "server {server} would send this client's data unencrypted; `[transport] encryption = \"server\"` in \
+         gpusession.toml allows it, and with --server the option --allow-clear"
+    )
 }
 
 /// One GPU server.

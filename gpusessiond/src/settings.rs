@@ -70,9 +70,13 @@ impl Settings {
         let config = self.get();
         self.gate.set(config.access.clone());
         let uids = self.users.lock().await.of(&config).await;
+        self.leases.allow_clear(config.transport.encryption == "server");
         self.configure(specs(&config, &uids)).await;
-        if config.transport != Config::default().transport {
-            warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
+        let (transport, default) = (&config.transport, Config::default().transport);
+        if (&transport.order, transport.lanes) != (&default.order, default.lanes) {
+            warn!(
+                "[transport] order and lanes have no effect yet: data travels over TCP, on eight lanes in each direction"
+            );
         }
         for spec in self.unknown_users.borrow().iter() {
             warn!(

@@ -61,6 +61,32 @@ async fn a_process_gets_a_worker_and_a_ticket_of_its_own() {
 }
 
 #[tokio::test]
+async fn data_in_clear_needs_the_clients_word() {
+    let sim = SimServer::new("gpu-a", 2);
+    sim.with(|state| state.trusts_network = true);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    until(&engine, |s| s.leases.iter().any(|l| format!("{l:?}").contains("data unencrypted"))).await;
+    sim.until(|state| !state.released.is_empty() && state.leases.is_empty()).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _connection) = ask_async(&socket.path, request()).await;
+    let Reply::Denied { reason, .. } = reply else { panic!("{reply:?}") };
+    assert!(reason.contains("encryption = \"server\""), "the remedy: {reason}");
+
+    engine.allow_clear(true);
+    engine.configure(vec![Spec::configured(&self::config(&[2]).leases[0], 0)]).await;
+    until(&engine, held).await;
+    let (reply, _connection) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    assert_eq!(endpoints[0].fingerprint, None);
+    // An earlier lease serves no program once the word is taken back.
+    engine.allow_clear(false);
+    let (reply, _connection) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Denied { .. }), "{reply:?}");
+}
+
+#[tokio::test]
 async fn questions_about_the_gpus_take_no_worker() {
     let (one, two) = (SimServer::new("gpu-a", 1), SimServer::new("gpu-b", 1));
     let engine = engine(&[&one, &two]);

@@ -589,6 +589,12 @@ fn data_without_encryption_is_shown_on_both_ends() {
     writeln!(file, "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]").unwrap();
     let _server = site.start_server();
     site.configure("[[lease]]\n", &site.token());
+    let daemon = site.start_daemon();
+    // By default, a client sends nothing in clear, whatever the server decides.
+    site.described("the refusal", |d| d.to_string().contains("would send this client's data unencrypted"));
+    site.until("the lease is back", |site| site.gpuserver(&["leases"]).contains("no leases").then_some(()));
+    daemon.stop();
+    site.configure("[transport]\nencryption = \"server\"\n[[lease]]\n", "");
     let _daemon = site.start_daemon();
     let lease = site.lease();
     for command in ["status", "list"] {

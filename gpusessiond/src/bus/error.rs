@@ -58,7 +58,7 @@ impl From<PoolError> for BusError {
         let make = match error.trouble {
             Trouble::NoCapacity => Self::no_capacity,
             // A later call would not succeed either.
-            Trouble::NeverFits => Self::not_supported,
+            Trouble::NeverFits | Trouble::Clear => Self::not_supported,
             Trouble::NotReady => Self::not_ready,
             Trouble::LimitExceeded | Trouble::OutOfMemory => Self::quota_exceeded,
             Trouble::Unreachable | Trouble::Refused => Self::server_unreachable,

@@ -114,8 +114,13 @@ keys! {
 }
 
 keys! {
-    /// Ways of programs' data; these keys have no effect yet.
+    /// Ways of programs' data; only `encryption` has an effect yet.
     pub struct Transport("transport.", Reader<'_>, ConfigError) {
+        /// "required": this machine takes no lease whose data a server would send unencrypted;
+        /// "server": the server decides.
+        ///
+        /// A server with `encryption = "off"` sends the data of networks that it trusts in clear.
+        encryption: String = "required", |encryption| one_of(encryption, &["required", "server"]);
         /// Transports in order of preference.
         order: Vec<String> = ["shm", "rdma", "tcp"], |order: &Vec<String>| {
             order.iter().try_for_each(|transport| one_of(transport, &["shm", "rdma", "tcp"]))

@@ -507,6 +507,8 @@ pub trait Leases: Send + Sync {
     async fn want(&self, spec: Spec) -> Slot;
     /// Wants exactly the leases of the configuration; unchanged ones stay as they are.
     async fn configure(&self, leases: Vec<Spec>);
+    /// Sets whether leases may have data that is not encrypted, if their server decides so.
+    fn allow_clear(&self, allow: bool);
     /// Holds this many GPUs for all users in addition to the configured leases.
     async fn preallocate(&self, count: u32);
     /// Releases a lease; returns `false` if the slot does not exist.

@@ -31,6 +31,8 @@ pub(super) struct Actor {
     pub(super) saved: Saved,
     pub(super) save: Box<dyn FnMut(&Saved) + Send>,
     pub(super) gate: Option<Arc<Gate>>,
+    /// Data of leases may be unencrypted.
+    pub(super) clear: bool,
     pub(super) alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
     pub(super) said_alive: Instant,
     pub(super) creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
@@ -125,6 +127,7 @@ impl Actor {
                 }
                 let _ = reply.send(granted);
             }
+            Message::AllowClear(allow) => self.clear = allow,
             Message::Configure(leases, reply) => {
                 self.machine.configure(now, leases);
                 let sessions: Vec<_> = self.machine.sessions().values().cloned().collect();

@@ -14,7 +14,7 @@ use super::grants::valid;
 use super::{Message, ended};
 use crate::leases::machine::Action;
 use crate::leases::{Change, Update};
-use crate::pool::{PoolError, PoolServer, Trouble};
+use crate::pool::{PoolError, PoolServer, Trouble, unencrypted};
 
 /// Pause before a watch reconnects, at first and at most.
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
@@ -168,7 +168,10 @@ impl Actor {
             match action {
                 Action::Allocate { slot, servers, request } => {
                     let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
-                    self.spawn(async move { Message::Allocated(slot, allocate(pools, *request).await) });
+                    let clear = self.clear;
+                    self.spawn(
+                        async move { Message::Allocated(slot, allocate(pools, *request, clear).await) },
+                    );
                 }
                 Action::Renew { server, leases } => {
                     let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
@@ -228,30 +231,36 @@ pub(super) async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker:
 }
 
 /// Asks one server after the other; if all refuse, returns the most hopeful of their reasons.
+///
+/// Without `clear` a lease whose data would not be encrypted goes back.
 async fn allocate(
     pools: Vec<(usize, Arc<dyn PoolServer>)>,
     request: control::AllocateRequest,
+    clear: bool,
 ) -> Result<(usize, control::Lease), PoolError> {
     let mut refusal: Option<PoolError> = None;
     for (index, pool) in pools {
-        match pool.allocate(request.clone()).await {
-            Ok(lease) if valid(&lease) => return Ok((index, lease)),
-            Ok(_) => {
-                let message = format!("{}: sent an invalid lease", pool.address());
-                refusal = Some(PoolError::new(Trouble::Protocol, message));
+        let error = match pool.allocate(request.clone()).await {
+            Ok(lease) if !valid(&lease) => {
+                PoolError::new(Trouble::Protocol, format!("{}: sent an invalid lease", pool.address()))
             }
-            Err(error) => {
-                let hope = |e: &PoolError| match e.trouble {
-                    Trouble::NoCapacity => 4,
-                    Trouble::LimitExceeded => 3,
-                    Trouble::Unreachable => 2,
-                    Trouble::NeverFits => 1,
-                    _ => 0,
-                };
-                if refusal.as_ref().is_none_or(|r| hope(&error) > hope(r)) {
-                    refusal = Some(error);
-                }
+            Ok(lease) if lease.encrypted || clear => return Ok((index, lease)),
+            Ok(lease) => {
+                // A lease that stays at an unreachable server expires there.
+                let _ = pool.release(lease.id).await;
+                PoolError::new(Trouble::Clear, unencrypted(&lease.server))
             }
+            Err(error) => error,
+        };
+        let hope = |e: &PoolError| match e.trouble {
+            Trouble::NoCapacity => 4,
+            Trouble::LimitExceeded => 3,
+            Trouble::Unreachable => 2,
+            Trouble::NeverFits => 1,
+            _ => 0,
+        };
+        if refusal.as_ref().is_none_or(|r| hope(&error) > hope(r)) {
+            refusal = Some(error);
         }
     }
     Err(refusal.unwrap_or_else(|| PoolError::new(Trouble::Unreachable, "no server to ask")))

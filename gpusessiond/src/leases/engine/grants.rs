@@ -12,7 +12,7 @@ use super::actor::Actor;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
 use crate::leases::{Answer, Caller, Failure, Granted, Owner, Slot, Spec, WorkerRequest};
-use crate::pool::{PoolError, Trouble};
+use crate::pool::{PoolError, Trouble, unencrypted};
 
 /// Most users of whose programs a lease's failures are kept.
 const MAX_FAILURES: usize = 16;
@@ -135,6 +135,10 @@ impl Actor {
             let _ = reply.send(Answer::Denied(Denial::ProtocolMismatch, reason));
             return;
         }
+        if let Some(reason) = held.iter().find_map(|slot| self.unencrypted(*slot)) {
+            let _ = reply.send(Answer::Denied(Denial::NotReady, reason));
+            return;
+        }
         if !wish.environment.is_empty() {
             self.grant_cold(caller, wish, held, reply);
             return;
@@ -162,6 +166,14 @@ impl Actor {
                 about.name, about.protocol
             )
         })
+    }
+
+    /// Returns why a program may not use a lease whose data is not encrypted.
+    ///
+    /// The lease may be from a time when the configuration allowed that.
+    fn unencrypted(&self, slot: Slot) -> Option<String> {
+        let lease = &self.machine.slot(slot)?.held()?.lease;
+        (!lease.encrypted && !self.clear).then(|| unencrypted(&lease.server))
     }
 
     /// Grants workers that start cold, for a process with a driver environment of its own.
@@ -287,6 +299,7 @@ fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
             Trouble::LimitExceeded => Answer::Denied(Denial::Quota, e.message.clone()),
             Trouble::OutOfMemory => Answer::Wait(Denial::OutOfMemory, e.message.clone()),
             Trouble::Protocol => Answer::Denied(Denial::ProtocolMismatch, e.message.clone()),
+            Trouble::Clear => Answer::Denied(Denial::NotReady, e.message.clone()),
             _ => Answer::Wait(Denial::NotReady, e.waiting()),
         },
     }

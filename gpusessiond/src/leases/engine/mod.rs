@@ -41,6 +41,7 @@ enum Message {
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
     Freed(Slot),
     Configure(Vec<Spec>, oneshot::Sender<()>),
+    AllowClear(bool),
     Preallocate(u32, oneshot::Sender<()>),
     SessionOpened(Arc<Session>),
     Demand(Caller),
@@ -139,6 +140,7 @@ impl Engine {
             saved,
             save,
             gate,
+            clear: false,
             alive,
             said_alive: Instant::now(),
             servers: Vec::new(),
@@ -220,6 +222,10 @@ impl Leases for Engine {
 
     async fn configure(&self, leases: Vec<Spec>) {
         self.call(|reply| Message::Configure(leases, reply)).await;
+    }
+
+    fn allow_clear(&self, allow: bool) {
+        let _ = self.messages.send(Message::AllowClear(allow));
     }
 
     async fn preallocate(&self, count: u32) {
