@@ -65,11 +65,12 @@ pub struct Header {
     pub flags: U16,
     /// The program's thread that made the call; the order within a thread is always kept.
     pub thread: U32,
-    /// Epoch of the connection, as in the preface.
-    pub epoch: U32,
+    /// Frames from the worker: low bits of their number in its log; else zero.
+    pub number: U32,
     /// Requests: position in the log. Replies: the request's.
     pub seq: U64,
-    /// Highest position in the log that the sender of this frame has consumed.
+    /// Number of the latest frame of the other direction that the sender has received; in chunks
+    /// their length.
     pub ack: U64,
     /// Requests: the thread's current context (0: none). Replies: the `CUresult`.
     pub ctx: U64,
@@ -241,7 +242,7 @@ mod tests {
             op: op.into(),
             flags: WAIT.into(),
             thread: 3.into(),
-            epoch: 1.into(),
+            number: 1.into(),
             seq: 77.into(),
             ack: 0.into(),
             ctx: 5.into(),

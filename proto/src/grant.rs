@@ -10,10 +10,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::preface::Key;
 use crate::readings::{Query, View};
 
 /// Version of this exchange; a daemon answers [`Denial::ProtocolMismatch`] to any other.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// A message from `libcuda.so.1` to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,6 +79,8 @@ pub struct Endpoint {
     pub worker: [u8; 16],
     /// SHA-256 of the worker's certificate; `None` if the link is trusted and not encrypted.
     pub fingerprint: Option<[u8; 32]>,
+    /// Key of the prefaces of this process's connections to the worker.
+    pub key: Key,
     /// A sealed [`crate::ticket::Ticket`].
     pub ticket: Vec<u8>,
     /// Id of the lease that the worker belongs to.

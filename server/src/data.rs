@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::journal::Event;
-use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::preface::{self, Code, Preface};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -101,25 +101,24 @@ async fn hand_over(
     let preface = match Preface::parse(&bytes) {
         Ok(preface) => preface,
         Err(e @ preface::BadPreface::Version(_)) => {
-            refuse(socket, &e.to_string()).await;
+            refuse(socket, Code::Version, &e.to_string()).await;
             return Err(Refused(Some(Event::ProtocolMismatch), e.to_string()));
         }
         Err(e) => return Err(e.to_string().into()),
     };
     if !preface.tls() && !may_be_clear(peer.ip()) {
         let reason = AdoptError::Clear.to_string();
-        refuse(socket, &reason).await;
+        refuse(socket, Code::Clear, &reason).await;
         return Err(reason.into());
     }
     let _ = socket.set_nodelay(true);
     let socket = socket.into_std().map_err(|e| e.to_string())?;
     // The worker's threads use blocking calls.
     socket.set_nonblocking(false).map_err(|e| e.to_string())?;
-    let adopted = supervisor.adopt(&preface.worker, socket, bytes.to_vec(), peer, preface.tls());
-    if let Err((error, socket)) = adopted {
+    if let Err((error, socket)) = supervisor.adopt(&preface, socket, peer) {
         let reason = error.to_string();
         socket.set_nonblocking(true).map_err(|e| e.to_string())?;
-        refuse(TcpStream::from_std(socket).map_err(|e| e.to_string())?, &reason).await;
+        refuse(TcpStream::from_std(socket).map_err(|e| e.to_string())?, error.code(), &reason).await;
         return Err(format!("{reason} ({})", crate::supervise::hex(&preface.worker)).into());
     }
     Ok(())
@@ -129,9 +128,9 @@ async fn hand_over(
 ///
 /// Reads what the peer has sent already: otherwise the kernel resets the connection, and the reason
 /// is lost.
-async fn refuse(mut socket: TcpStream, reason: &str) {
+async fn refuse(mut socket: TcpStream, code: Code, reason: &str) {
     let told = async {
-        socket.write_all(&preface::refusal(reason)).await?;
+        socket.write_all(&preface::refusal(code, reason)).await?;
         socket.shutdown().await?;
         let mut sink = [0; 4096];
         for _ in 0..64 {

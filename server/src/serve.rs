@@ -50,8 +50,6 @@ const QUEUE_GRACE: Duration = Duration::from_secs(2);
 const MAX_CLIENTS: usize = 16384;
 /// Most connections without a certificate at a time.
 const MAX_STRANGERS: usize = 64;
-/// Time that a worker waits for a lost client.
-const RESUME_GRACE: Duration = Duration::from_secs(60);
 /// Time that a handover waits for device memory in transit.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Name of the control port's socket in the descriptor store.
@@ -107,7 +105,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         cache: cache.clone(),
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
-        resume_grace: RESUME_GRACE,
+        resume_grace: config.resume_grace,
         isolation,
         mps: host.mps,
     };

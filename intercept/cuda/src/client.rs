@@ -131,7 +131,8 @@ impl Client {
             let failed = Failed::from(reply.status);
             return Err(if said.is_empty() { failed } else { Failed { reason: said.into(), ..failed } });
         }
-        let _secret = string(&mut r)?;
+        // The link has read these: the session's secret, and how long the worker waits.
+        let (_secret, _grace) = (string(&mut r)?, word(&mut r)?);
         let base = word(&mut r)?;
         if !offered.contains(&base) {
             let reason = "its worker could not reserve any of the offered address windows".into();

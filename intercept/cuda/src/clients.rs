@@ -43,6 +43,20 @@ extern "C" fn in_forked_child() {
     }
 }
 
+/// Tells the workers that the process exits; otherwise they would wait for it.
+extern "C" fn at_exit() {
+    if !FORKED.load(Ordering::Relaxed)
+        && let Some(Ok(clients)) = CLIENTS.get()
+    {
+        clients.all().for_each(|client| client.link.bye());
+    }
+}
+
+/// Runs behind the handlers of `atexit`, which may still call CUDA; so may other libraries' ends.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_EXIT: extern "C" fn() = at_exit;
+
 /// Makes the receiver of a client's unsolicited frames, from the client's number.
 pub type Receivers = fn(u8) -> Box<dyn Events>;
 

@@ -34,6 +34,17 @@ struct State {
     frames: Vec<(Header, Vec<u8>)>,
     /// Answers by context and operation.
     answers: HashMap<(u64, u16), VecDeque<Answer>>,
+    /// Number of the latest frame to the program.
+    sent: u32,
+}
+
+impl State {
+    /// Sends a frame with the next number.
+    fn send(&mut self, mut socket: &TcpStream, mut header: Header, body: &[u8]) {
+        self.sent += 1;
+        header.number = self.sent.into();
+        socket.write_all(&frame(&header, body)).unwrap();
+    }
 }
 
 struct Quiet;
@@ -67,6 +78,7 @@ fn greeting(hello: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut w = Writer::new(&mut out, &Header::empty());
     w.bytes(&[0; 32]);
+    w.word(0);
     [base, 12_080, u64::from(DEVICES)].into_iter().for_each(|word| w.word(word));
     for device in 0..DEVICES {
         w.bytes(b"GPU");
@@ -106,7 +118,7 @@ fn serve(mut socket: TcpStream, state: &Mutex<State>) {
         let (status, body) = if operation == op::HELLO { (0, greeting(&body)) } else { answer };
         if header.flags.get() & WAIT != 0 {
             (header.op, header.ctx) = (op::REPLY.into(), (status as u32 as u64).into());
-            socket.write_all(&frame(&header, &body)).unwrap();
+            state.lock().unwrap().send(&socket, header, &body);
         }
     }
 }
@@ -119,6 +131,7 @@ fn start() -> Worker {
         server: "gpu1".into(),
         addresses: vec![listener.local_addr().unwrap().to_string()],
         worker: [0; 16],
+        key: preface::Key::new(&[0; 32], &[0; 16], 0),
         fingerprint: None,
         ticket: vec![0; 100],
         lease: "abcdefghijkl".into(),
@@ -195,7 +208,7 @@ impl Program {
         let mut header = Header::empty();
         (header.op, header.ctx) = (operation.into(), (status as u32 as u64).into());
         let body: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        (&self.worker.socket).write_all(&frame(&header, &body)).unwrap();
+        self.worker.state.lock().unwrap().send(&self.worker.socket, header, &body);
         // The link reads frames in their order.
         self.client.ask(op::MARK, |_| {}).unwrap();
     }

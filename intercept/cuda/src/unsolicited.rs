@@ -1,6 +1,7 @@
 //! Frames that a worker sends without a request: output, host functions, changes of host memory.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpusession_link::{Events, Link};
 
@@ -41,6 +42,14 @@ impl Events for Receiver {
         }
         trace::why(reason);
         clients::lost(self.0, reason);
+    }
+
+    fn interrupted(&self, reason: &str) {
+        trace::why(reason);
+    }
+
+    fn resumed(&self, after: Duration) {
+        trace::why(&format!("the connection is back after {} ms; nothing is lost", after.as_millis()));
     }
 }
 

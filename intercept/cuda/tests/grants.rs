@@ -6,6 +6,7 @@ use std::process::Output;
 
 use common::{call, library, run};
 use gpusession_proto::grant::{Denial, Endpoint, Reply};
+use gpusession_proto::preface::Key;
 
 gpusession_test_support::programs!(init);
 
@@ -37,6 +38,7 @@ fn gone() -> Reply {
         server: "gpu1".into(),
         addresses: vec!["127.0.0.1:1".into()],
         worker: [1; 16],
+        key: Key::new(&[0; 32], &[1; 16], 0),
         fingerprint: None,
         ticket: vec![0; 64],
         lease: "lease".into(),

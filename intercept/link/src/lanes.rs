@@ -10,6 +10,7 @@ use std::time::Duration;
 use gpusession_proto::frame::{
     CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, Header, UP_LANES, op,
 };
+use gpusession_proto::preface::{Refusal, refusal_len};
 use zerocopy::IntoBytes;
 
 use crate::link::{Link, LinkLost};
@@ -47,7 +48,7 @@ pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Head
         op: op::CHUNK.into(),
         flags: 0.into(),
         thread: (status as u32).into(),
-        epoch: 0.into(),
+        number: 0.into(),
         seq: transfer.into(),
         ack: (len as u64).into(),
         ctx: offset.into(),
@@ -57,6 +58,7 @@ pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Head
 /// Lanes of one link, in both directions.
 pub struct Lanes {
     up: Arc<UpQueue>,
+    transports: Vec<Arc<Transport>>,
 }
 
 /// Pieces that wait for a lane to the device.
@@ -118,18 +120,29 @@ impl Lanes {
     pub(crate) fn open(link: &Arc<Link>) -> Result<Self, LinkLost> {
         let threads_error = |e| LinkLost(format!("cannot start a thread for a lane: {e}"));
         let up = Arc::<UpQueue>::default();
+        let mut transports = Vec::new();
+        let mut open = |lane| -> Result<Arc<Transport>, LinkLost> {
+            let transport = Arc::new(link.open_lane(lane)?);
+            transports.push(transport.clone());
+            Ok(transport)
+        };
         for i in 0..UP_LANES {
-            let transport = link.open_lane(FIRST_UP_LANE + i)?;
+            let transport = open(FIRST_UP_LANE + i)?;
             let (queue, weak) = (up.clone(), Arc::downgrade(link));
             threads::spawn("gpusession-up", move || queue.serve(&transport, &weak)).map_err(threads_error)?;
         }
         for i in 0..DOWN_LANES {
-            let transport = link.open_lane(FIRST_DOWN_LANE + i)?;
+            let transport = open(FIRST_DOWN_LANE + i)?;
             let (transfers, weak) = (link.down.clone(), Arc::downgrade(link));
             threads::spawn("gpusession-down", move || receive(&transport, &transfers, &weak))
                 .map_err(threads_error)?;
         }
-        Ok(Self { up })
+        Ok(Self { up, transports })
+    }
+
+    /// Ends all lanes, so that no thread of theirs uses the program's memory for long.
+    pub(crate) fn shutdown(&self) {
+        self.transports.iter().for_each(|transport| transport.shutdown());
     }
 
     /// Queues a transfer to the device.
@@ -449,12 +462,14 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
             let mut head = [0; HEADER];
             transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
             // A refusal comes instead of the first chunk: its length has the high bit set.
-            if head[3] & 0x80 != 0 {
-                let len = u32::from_le_bytes([head[0], head[1], head[2], head[3] & 0x7f]).min(4096) as usize;
-                let mut text = head[4..].to_vec();
-                text.resize(len.max(text.len()), 0);
-                transport.recv_exact(&mut text[HEADER - 4..], Wait::Spin(std::time::Duration::ZERO))?;
-                return Err(std::io::Error::other(String::from_utf8_lossy(&text).into_owned()));
+            if let Some(len) = refusal_len([head[0], head[1], head[2], head[3]]) {
+                let mut refusal = head.to_vec();
+                refusal.resize((4 + len).max(HEADER), 0);
+                transport.recv_exact(&mut refusal[HEADER..], Wait::Spin(Duration::ZERO))?;
+                let refusal = Refusal::read(&refusal);
+                return Err(
+                    refusal.map_or_else(|| std::io::ErrorKind::InvalidData.into(), std::io::Error::other)
+                );
             }
             let header = Header::parse(&head).map_err(std::io::Error::other)?;
             let len = header.ack.get() as usize;

@@ -1,6 +1,7 @@
 //! A process's connection to its worker: grant from the daemon, ordered log, replies, bulk lanes.
 //!
-//! The crate knows no CUDA. [`transport`] also serves the worker's end.
+//! The crate knows no CUDA. [`transport`] and
+//! [`worker_end`] serve the worker's end.
 #![cfg_attr(
     not(test),
     deny(
@@ -16,8 +17,11 @@
 pub mod grant;
 pub mod lanes;
 pub mod link;
+pub mod log;
+pub mod resume;
 pub mod threads;
 pub mod tls;
 pub mod transport;
+pub mod worker_end;
 
 pub use link::{Events, Link, LinkLost, Reply};

@@ -3,11 +3,13 @@
 //! A post appends a frame to a buffer and returns; the sender thread writes the buffer. A call
 //! appends a frame, writes the buffer itself and waits. One of the waiting threads is the reader,
 //! which hands the others their replies.
+//!
+//! A connection that breaks may come back ([`comeback`]): meanwhile posts continue and waits wait.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write as _};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
@@ -16,12 +18,18 @@ use std::time::{Duration, Instant};
 use gpusession_proto::changes;
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
-use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
 
+use self::comeback::Outage;
 use crate::lanes::{Detached, DownTransfers, Lanes};
+use crate::log::Log;
+use crate::resume::{self, SessionKey};
 use crate::threads;
 use crate::transport::{Transport, Wait};
+use crate::worker_end::ACKNOWLEDGED_EVERY;
+
+mod comeback;
 
 /// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
 const MAX_OUTBOX: usize = 4 << 20;
@@ -30,6 +38,10 @@ const GATHER_WINDOW: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for the greeting: a worker replies at once, or when a program that ends has made room.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of the log that a worker leaves unacknowledged only if it is broken.
+const MAX_LOG: usize = 512 << 20;
+/// Longest time, in seconds, that the link believes a worker to wait for a lost program.
+const MAX_GRACE: u64 = 3600;
 /// Usual number of bytes of one read from the socket.
 const READ: usize = 256 << 10;
 
@@ -90,6 +102,10 @@ pub trait Events: Send + Sync {
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]);
     /// Takes the reason when the link is lost.
     fn lost(&self, reason: &str);
+    /// Takes the reason when the connection breaks, and may come back.
+    fn interrupted(&self, _reason: &str) {}
+    /// Takes the length of the interruption when the connection has come back.
+    fn resumed(&self, _after: Duration) {}
 }
 
 struct Outbox {
@@ -97,18 +113,66 @@ struct Outbox {
     next_seq: u64,
 }
 
+/// The sender's side of a connection.
+struct Sending {
+    batch: Vec<u8>,
+    /// Frames that the worker has not acknowledged; nothing if the link cannot come back.
+    log: Log,
+    line: Option<Line>,
+}
+
+/// One connection of the log, by the number of the attempt that made it.
+#[derive(Clone)]
+struct Line {
+    transport: Arc<Transport>,
+    attempt: u32,
+}
+
 #[derive(Default)]
 struct Inbox {
     replies: HashMap<u64, Reply>,
     reader: bool,
     waiting: usize,
+    /// Attempt of the present connection, or of the last one.
+    attempt: u32,
+    outage: Option<Outage>,
+    /// The latest outage, as long as nothing has arrived since.
+    before: Option<Outage>,
 }
 
+/// The reader's side of a connection.
 #[derive(Default)]
 struct Incoming {
+    line: Option<Line>,
     buf: Vec<u8>,
     start: usize,
     end: usize,
+    /// Bytes since the latest acknowledgement.
+    untold: usize,
+}
+
+/// The greeting's reply, as far as it describes the session.
+struct Session {
+    secret: [u8; 32],
+    key: SessionKey,
+    /// Time for which the worker waits for a lost program.
+    grace: Duration,
+}
+
+/// Reason why a thread stops reading.
+enum Stop {
+    /// No whole frame is there.
+    Nothing,
+    /// The connection of this attempt has ended.
+    Broken(u32, io::Error),
+    /// A frame of the peer ends the link, for this reason.
+    Fatal(String),
+}
+
+impl From<gpusession_proto::frame::BadFrame> for Stop {
+    fn from(bad: gpusession_proto::frame::BadFrame) -> Self {
+        Self::Fatal(bad.to_string())
+    }
 }
 
 /// A process's connection to its worker; see the module.
@@ -117,10 +181,23 @@ pub struct Link {
     /// The server's name, for messages.
     pub server: String,
     endpoint: Endpoint,
-    address: std::net::SocketAddr,
-    transport: Transport,
+    /// Address of the last connection.
+    address: Mutex<SocketAddr>,
+    /// Number of each lane's next connection attempt.
+    attempts: [AtomicU32; LANES as usize],
+    encrypted: bool,
+    /// The last connection, to end it while other threads hold its locks.
+    present: Mutex<Arc<Transport>>,
     outbox: Mutex<Outbox>,
-    sending: Mutex<Vec<u8>>,
+    sending: Mutex<Sending>,
+    /// Number of the latest frame from the worker.
+    received: AtomicU64,
+    /// Number of the latest frame that the worker has acknowledged.
+    acknowledged: AtomicU64,
+    /// Whether a broken connection may come back: not once bulk lanes exist.
+    returns: AtomicBool,
+    /// Whether an outage lasts, for the sender.
+    broken: AtomicBool,
     pending: AtomicBool,
     sender: OnceLock<Thread>,
     sender_asleep: AtomicBool,
@@ -132,7 +209,7 @@ pub struct Link {
     /// Number and duration of waits, by operation.
     waits: [Waits; op::COUNT],
     events: Box<dyn Events>,
-    lane_secret: OnceLock<[u8; 32]>,
+    session: OnceLock<Session>,
     lanes: OnceLock<Result<Lanes, LinkLost>>,
     /// Transfers from the device that have not ended.
     pub down: Arc<DownTransfers>,
@@ -160,26 +237,37 @@ impl Link {
         events: Box<dyn Events>,
         hello: impl FnOnce(&mut Writer<'_>),
     ) -> Result<(Arc<Self>, Reply), LinkLost> {
-        let (transport, address) = connect(endpoint, 0)?;
+        let attempts: [AtomicU32; LANES as usize] = std::array::from_fn(|_| AtomicU32::new(1));
+        let (transport, address, attempt) = connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT)?;
+        let transport = Arc::new(transport);
+        let line = Line { transport: transport.clone(), attempt };
+        let sending =
+            Sending { batch: Vec::with_capacity(READ), log: Log::default(), line: Some(line.clone()) };
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             server: endpoint.server.clone(),
             endpoint: endpoint.clone(),
-            address,
-            transport,
+            address: Mutex::new(address),
+            attempts,
+            encrypted: transport.encrypted(),
+            present: Mutex::new(transport),
             outbox: Mutex::new(Outbox { buf: Vec::with_capacity(READ), next_seq: 1 }),
-            sending: Mutex::new(Vec::with_capacity(READ)),
+            sending: Mutex::new(sending),
+            received: AtomicU64::new(0),
+            acknowledged: AtomicU64::new(0),
+            returns: AtomicBool::new(false),
+            broken: AtomicBool::new(false),
             pending: AtomicBool::new(false),
             sender: OnceLock::new(),
             sender_asleep: AtomicBool::new(false),
-            inbox: Mutex::default(),
+            inbox: Mutex::new(Inbox { attempt, ..Inbox::default() }),
             inbox_changed: Condvar::new(),
-            incoming: Mutex::default(),
+            incoming: Mutex::new(Incoming { line: Some(line), ..Incoming::default() }),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
             waits: std::array::from_fn(|_| Waits::default()),
             events,
-            lane_secret: OnceLock::new(),
+            session: OnceLock::new(),
             lanes: OnceLock::new(),
             down: Arc::default(),
         });
@@ -188,9 +276,14 @@ impl Link {
             hello(w);
         })?;
         if reply.status == 0 {
-            let secret = reply.reader().bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
-            let secret = secret.ok_or_else(|| LinkLost("the worker's greeting has no lane secret".into()))?;
-            link.lane_secret.get_or_init(|| secret);
+            let mut r = reply.reader();
+            let secret = r.bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
+            let (Some(secret), Ok(seconds)) = (secret, r.word()) else {
+                return Err(LinkLost("the worker's greeting has no session secret".into()));
+            };
+            let grace = Duration::from_secs(seconds.min(MAX_GRACE));
+            link.session.get_or_init(|| Session { secret, key: SessionKey::new(&secret), grace });
+            link.begin_to_return(grace);
         }
         let sender = threads::spawn("gpusession-send", {
             let link = link.clone();
@@ -203,17 +296,19 @@ impl Link {
 
     /// Returns `true` if the stream is encrypted.
     pub fn encrypted(&self) -> bool {
-        self.transport.encrypted()
+        self.encrypted
     }
 
     /// Appends a frame to the log and returns its position.
     ///
-    /// Never waits for the worker, except that it helps to send a full buffer.
+    /// Never waits for the worker, except that it helps to send a full buffer, or waits for the
+    /// connection if the log is full.
     pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, LinkLost> {
         self.check()?;
         let (seq, queued) = self.append(op, 0, caller, body);
         if queued > MAX_OUTBOX {
             self.flush()?;
+            self.wait_for_room()?;
         } else {
             self.wake_sender();
         }
@@ -299,7 +394,13 @@ impl Link {
 
     /// Returns the bulk lanes; the first call opens them.
     pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, LinkLost> {
-        let lanes = self.lanes.get_or_init(|| Lanes::open(self).map_err(|e| self.lose(&e.0)));
+        let lanes = self.lanes.get_or_init(|| {
+            self.stay()?;
+            Lanes::open(self).map_err(|e| self.lose(&e.0))
+        });
+        if let (Ok(lanes), Err(_)) = (lanes, self.check()) {
+            lanes.shutdown();
+        }
         lanes.as_ref().map_err(Clone::clone)
     }
 
@@ -307,13 +408,14 @@ impl Link {
     /// secret.
     pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, LinkLost> {
         let mut endpoint = self.endpoint.clone();
-        endpoint.addresses = vec![self.address.to_string()];
-        let (transport, _) = connect(&endpoint, lane)?;
-        let secret = self.lane_secret.get().ok_or_else(|| LinkLost("lane before the greeting".into()))?;
+        endpoint.addresses = vec![lock(&self.address).to_string()];
+        let attempts = self.attempts.get(usize::from(lane)).ok_or_else(|| LinkLost("no such lane".into()))?;
+        let (transport, _, _) = connect(&endpoint, lane, 0, attempts, CONNECT_TIMEOUT)?;
+        let session = self.session.get().ok_or_else(|| LinkLost("lane before the greeting".into()))?;
         let mut buf = Vec::new();
-        let mut w =
-            Writer::new(&mut buf, &header(op::LANE, 0, Caller { thread: 0, ctx: 0 }, u64::from(lane)));
-        w.bytes(blake3::keyed_hash(secret, &lane.to_le_bytes()).as_bytes());
+        let caller = Caller { thread: 0, ctx: 0 };
+        let mut w = Writer::new(&mut buf, &header(op::LANE, 0, caller, u64::from(lane), 0));
+        w.bytes(blake3::keyed_hash(&session.secret, &lane.to_le_bytes()).as_bytes());
         w.finish();
         transport.send(&buf).map_err(|e| LinkLost(format!("lane {lane}: {e}")))?;
         Ok(transport)
@@ -329,7 +431,9 @@ impl Link {
         let mut outbox = lock(&self.outbox);
         let seq = outbox.next_seq;
         outbox.next_seq += 1;
-        let mut w = Writer::new(&mut outbox.buf, &header(op, flags, caller, seq));
+        // A frame tells what had arrived when it was made: good enough, and without a lock.
+        let received = self.received.load(Ordering::Relaxed);
+        let mut w = Writer::new(&mut outbox.buf, &header(op, flags, caller, seq, received));
         body(&mut w);
         w.finish();
         (seq, outbox.buf.len())
@@ -339,19 +443,36 @@ impl Link {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
-    /// Writes all frames that were appended before.
+    /// Writes all frames that were appended before; during an outage only into the log.
     ///
     /// Two threads never write at once, and the bytes keep their order.
     fn flush(&self) -> Result<(), LinkLost> {
         let mut sending = lock(&self.sending);
-        {
+        let Sending { batch, log, line } = &mut *sending;
+        let last = {
             let mut outbox = lock(&self.outbox);
-            std::mem::swap(&mut *sending, &mut outbox.buf);
-        }
+            std::mem::swap(batch, &mut outbox.buf);
+            outbox.next_seq - 1
+        };
         self.pending.store(false, Ordering::Relaxed);
-        let sent = self.transport.send(&sending);
-        sending.clear();
-        sent.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)))
+        let sent = line.as_ref().map_or(Ok(()), |line| line.transport.send(batch));
+        // Only the log can send bytes again of which the kernel has lost some.
+        if self.returns.load(Ordering::Relaxed) {
+            log.acknowledge(self.acknowledged.load(Ordering::Relaxed));
+            log.keep(batch, last);
+        } else {
+            log.pass(batch, last);
+        }
+        let too_long = log.bytes() > MAX_LOG;
+        let broken = sent.err().and_then(|e| line.take().map(|line| (line.attempt, e)));
+        drop(sending);
+        if too_long {
+            return Err(self.lose(&format!("{} acknowledges nothing", self.server)));
+        }
+        match broken {
+            Some((attempt, e)) => self.stopped(Stop::Broken(attempt, e)),
+            None => self.check(),
+        }
     }
 
     fn wake_sender(&self) {
@@ -368,6 +489,10 @@ impl Link {
     fn send_loop(&self) {
         let spin = threads::spin_time();
         while self.lost.get().is_none() {
+            if self.broken.load(Ordering::Acquire) {
+                self.come_back();
+                continue;
+            }
             let started = Instant::now();
             let mut found = self.pending.load(Ordering::Acquire);
             while !found && started.elapsed() < spin {
@@ -403,40 +528,53 @@ impl Link {
                 return Ok(reply);
             }
             self.check()?;
-            if inbox.reader {
-                inbox.waiting += 1;
-                inbox = self.inbox_changed.wait(inbox).unwrap_or_else(PoisonError::into_inner);
-                inbox.waiting -= 1;
+            if inbox.reader || inbox.outage.is_some() {
+                inbox = self.wait_for_change(inbox)?;
                 continue;
             }
             inbox.reader = true;
             drop(inbox);
             let read = self.read_until(seq);
-            inbox = lock(&self.inbox);
-            inbox.reader = false;
-            if inbox.waiting > 0 {
-                self.inbox_changed.notify_all();
+            self.reader_ends();
+            match read {
+                Ok(reply) => return Ok(reply),
+                Err(stop) => self.stopped(stop)?,
             }
-            drop(inbox);
-            return read.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)));
+            inbox = lock(&self.inbox);
+        }
+    }
+
+    fn reader_ends(&self) {
+        let mut inbox = lock(&self.inbox);
+        inbox.reader = false;
+        if inbox.waiting > 0 {
+            self.inbox_changed.notify_all();
+        }
+    }
+
+    /// Acts on the end of a read or write; an error if the link is lost by it.
+    fn stopped(&self, stop: Stop) -> Result<(), LinkLost> {
+        match stop {
+            Stop::Nothing => self.check(),
+            Stop::Broken(attempt, e) => self.broke(attempt, &e.to_string()),
+            Stop::Fatal(reason) => Err(self.lose(&format!("connection to {} lost: {reason}", self.server))),
         }
     }
 
     /// Reads frames, as the only reader, until the reply to `seq` comes.
-    fn read_until(&self, seq: u64) -> io::Result<Reply> {
+    fn read_until(&self, seq: u64) -> Result<Reply, Stop> {
         let mut incoming = lock(&self.incoming);
         let spin = threads::spin_time();
-        let greeted = self.lane_secret.get().is_some();
+        let greeted = self.session.get().is_some();
         let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING_TIMEOUT) };
         loop {
-            let (header, body) = self.next_frame(&mut incoming, wait).map_err(|e| match e.kind() {
-                io::ErrorKind::WouldBlock => io::Error::other(format!(
-                    "no answer to the greeting within {} s",
-                    GREETING_TIMEOUT.as_secs()
-                )),
-                _ => e,
+            let taken = self.take(&mut incoming, wait).map_err(|stop| match stop {
+                Stop::Nothing => {
+                    Stop::Fatal(format!("no answer to the greeting within {} s", GREETING_TIMEOUT.as_secs()))
+                }
+                stop => stop,
             })?;
-            if let Some((answered, reply)) = self.handle(&header, body)? {
+            if let Some((answered, reply)) = taken {
                 if answered == seq {
                     return Ok(reply);
                 }
@@ -453,19 +591,14 @@ impl Link {
     pub fn poll(&self) -> Result<(), LinkLost> {
         {
             let mut inbox = lock(&self.inbox);
-            if inbox.reader {
+            if inbox.reader || inbox.outage.is_some() {
                 return self.check();
             }
             inbox.reader = true;
         }
-        let read = self.read_available();
-        let mut inbox = lock(&self.inbox);
-        inbox.reader = false;
-        if inbox.waiting > 0 {
-            self.inbox_changed.notify_all();
-        }
-        drop(inbox);
-        read.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)))
+        let stop = self.read_available();
+        self.reader_ends();
+        self.stopped(stop)
     }
 
     /// Waits until the detached transfers that `wanted` selects have landed; reads frames
@@ -484,9 +617,14 @@ impl Link {
     /// Runs on a thread of its own, for unsolicited frames such as host functions.
     pub fn serve_events(&self) {
         while self.lost.get().is_none() {
+            // A broken socket is always readable.
+            if self.wait_out().is_err() {
+                return;
+            }
             let readable = {
+                let transport = lock(&self.present).clone();
                 let mut fds = [nix::poll::PollFd::new(
-                    std::os::fd::AsFd::as_fd(&self.transport),
+                    std::os::fd::AsFd::as_fd(&*transport),
                     nix::poll::PollFlags::POLLIN,
                 )];
                 nix::poll::poll(&mut fds, 100u16)
@@ -500,23 +638,60 @@ impl Link {
         }
     }
 
-    fn read_available(&self) -> io::Result<()> {
+    fn read_available(&self) -> Stop {
         let mut incoming = lock(&self.incoming);
         loop {
-            match self.next_frame(&mut incoming, Wait::No) {
-                Ok((header, body)) => {
-                    if let Some((answered, reply)) = self.handle(&header, body)? {
-                        lock(&self.inbox).replies.insert(answered, reply);
-                    }
+            match self.take(&mut incoming, Wait::No) {
+                Ok(Some((answered, reply))) => {
+                    lock(&self.inbox).replies.insert(answered, reply);
                 }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(e) => return Err(e),
+                Ok(None) => {}
+                Err(stop) => return stop,
             }
         }
     }
 
-    fn handle(&self, header: &Header, body: &[u8]) -> io::Result<Option<(u64, Reply)>> {
-        let bad = |e: gpusession_proto::frame::BadFrame| io::Error::other(e);
+    /// Takes the next frame; its effect and its count happen under one lock.
+    fn take(&self, incoming: &mut Incoming, wait: Wait) -> Result<Option<(u64, Reply)>, Stop> {
+        let (header, body) = next_frame(incoming, wait)?;
+        let len = HEADER + body.len();
+        if header.ack.get() > self.acknowledged.load(Ordering::Relaxed) {
+            self.acknowledged.store(header.ack.get(), Ordering::Relaxed);
+        }
+        match header.op.get() {
+            op::ACK => return Ok(None),
+            op::END => return Err(Stop::Fatal(Reader::new(&incoming.buf[body]).text()?.to_owned())),
+            _ => {}
+        }
+        let number = self.received.load(Ordering::Relaxed) + 1;
+        if header.number.get() != number as u32 {
+            return Err(Stop::Fatal("a frame out of order".into()));
+        }
+        let reply = self.handle(&header, &incoming.buf[body])?;
+        self.received.store(number, Ordering::Release);
+        incoming.untold += len;
+        if incoming.untold >= ACKNOWLEDGED_EVERY && self.acknowledge(number) {
+            incoming.untold = 0;
+        }
+        Ok(reply)
+    }
+
+    /// Tells the worker what has arrived, unless another thread is sending; never waits.
+    fn acknowledge(&self, received: u64) -> bool {
+        self.send_outside(&resume::ack(received))
+    }
+
+    /// Sends a short frame that is in no log, if that is possible at once.
+    fn send_outside(&self, frame: &[u8]) -> bool {
+        let Ok(sending) = self.sending.try_lock() else { return false };
+        // The reader of the connection notices its end.
+        sending
+            .line
+            .as_ref()
+            .is_some_and(|line| line.transport.writable() && line.transport.send(frame).is_ok())
+    }
+
+    fn handle(&self, header: &Header, body: &[u8]) -> Result<Option<(u64, Reply)>, Stop> {
         let mut r = Reader::new(body);
         match header.op.get() {
             op::REPLY => {
@@ -533,64 +708,24 @@ impl Link {
                 );
             }
             op::LANDED => {
-                let bytes = r.bytes().map_err(bad)?;
+                let bytes = r.bytes()?;
                 self.down.land(header.seq.get(), header.ctx.get() as i32, bytes);
             }
-            op::OUTPUT => self.events.output(r.bytes().map_err(bad)?, r.bytes().map_err(bad)?),
+            op::OUTPUT => self.events.output(r.bytes()?, r.bytes()?),
             op::CALL_HOST => {
-                let id = r.word().map_err(bad)?;
+                let id = r.word()?;
                 if let Some(link) = self.me.upgrade() {
                     self.events.call_host(&link, id);
                 }
             }
             op::HOST_CHANGED => {
-                let region = r.word().map_err(bad)?;
+                let region = r.word()?;
                 let part = |offset, bytes: &[u8]| self.events.host_changed(region, offset, bytes);
-                changes::read(&mut r, part).map_err(bad)?;
+                changes::read(&mut r, part)?;
             }
-            op::END => return Err(io::Error::other(r.text().map_err(bad)?.to_owned())),
-            _ => return Err(io::Error::other("unknown frame from the worker")),
+            _ => return Err(Stop::Fatal("unknown frame from the worker".into())),
         }
         Ok(None)
-    }
-
-    fn next_frame<'a>(&self, incoming: &'a mut Incoming, wait: Wait) -> io::Result<(Header, &'a [u8])> {
-        loop {
-            let have = incoming.end - incoming.start;
-            let mut need = HEADER;
-            if have >= HEADER {
-                let bytes = incoming.buf[incoming.start..]
-                    .first_chunk::<HEADER>()
-                    .ok_or(io::ErrorKind::InvalidData)?;
-                // A refusal comes instead of the first frame: its length has the high bit set.
-                if bytes[3] & 0x80 != 0 {
-                    let text = &incoming.buf[incoming.start + 4..incoming.end];
-                    return Err(io::Error::other(String::from_utf8_lossy(text).into_owned()));
-                }
-                let header = Header::parse(bytes).map_err(io::Error::other)?;
-                need = HEADER + header.body_len();
-                if have >= need {
-                    let body = incoming.start + HEADER..incoming.start + need;
-                    incoming.start += need;
-                    return Ok((header, &incoming.buf[body]));
-                }
-            }
-            if incoming.start > 0 {
-                incoming.buf.copy_within(incoming.start..incoming.end, 0);
-                (incoming.start, incoming.end) = (0, have);
-            }
-            if incoming.buf.len() < need.max(READ) {
-                incoming.buf.resize(need.max(READ), 0);
-            }
-            match self.transport.recv(&mut incoming.buf[incoming.end..], wait)? {
-                0 if have >= 4 && incoming.buf[3] & 0x80 != 0 => {
-                    let text = String::from_utf8_lossy(&incoming.buf[4..have]).into_owned();
-                    return Err(io::Error::other(text));
-                }
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                n => incoming.end += n,
-            }
-        }
     }
 
     /// Marks the link as lost and wakes all waiting threads; the first reason stays.
@@ -601,7 +736,7 @@ impl Link {
             LinkLost(reason.into())
         });
         if first {
-            self.transport.shutdown();
+            self.shutdown();
             self.down.fail_all();
             if let Some(sender) = self.sender.get() {
                 sender.unpark();
@@ -615,10 +750,28 @@ impl Link {
 
     /// Closes the connection because the program does not use the worker.
     pub fn close(&self) {
+        self.bye();
         let _ = self.lost.set(LinkLost("the connection was closed".into()));
-        self.transport.shutdown();
+        self.shutdown();
         if let Some(sender) = self.sender.get() {
             sender.unpark();
+        }
+    }
+
+    /// Ends all connections at once, whatever other threads do with them.
+    fn shutdown(&self) {
+        lock(&self.present).shutdown();
+        if let Some(Ok(lanes)) = self.lanes.get() {
+            lanes.shutdown();
+        }
+    }
+
+    /// Tells the worker that the next end of the connection is the program's own.
+    ///
+    /// Calls may follow. Without this message, the worker waits for a lost program. Never waits.
+    pub fn bye(&self) {
+        if self.lost.get().is_none() && self.returns.load(Ordering::Relaxed) {
+            self.send_outside(&resume::frame(op::BYE, |_| {}));
         }
     }
 
@@ -628,32 +781,86 @@ impl Link {
     }
 }
 
-fn header(op: u16, flags: u16, caller: Caller, seq: u64) -> Header {
+/// Returns the next frame's header and the place of its body in the buffer.
+fn next_frame(incoming: &mut Incoming, wait: Wait) -> Result<(Header, std::ops::Range<usize>), Stop> {
+    let Incoming { line, buf, start, end, .. } = incoming;
+    // An outage ends readers; one that comes late finds no connection.
+    let Some(line) = line else { return Err(Stop::Broken(0, io::ErrorKind::NotConnected.into())) };
+    loop {
+        let have = *end - *start;
+        let mut need = HEADER;
+        if have >= HEADER {
+            let bytes = buf[*start..].first_chunk::<HEADER>().ok_or_else(|| Stop::Fatal("header".into()))?;
+            // A refusal comes instead of the first frame: its length has the high bit set.
+            if let Some(refusal) = Refusal::read(&buf[*start..*end]) {
+                return Err(Stop::Fatal(refusal.reason));
+            }
+            let header = Header::parse(bytes)?;
+            need = HEADER + header.body_len();
+            if have >= need {
+                let body = *start + HEADER..*start + need;
+                *start += need;
+                return Ok((header, body));
+            }
+        }
+        if *start > 0 {
+            buf.copy_within(*start..*end, 0);
+            (*start, *end) = (0, have);
+        }
+        if buf.len() < need.max(READ) {
+            buf.resize(need.max(READ), 0);
+        }
+        match line.transport.recv(&mut buf[*end..], wait) {
+            Ok(0) => {
+                return Err(match Refusal::read(&buf[..have]) {
+                    Some(refusal) => Stop::Fatal(refusal.reason),
+                    None => Stop::Broken(line.attempt, io::ErrorKind::UnexpectedEof.into()),
+                });
+            }
+            Ok(n) => *end += n,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(Stop::Nothing),
+            Err(e) => return Err(Stop::Broken(line.attempt, e)),
+        }
+    }
+}
+
+fn header(op: u16, flags: u16, caller: Caller, seq: u64, received: u64) -> Header {
     Header {
         len: 0.into(),
         op: op.into(),
         flags: flags.into(),
         thread: caller.thread.into(),
-        epoch: 0.into(),
+        number: 0.into(),
         seq: seq.into(),
-        ack: 0.into(),
+        ack: received.into(),
         ctx: caller.ctx.into(),
     }
 }
 
-fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::SocketAddr), LinkLost> {
-    let mut last = format!("server {} has no address", endpoint.server);
+/// Connects a lane to the first address that answers; returns the attempt's number, too.
+fn connect(
+    endpoint: &Endpoint,
+    lane: u16,
+    flags: u16,
+    attempts: &AtomicU32,
+    timeout: Duration,
+) -> Result<(Transport, SocketAddr, u32), ConnectError> {
+    let mut last = io::Error::other("it has no address");
+    let mut place = format!("server {}", endpoint.server);
     for address in &endpoint.addresses {
         let candidates = match address.to_socket_addrs() {
             Ok(candidates) => candidates,
             Err(e) => {
-                last = format!("server {}: address {address}: {e}", endpoint.server);
+                (place, last) = (format!("server {}: address {address}", endpoint.server), e);
                 continue;
             }
         };
         for candidate in candidates {
-            let attempt = TcpStream::connect_timeout(&candidate, CONNECT_TIMEOUT).and_then(|mut socket| {
-                let preface = Preface::new(endpoint.worker, lane, 0, endpoint.fingerprint.is_some());
+            // The server takes each number once.
+            let attempt = attempts.fetch_add(1, Ordering::Relaxed);
+            let connected = TcpStream::connect_timeout(&candidate, timeout).and_then(|mut socket| {
+                let tls = if endpoint.fingerprint.is_some() { FLAG_TLS } else { 0 };
+                let preface = Preface::new(endpoint.worker, &endpoint.key, lane, attempt, flags | tls);
                 socket.write_all(preface.as_bytes())?;
                 let mut transport = match endpoint.fingerprint {
                     None => Transport::plain(socket),
@@ -662,13 +869,23 @@ fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::Socke
                 transport.watch()?;
                 Ok(transport)
             });
-            match attempt {
-                Ok(transport) => return Ok((transport, candidate)),
-                Err(e) => last = format!("server {} at {candidate}: {e}", endpoint.server),
+            match connected {
+                Ok(transport) => return Ok((transport, candidate, attempt)),
+                Err(e) => (place, last) = (format!("server {} at {candidate}", endpoint.server), e),
             }
         }
     }
-    Err(LinkLost(last))
+    Err(ConnectError { place, error: last })
 }
 
-const _: () = assert!(preface::LEN == 40);
+/// The last address's error.
+struct ConnectError {
+    place: String,
+    error: io::Error,
+}
+
+impl From<ConnectError> for LinkLost {
+    fn from(ConnectError { place, error }: ConnectError) -> Self {
+        Self(format!("{place}: {error}"))
+    }
+}

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use gpusession_proto::preface::refusal_len;
+use gpusession_proto::preface::{Refusal, refusal_len};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, sendmsg, setsockopt, sockopt};
@@ -82,7 +82,7 @@ fn refused(socket: &TcpStream) -> io::Result<()> {
     let Some(len) = refusal_len(first).filter(|_| peeked == first.len()) else { return Ok(()) };
     let mut reason = Vec::new();
     socket.take((first.len() + len) as u64).read_to_end(&mut reason)?;
-    Err(io::Error::other(String::from_utf8_lossy(&reason[first.len()..]).into_owned()))
+    Err(Refusal::read(&reason).map_or_else(|| io::ErrorKind::UnexpectedEof.into(), io::Error::other))
 }
 
 /// Bytes received and not yet decrypted.
@@ -341,6 +341,19 @@ impl Transport {
                 Err(e) => return Err(e.into()),
             }
         }
+    }
+
+    /// Returns bytes that only the two ends of this TLS session have; zeros in clear.
+    pub fn exporter(&self) -> io::Result<[u8; 32]> {
+        let Some(tls) = &self.tls else { return Ok([0; 32]) };
+        let connection = lock(&tls.connection);
+        connection.export_keying_material([0; 32], b"gpusession resume", None).map_err(io::Error::other)
+    }
+
+    /// Returns `true` if a few bytes can be sent without waiting, while no other thread sends.
+    pub fn writable(&self) -> bool {
+        let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::POLLOUT)];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(n) if n > 0)
     }
 
     /// Ends both directions at once; a thread that waits on the stream then returns.

@@ -30,7 +30,13 @@ fn told(garbage: Vec<u8>) -> String {
 }
 
 fn frame(op: u16, seq: u64, body: &[u8]) -> Vec<u8> {
-    let header = Header { len: (body.len() as u32).into(), op: op.into(), seq: seq.into(), ..header() };
+    let header = Header {
+        len: (body.len() as u32).into(),
+        op: op.into(),
+        seq: seq.into(),
+        number: 2.into(),
+        ..header()
+    };
     [header.as_bytes(), body].concat()
 }
 
@@ -73,6 +79,7 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
         server: "gpu1".into(),
         addresses: vec![listener.local_addr().unwrap().to_string()],
         worker: [0; 16],
+        key: preface::Key::new(&[0; 32], &[0; 16], 0),
         fingerprint,
         ticket: vec![0; 100],
         lease: "abcdefghijkl".into(),
@@ -92,7 +99,7 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
 
 #[test]
 fn a_refusal_arrives_with_and_without_encryption() {
-    let answer: &'static [u8] = preface::refusal("no such worker").leak();
+    let answer: &'static [u8] = preface::refusal(preface::Code::Gone, "no such worker").leak();
     for fingerprint in [None, Some([1; 32])] {
         let reason = told_at_once(answer, fingerprint);
         assert!(reason.ends_with(": no such worker"), "{reason}");

@@ -16,8 +16,8 @@ use ipnet::IpNet;
 use super::check::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
-    ISOLATION, LOCAL, LOCK_FOLDER, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OVERCOMMIT, PART_OF_MEMORY,
-    PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
+    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OVERCOMMIT,
+    PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
 };
 use super::{Advertised, ConfigError, GpuChoice, Gpus};
 use crate::limits::{Layer, Scope};
@@ -117,6 +117,10 @@ keys! {
         warm_workers: u32 = 2, COUNT, live;
         /// A lease that took no worker for this time keeps only one ready; 0: off.
         worker_idle_exit: Duration = "10min", DURATION, live;
+        /// Time for which a worker waits for a program whose connection broke; 0: it ends at once.
+        ///
+        /// The time is at most 60 s.
+        resume_grace: Duration = "60s", GRACE;
         /// Disk space for modules and code that the driver compiled from PTX; 0: none.
         cache_max: u64 = "8GiB", SIZE;
 

@@ -123,6 +123,14 @@ pub(super) const COUNT: Kind<u32> = Kind {
     show: u32::to_string,
 };
 pub(super) const DURATION: Kind<Duration> = Kind { read: duration, show: |time| show_duration(*time) };
+pub(super) const GRACE: Kind<Duration> = Kind {
+    read: |v| {
+        let time = duration(v)?;
+        // A lease lasts no longer without its client.
+        if time <= Duration::from_secs(60) { Ok(time) } else { Err("at most 60 s are possible".into()) }
+    },
+    show: |time| show_duration(*time),
+};
 pub(super) const SIZE: Kind<u64> = Kind { read: size, show: |bytes| Bound::Size(*bytes).to_string() };
 pub(super) const PART_OF_MEMORY: Kind<Memory> = Kind {
     read: part_of_memory,

@@ -2,11 +2,12 @@
 
 use std::net::SocketAddr;
 
+use gpusession_proto::preface::{Code, Preface};
 use gpusession_proto::supervise::ToWorker;
 use tokio::sync::mpsc;
 
+use super::Supervisor;
 use super::worker::{Command, Phase, Worker};
-use super::{Supervisor, WorkerId};
 use crate::clock;
 use crate::limits::Exceeded;
 
@@ -16,6 +17,18 @@ pub enum AdoptError {
     /// No worker with this id serves a client.
     #[error("no such worker: it ended, or its server was restarted")]
     Unknown,
+    /// The worker has ended for this reason.
+    #[error("the worker has ended: {0}")]
+    Ended(String),
+    /// The worker is of an earlier server, and this one has not taken it over yet.
+    #[error("the server starts; try again")]
+    Starting,
+    /// The preface's MAC is not of the worker's lease.
+    #[error("the preface was not made for this worker")]
+    Forged,
+    /// An earlier connection had this attempt's number.
+    #[error("the preface was used before")]
+    Replayed,
     /// The worker's queue of connections is full.
     #[error("the worker has too many connections waiting")]
     Busy,
@@ -27,28 +40,68 @@ pub enum AdoptError {
     Limit(Exceeded),
 }
 
+impl AdoptError {
+    /// Returns the kind of refusal that the client gets.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Unknown | Self::Ended(_) => Code::Gone,
+            Self::Starting => Code::Starting,
+            Self::Forged | Self::Replayed => Code::Other,
+            Self::Busy => Code::Busy,
+            Self::Clear => Code::Clear,
+            Self::Limit(_) => Code::Limit,
+        }
+    }
+}
+
 impl Supervisor {
     /// Hands a data connection to a worker.
     pub fn adopt(
         &self,
-        id: &WorkerId,
+        preface: &Preface,
         socket: std::net::TcpStream,
-        preface: Vec<u8>,
         peer: SocketAddr,
-        tls: bool,
     ) -> Result<(), (AdoptError, std::net::TcpStream)> {
         let mut state = self.state();
-        let usable = |w: &&mut Worker| matches!(w.phase, Phase::Taken | Phase::Active | Phase::Parked);
-        let Some(worker) = state.workers.get_mut(id).filter(usable) else {
-            return Err((AdoptError::Unknown, socket));
+        let id = &preface.worker;
+        let Some(worker) = state.workers.get_mut(id) else {
+            let error = match state.left.iter().any(|left| left.book.id == *id) {
+                true => AdoptError::Starting,
+                false => state.farewells.of(preface, self.0.clock.now()),
+            };
+            return Err((error, socket));
         };
-        if worker.encrypted && !tls {
+        // First of all: the rest is only for those that hold a grant for this worker.
+        if !preface.is_genuine(&worker.lease_key) {
+            return Err((AdoptError::Forged, socket));
+        }
+        if !matches!(worker.phase, Phase::Taken | Phase::Active | Phase::Parked) {
+            let error = match &worker.ended_because {
+                Some(reason) => AdoptError::Ended(reason.clone()),
+                None => AdoptError::Unknown,
+            };
+            return Err((error, socket));
+        }
+        if worker.encrypted && !preface.tls() {
             return Err((AdoptError::Clear, socket));
         }
+        let lane = preface.lane.get();
+        let Some(latest) = worker.attempts.get_mut(usize::from(lane)) else {
+            return Err((AdoptError::Forged, socket));
+        };
+        if preface.attempt.get() <= *latest {
+            return Err((AdoptError::Replayed, socket));
+        }
+        *latest = preface.attempt.get();
+        let more = u64::from(worker.lanes & 1 << lane == 0);
         // The user of a machine's lease is known after the first connection.
         let of = (worker.client.clone(), worker.user().to_owned());
         let open = |w: &Worker| if w.phase == Phase::Ending { 0 } else { u64::from(w.lanes.count_ones()) };
-        let within = state.within((&of.0, &of.1), "connections", 1, "data connections", open);
+        let within = match more {
+            // A lane that comes back takes no further place.
+            0 => Ok(()),
+            more => state.within((&of.0, &of.1), "connections", more, "data connections", open),
+        };
         if let Err((exceeded, _)) = within {
             return Err((AdoptError::Limit(exceeded), socket));
         }
@@ -57,12 +110,13 @@ impl Supervisor {
         if !worker.unadmitted.enter(number, peer.ip(), self.0.clock.now()) {
             return Err((AdoptError::Busy, socket));
         }
+        let preface = preface.to_bytes().to_vec();
         match worker.orders.commands.try_send(Command::Adopt { socket, number, preface, peer }) {
             Ok(()) => {
-                if worker.lanes == 0 {
+                if lane == 0 {
                     worker.peer = Some(peer);
-                    state.remember(id);
                 }
+                state.remember(id);
                 Ok(())
             }
             Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {

@@ -57,7 +57,7 @@ impl Supervisor {
 
     pub(super) fn on_exit(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(Worker { book: worker, kept, .. }) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, lease_key, kept, .. }) = state.workers.remove(id) else { return };
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
@@ -78,6 +78,9 @@ impl Supervisor {
             Some(reason) => format!("{reason} ({end})"),
             None => end,
         };
+        if worker.given {
+            state.farewells.add(*id, lease_key, reason.clone(), self.0.clock.now());
+        }
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
         if let Some(pid) = worker.pid {
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());

@@ -19,6 +19,7 @@ use tracing::info;
 
 pub use self::adopt::AdoptError;
 use self::exit::stop;
+use self::farewells::Farewells;
 use self::handover::{LeftWorker, Store};
 use self::messages::say;
 use self::quota::Ledger;
@@ -44,6 +45,7 @@ mod adopt;
 mod attend;
 pub mod channel;
 mod exit;
+mod farewells;
 pub mod handover;
 mod host_memory;
 mod messages;
@@ -170,6 +172,7 @@ struct State {
     shares: shares::Shares,
     /// Recently exited workers: process id, GPUs, time of the exit.
     ended: Vec<(u32, Vec<String>, Moment)>,
+    farewells: Farewells,
     closing: bool,
     /// When running programs were last noted for accounting, in minutes.
     noted: u64,
@@ -360,8 +363,11 @@ impl Supervisor {
             book.lease
         );
         let (orders, queues) = orders();
+        // Without its lease the worker is stopped below, and no connection may reach it.
+        let lease_key = state.leases.get(&book.lease).map_or([0; 32], |l| l.lease.ticket_key);
         let mut worker = Worker {
             book,
+            lease_key,
             kept: Some(kept),
             seat: None,
             pausing: None,

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use gpusession_proto::preface::LANES;
 use gpusession_proto::supervise::{ClientProcess, Usage};
 use serde::{Deserialize, Serialize};
 
@@ -56,6 +57,8 @@ pub struct WorkerRecord {
     pub(super) peer: Option<SocketAddr>,
     /// Lanes that it has admitted, a bit each; they close with the worker.
     pub(super) lanes: u64,
+    /// Highest number of a connection attempt, by lane.
+    pub(super) attempts: [u32; LANES as usize],
     pub(super) fingerprint: Option<[u8; 32]>,
     pub(super) usage: Usage,
     /// Time of the last usage report, and the GPU time up to it.

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use gpusession_proto::preface::LANES;
 use gpusession_proto::supervise::{Isolation, MPS_VARIABLES, Start, Usage};
 use tokio::time::timeout;
 
@@ -85,6 +86,7 @@ impl Supervisor {
             process: None,
             peer: None,
             lanes: 0,
+            attempts: [0; LANES as usize],
             fingerprint: None,
             usage: Usage::default(),
             used_at: self.0.clock.now(),
@@ -103,6 +105,7 @@ impl Supervisor {
             id,
             Worker {
                 book,
+                lease_key: entry.lease.ticket_key,
                 kept: None,
                 seat: None,
                 pausing: None,

@@ -42,6 +42,8 @@ pub(super) enum Command {
 
 pub(super) struct Worker {
     pub(super) book: WorkerRecord,
+    /// Key of its lease, which the prefaces of its connections show.
+    pub(super) lease_key: [u8; 32],
     /// Place in the store. `None`: the worker exits with this server.
     pub(super) kept: Option<Kept>,
     /// Seat in an MPS domain.

@@ -185,7 +185,7 @@ fn serve() {
                 let flags = nix::fcntl::fcntl(borrowed, nix::fcntl::FcntlArg::F_GETFL).unwrap();
                 let facts = serde_json::json!({
                     "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
-                    "lane": preface.lane.get(), "epoch": preface.epoch.get(), "require_tls": s.require_tls,
+                    "lane": preface.lane.get(), "attempt": preface.attempt.get(), "require_tls": s.require_tls,
                     "staging": s.staging_bytes, "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
                     "warm": s.warm, "mps": s.mps, "admin": asks_the_server(&s.driver),
                     "blocking": flags & nix::libc::O_NONBLOCK == 0,

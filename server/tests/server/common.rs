@@ -6,13 +6,14 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gpusession_proto::control::enrolment_client::EnrolmentClient;
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, JoinRequest, Lease, TakeWorkersRequest, Worker};
 use gpusession_proto::join;
-use gpusession_proto::preface::Preface;
+use gpusession_proto::preface::{FLAG_TLS, Key, Preface};
 use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -25,6 +26,8 @@ use zerocopy::IntoBytes;
 pub const LONG: Duration = Duration::from_secs(30);
 
 pub struct Server {
+    /// Number of the next connection attempt.
+    attempts: AtomicU32,
     pub folder: tempfile::TempDir,
     process: Option<Child>,
     pub control: String,
@@ -67,7 +70,8 @@ impl Server {
         // Any ELF file passes for a driver, since no worker loads it.
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
         let (control, data) = (String::new(), String::new());
-        let server = Self { folder, process: None, control, data, variables: Vec::new() };
+        let server =
+            Self { attempts: AtomicU32::new(1), folder, process: None, control, data, variables: Vec::new() };
         server.configure(driver, more);
         let made = server.verb(&["pool", "init"]);
         assert!(made.status.success(), "{made:?}");
@@ -285,9 +289,21 @@ impl Server {
         socket
     }
 
+    /// Returns the preface of a lane's next connection, as a grant for a worker makes it.
+    pub fn preface(&self, worker: &[u8], lane: u16, tls: bool) -> Preface {
+        let id: [u8; 16] = worker.try_into().expect("an id");
+        let hex: String = worker.iter().map(|byte| format!("{byte:02x}")).collect();
+        let lease = self.workers().into_iter().find(|w| w["worker"] == hex).map(|w| w["lease"].clone());
+        let state = std::fs::read(self.path("state").join("leases.json")).expect("the leases");
+        let state: serde_json::Value = serde_json::from_slice(&state).expect("JSON");
+        let key = lease.map_or([0; 32], |lease| ticket_key(&state, &lease).expect("the lease's key"));
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
+        Preface::new(id, &Key::new(&key, &id, 1000), lane, attempt, if tls { FLAG_TLS } else { 0 })
+    }
+
     /// Opens a data connection to a worker, and reads the fake worker's line.
     pub fn adopt(&self, worker: &[u8], lane: u16, tls: bool) -> (TcpStream, serde_json::Value) {
-        let preface = Preface::new(worker.try_into().expect("an id"), lane, 1, tls);
+        let preface = self.preface(worker, lane, tls);
         let mut socket = self.data_connection(preface.as_bytes());
         let mut line = Vec::new();
         let mut byte = [0];
@@ -297,6 +313,20 @@ impl Server {
         let said = serde_json::from_slice(&line)
             .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&line)));
         (socket, said)
+    }
+}
+
+/// Returns a lease's key, wherever the server's state has the lease.
+fn ticket_key(state: &serde_json::Value, lease: &serde_json::Value) -> Option<[u8; 32]> {
+    match state {
+        serde_json::Value::Array(all) => all.iter().find_map(|part| ticket_key(part, lease)),
+        serde_json::Value::Object(fields) if fields.get("id") == Some(lease) => {
+            let hex = fields.get("ticket_key")?.as_str()?;
+            let byte = |at| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
+            (0..hex.len()).step_by(2).map(byte).collect::<Option<Vec<_>>>()?.try_into().ok()
+        }
+        serde_json::Value::Object(fields) => fields.values().find_map(|part| ticket_key(part, lease)),
+        _ => None,
     }
 }
 

@@ -11,7 +11,7 @@ mod sharing;
 mod workers;
 
 use std::collections::HashMap;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ use gpusession_proto::control::{
     WatchRequest,
 };
 use gpusession_proto::join;
-use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::preface;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
@@ -68,7 +68,7 @@ async fn join_allocate_use_release() {
     assert_eq!(said["lease"], lease.id);
     assert_eq!(said["limits"], serde_json::json!([8 * GIB]));
     assert_eq!(
-        (&said["blocking"], &said["require_tls"], &said["epoch"]),
+        (&said["blocking"], &said["require_tls"], &said["attempt"]),
         (&true.into(), &true.into(), &1.into())
     );
     assert_eq!(said["admin"], 0, "a worker is no administrator");
@@ -450,7 +450,11 @@ async fn bad_data_connections_disturb_no_worker() {
     let (mut lane, said) = server.adopt(&worker.id, 0, true);
 
     // Connections with another protocol are closed without an answer.
-    for garbage in [&b"GET / HTTP/1.1\r\nHost: gpu-server.example.org\r\n\r\n"[..], &[0; 40], &[0xff; 4096]] {
+    for garbage in [
+        &b"GET / HTTP/1.1\r\nHost: gpu-server.example.org\r\nAccept: */*\r\nDNT: 1\r\n\r\n"[..],
+        &[0; 64],
+        &[0xff; 4096],
+    ] {
         assert!(rest(&mut server.data_connection(garbage)).is_empty());
     }
     // A connection that ends inside the preface.
@@ -469,13 +473,30 @@ async fn bad_data_connections_disturb_no_worker() {
         let len = preface::refusal_len(answer[..4].try_into().unwrap()).expect("a refusal");
         String::from_utf8(answer[4..4 + len].to_vec()).unwrap()
     };
-    let unknown = Preface::new([9; 16], 0, 1, true);
+    let mut unknown = server.preface(&worker.id, 0, true);
+    unknown.worker = [9; 16];
     assert!(told(unknown.as_bytes()).contains("no such worker"));
-    let mut old = Preface::new([9; 16], 0, 1, true);
-    old.version = 77.into();
-    assert!(told(old.as_bytes()).contains("version 77"));
-    let id: [u8; 16] = worker.id.as_slice().try_into().unwrap();
-    assert!(told(Preface::new(id, 1, 1, false).as_bytes()).contains("encrypted"));
+    let mut old = unknown;
+    old.version = 3.into();
+    assert!(told(old.as_bytes()).contains("version 3"));
+    assert!(told(server.preface(&worker.id, 1, false).as_bytes()).contains("encrypted"));
+    // Other users, lanes and flags than the grant's, and a preface that was used.
+    let good = server.preface(&worker.id, 1, true);
+    let mut forged = [good; 3];
+    forged[0].uid = 0.into();
+    forged[1].lane = 2.into();
+    forged[2].attempt = 999.into();
+    for forged in forged {
+        assert!(told(forged.as_bytes()).contains("was not made for this worker"));
+    }
+    assert!(told(server.preface(&worker.id, preface::LANES, true).as_bytes()).contains("not made for"));
+    let mut used = server.data_connection(good.as_bytes());
+    used.read_exact(&mut [0]).expect("it is handed over");
+    assert!(told(good.as_bytes()).contains("was used before"));
+    // The server leaves other versions with the same layout to the worker.
+    let mut next = server.preface(&worker.id, 0, true);
+    next.version = 77.into();
+    assert!(told(next.as_bytes()).contains("was not made for this worker"));
 
     let start = Instant::now();
     assert!(rest(&mut silent).is_empty());
@@ -575,6 +596,7 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let (mut lane, said) = server.adopt(&first.id, 0, true);
     let (_other, other_said) = server.adopt(&second.id, 0, true);
+    let back = server.preface(&first.id, 0, true);
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
     // Its client gets an event, in case it has not granted the worker yet.
@@ -601,9 +623,8 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     .await;
     assert!(alive(pid(&other_said["pid"])));
     // Connections to the first worker are refused.
-    let preface = Preface::new(first.id.as_slice().try_into().unwrap(), 0, 2, true);
-    let answer = rest(&mut server.data_connection(preface.as_bytes()));
-    assert!(String::from_utf8_lossy(&answer).contains("no such worker"));
+    let answer = rest(&mut server.data_connection(back.as_bytes()));
+    assert!(String::from_utf8_lossy(&answer).contains("the worker has ended: killed by SIGKILL"));
     // An administrator ends the other.
     let id = data_encoding::HEXLOWER.encode(&second.id);
     assert!(server.verb(&["kill", &id[..8]]).status.success());

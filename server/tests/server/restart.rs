@@ -175,14 +175,9 @@ async fn programs_outlive_the_server() {
     let data = server.data.clone();
     for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
         let before = of(&server, &said);
+        let preface = server.preface(&granted.id, u16::from(signal != Signal::SIGUSR2), true);
         assert_eq!(server.signal(signal).code(), (signal == Signal::SIGUSR2).then_some(0));
         // A connection that is made between two servers waits.
-        let preface = gpusession_proto::preface::Preface::new(
-            granted.id.as_slice().try_into().unwrap(),
-            if signal == Signal::SIGUSR2 { 0 } else { 1 },
-            1,
-            true,
-        );
         let mut waits = server.data_connection(zerocopy::IntoBytes::as_bytes(&preface));
         systemd.run(&mut server).await;
         assert_eq!(server.data, data);

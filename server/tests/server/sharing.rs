@@ -9,7 +9,7 @@ use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{
     self, AllocateRequest, DescribeRequest, Lease, ProcessEndedRequest, ReleaseRequest, WatchRequest,
 };
-use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::preface;
 use nix::sys::signal::{Signal, kill};
 use prost::Message as _;
 use tonic::{Code, Status};
@@ -100,7 +100,7 @@ async fn every_limit_refuses_by_name() {
     server.set(&of("workers"), "2");
     let second = vm.take(&lease.id).await.unwrap();
     server.set(&of("connections"), "1");
-    let preface = Preface::new(second.id.as_slice().try_into().unwrap(), 0, 1, true);
+    let preface = server.preface(&second.id, 0, true);
     let answer = rest(&mut server.data_connection(preface.as_bytes()));
     let len = preface::refusal_len(answer[..4].try_into().unwrap()).expect("a refusal");
     let said = String::from_utf8_lossy(&answer[4..4 + len]).into_owned();

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use gpuserver::admin::{self, Ask};
 use gpusession_proto::control::{Lease, ProcessEndedRequest, ReleaseRequest, Worker};
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
-use gpusession_proto::preface::Preface;
 use gpusession_proto::readings::{FromMonitor, GpuReading, ToMonitor};
 use gpusession_proto::ticket::Ticket;
 use gpusession_proto::{handle, message};
@@ -165,7 +164,7 @@ fn call(socket: &mut TcpStream, operation: u16, seq: u64, values: impl FnOnce(&m
         op: operation.into(),
         flags: WAIT.into(),
         thread: 1.into(),
-        epoch: 0.into(),
+        number: 0.into(),
         seq: seq.into(),
         ack: 0.into(),
         ctx: handle::make(handle::CTX, 0, 1, 0).into(),
@@ -202,13 +201,14 @@ fn begin(server: &Server, lease: &Lease, worker: &Worker) -> TcpStream {
         user: "alice".into(),
     };
     let ticket = ticket.seal(&lease.ticket_key.as_slice().try_into().unwrap());
-    let mut socket = server.data_connection(Preface::new(id, 0, 0, false).as_bytes());
+    let mut socket = server.data_connection(server.preface(&worker.id, 0, false).as_bytes());
     let hello = call(&mut socket, op::HELLO, 1, |w| {
         w.bytes(&ticket);
         [1, 4096 * MIB, WINDOW].into_iter().for_each(|word| w.word(word));
     });
     let mut hello = Reader::new(&hello);
-    assert_eq!((hello.bytes().unwrap().len(), hello.word().unwrap()), (32, WINDOW));
+    let (secret, _grace) = (hello.bytes().unwrap(), hello.word().unwrap());
+    assert_eq!((secret.len(), hello.word().unwrap()), (32, WINDOW));
     call(&mut socket, op::ALLOC, 2, |w| {
         [WINDOW, 4 * MIB, 0].into_iter().for_each(|word| w.word(word));
     });

@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, BytesMut};
 use gpusession_link::threads;
-use gpusession_link::transport::{Transport, Wait};
+use gpusession_link::transport::Wait;
+use gpusession_link::worker_end::{Line, Next};
 use gpusession_proto::frame::{HEADER, Header, op};
 use gpusession_proto::supervise::FromWorker;
 
@@ -41,6 +42,14 @@ const MAX_QUEUE_BYTES: usize = 256 << 20;
 ///
 /// A thread with fewer kept bytes is free to continue elsewhere.
 const KEPT_BYTES: usize = 256 << 10;
+
+/// Outcome of one look at the connection.
+enum Read {
+    Some,
+    /// The stream has ended, or a later connection has replaced it.
+    Ended,
+    Broken(io::Error),
+}
 
 #[derive(Default)]
 struct State {
@@ -149,39 +158,70 @@ impl Replay {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts the first executor and reads frames until the connection ends.
-    pub fn run<P: Perform>(
-        &self,
-        session: &Arc<P>,
-        transport: &Transport,
-        first: BytesMut,
-    ) -> io::Result<()> {
+    /// Starts the first executor and reads frames until the last connection ends.
+    pub fn run<P: Perform>(&self, session: &Arc<P>, first: Line) -> io::Result<()> {
         let mut state = self.lock();
         state.main = self.spare_executor(&mut state, session)?;
         drop(state);
-        let mut buf = first;
         let mut scratch = vec![0; 256 << 10];
+        let mut line = first;
         let result = loop {
-            match self.read_some(session, transport, &mut buf, &mut scratch) {
-                Ok(true) => {}
-                Ok(false) => break Ok(()),
+            let mut buf = BytesMut::new();
+            let end = loop {
+                match self.read_some(session, &line, &mut buf, &mut scratch) {
+                    Ok(Read::Some) => {}
+                    Ok(Read::Ended) => break Ok(()),
+                    Ok(Read::Broken(e)) => break Err(e),
+                    Err(e) => return self.over(Err(e)),
+                }
+            };
+            match self.next_line(session, &line) {
+                Ok(Ok(next)) => line = next,
+                Ok(Err(Some(reason))) => break Err(io::Error::other(reason)),
+                Ok(Err(None)) => break end,
                 Err(e) => break Err(e),
             }
         };
+        self.over(result)
+    }
+
+    fn over(&self, result: io::Result<()>) -> io::Result<()> {
         self.lock().ended = true;
         self.changed.notify_all();
         result
     }
 
+    /// Waits for the connection after one that has ended; otherwise the reason why none comes.
+    fn next_line<P: Perform>(
+        &self,
+        session: &Arc<P>,
+        ended: &Line,
+    ) -> io::Result<Result<Line, Option<String>>> {
+        let since = Instant::now();
+        loop {
+            // Executors may be blocked without need, whether the client is there or not.
+            let patience = if self.watching() { BLOCKED_TIMEOUT } else { Duration::from_secs(1) };
+            match session.replies().end.next(ended, since, patience) {
+                Next::Line(line) => return Ok(Ok(line)),
+                Next::Over(reason) => return Ok(Err(reason)),
+                Next::Later => self.relieve(session, &mut self.lock())?,
+            }
+        }
+    }
+
     fn read_some<P: Perform>(
         &self,
         session: &Arc<P>,
-        transport: &Transport,
+        line: &Line,
         buf: &mut BytesMut,
         scratch: &mut [u8],
-    ) -> io::Result<bool> {
+    ) -> io::Result<Read> {
         let mut frames = Vec::new();
-        while buf.len() >= HEADER {
+        let mut taking = (buf.len() >= HEADER).then(|| session.replies().end.taking(line)).flatten();
+        if buf.len() >= HEADER && taking.is_none() {
+            return Ok(Read::Ended);
+        }
+        while let Some(taking) = taking.as_mut().filter(|_| buf.len() >= HEADER) {
             let Some(bytes) = buf.first_chunk::<HEADER>() else { break };
             let header = Header::parse(bytes).map_err(io::Error::other)?;
             let len = HEADER + header.body_len();
@@ -190,11 +230,15 @@ impl Replay {
                 break;
             }
             buf.advance(HEADER);
-            frames.push(Frame { header, body: Body::take(buf, len - HEADER) });
+            let body = Body::take(buf, len - HEADER);
+            if taking.count(&header).map_err(io::Error::other)? {
+                frames.push(Frame { header, body });
+            }
         }
+        drop(taking);
         if !frames.is_empty() {
             self.enqueue(session, frames)?;
-            return Ok(true);
+            return Ok(Read::Some);
         }
         let spin = threads::spin_time();
         let received = loop {
@@ -203,13 +247,15 @@ impl Replay {
             } else {
                 Wait::Spin(spin)
             };
-            match transport.recv(scratch, wait) {
+            match line.transport.recv(scratch, wait) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.relieve(session, &mut self.lock())?,
-                other => break other?,
+                Ok(0) => return Ok(Read::Ended),
+                Ok(received) => break received,
+                Err(e) => return Ok(Read::Broken(e)),
             }
         };
         buf.extend_from_slice(&scratch[..received]);
-        Ok(received > 0)
+        Ok(Read::Some)
     }
 
     /// Returns `true` if frames wait behind an executor that may be blocked without need.
@@ -354,7 +400,6 @@ impl Replay {
             if catch_unwind(AssertUnwindSafe(|| session.perform(executor, &frame))).is_err() {
                 session.end("internal error in the worker");
             }
-            session.replies().consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
         }
     }
 

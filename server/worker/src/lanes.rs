@@ -113,12 +113,17 @@ impl Lanes {
         check(unsafe { (driver.call.cuCtxSetCurrent)(first) }).map_err(said)?;
         if lane < FIRST_DOWN_LANE {
             let index = (lane - 1) as usize;
-            let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
-            let mine = self.up[index].get_or_init(|| UpLane {
-                slots,
-                copying: Mutex::default(),
-                waits_in: AtomicU64::new(0),
-            });
+            let mine = match self.up[index].get() {
+                Some(mine) => mine,
+                None => {
+                    let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
+                    self.up[index].get_or_init(|| UpLane {
+                        slots,
+                        copying: Mutex::default(),
+                        waits_in: AtomicU64::new(0),
+                    })
+                }
+            };
             let result = self.receive(driver, index, mine, transport);
             self.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
             self.arrival.notify_all();
@@ -154,7 +159,10 @@ impl Lanes {
             // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at
             // most that.
             let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
-            transport.recv_exact(target, sleep)?;
+            if let Err(e) = transport.recv_exact(target, sleep) {
+                lane.slots.give(slot);
+                return Err(e);
+            }
             self.received.fetch_add(len as u64, Ordering::Relaxed);
             let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
             let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);

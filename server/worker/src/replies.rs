@@ -1,9 +1,9 @@
 //! Frames to the client: answers, late errors and reports.
 
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicI32, Ordering};
 
-use gpusession_link::transport::Transport;
+use gpusession_link::resume;
+use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
 
 use crate::answer::Answer;
@@ -12,17 +12,14 @@ use crate::driver::{Status, status};
 /// The worker's end of the connection that carries the log.
 pub struct Replies {
     /// Lane 0, which carries the log.
-    pub transport: Transport,
-    /// Highest position of the log that was replayed.
-    pub consumed: AtomicU64,
+    pub end: WorkerEnd,
     last_late: AtomicI32,
-    sending: Mutex<()>,
 }
 
 impl Replies {
-    /// Starts with no frame replayed and no error reported.
-    pub fn new(transport: Transport) -> Self {
-        Self { transport, consumed: AtomicU64::new(0), last_late: AtomicI32::new(0), sending: Mutex::new(()) }
+    /// Starts with no error reported.
+    pub fn new(end: WorkerEnd) -> Self {
+        Self { end, last_late: AtomicI32::new(0) }
     }
 
     /// Answers a call, in one write with the frames that must precede the answer.
@@ -35,7 +32,7 @@ impl Replies {
             _ => (status::NOT_SUPPORTED, &[][..]),
         };
         self.append(&mut frames, op::REPLY, seq, status, |w| w.words(body));
-        self.send_frames(&frames);
+        self.send_frames(frames);
     }
 
     /// Reports the error of a frame without a reply, unless it repeats a sticky error.
@@ -61,17 +58,21 @@ impl Replies {
         w.finish();
     }
 
-    /// Sends complete frames; the reader notices a lost connection.
-    pub fn send_frames(&self, frames: &[u8]) {
-        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = self.transport.send(frames);
+    /// Sends complete frames, in the order of the calls; the reader notices a lost connection.
+    pub fn send_frames(&self, frames: Vec<u8>) {
+        self.end.send(frames);
+    }
+
+    /// Tells the client why the session ends, if it is connected.
+    pub fn send_end(&self, reason: &str) {
+        self.end.send_outside(&resume::frame(op::END, |w| w.bytes(reason.as_bytes())));
     }
 
     /// Sends one frame whose body `fill` writes.
     pub fn send_with(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
         let mut frames = Vec::new();
         self.append(&mut frames, op, seq, status, fill);
-        self.send_frames(&frames);
+        self.send_frames(frames);
     }
 
     fn header(&self, op: u16, seq: u64, status: Status) -> Header {
@@ -80,9 +81,9 @@ impl Replies {
             op: op.into(),
             flags: 0.into(),
             thread: 0.into(),
-            epoch: 0.into(),
+            number: 0.into(),
             seq: seq.into(),
-            ack: self.consumed.load(Ordering::Relaxed).into(),
+            ack: self.end.received().into(),
             ctx: (status as u32 as u64).into(),
         }
     }
@@ -94,6 +95,9 @@ pub mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
     use std::time::Duration;
+
+    use gpusession_link::transport::Transport;
+    use gpusession_link::worker_end::Line;
 
     use super::*;
 
@@ -122,8 +126,15 @@ pub mod tests {
 
     /// Returns the worker's end, and the client's.
     pub fn replies() -> (Arc<Replies>, Peer) {
+        let (replies, _, peer) = connection();
+        (replies, peer)
+    }
+
+    /// As [`replies`], with the connection for a reader.
+    pub fn connection() -> (Arc<Replies>, Line, Peer) {
         let (transport, peer) = transport();
-        (Arc::new(Replies::new(transport)), peer)
+        let (end, line) = WorkerEnd::new([1; 16], &[2; 32], Duration::ZERO, transport, 1);
+        (Arc::new(Replies::new(end)), line, peer)
     }
 
     #[test]
@@ -132,13 +143,13 @@ pub mod tests {
         let mut answer = Answer::default();
         replies.append(&mut answer.before, op::LANDED, 5, 0, |w| w.bytes(b"data"));
         answer.word(9);
-        replies.consumed.store(41, Ordering::Relaxed);
         replies.reply(7, -1, &answer);
         let (landed, _) = peer.next();
         assert_eq!((landed.op.get(), landed.seq.get()), (op::LANDED, 5));
         let (reply, body) = peer.next();
         assert_eq!((reply.op.get(), reply.seq.get(), reply.ctx.get() as i32), (op::REPLY, 7, -1));
-        assert_eq!((body, reply.ack.get()), (9u64.to_le_bytes().to_vec(), 41), "the log's progress");
+        assert_eq!((body, reply.ack.get()), (9u64.to_le_bytes().to_vec(), 1), "the greeting has arrived");
+        assert_eq!((landed.number.get(), reply.number.get()), (1, 2));
     }
 
     #[test]

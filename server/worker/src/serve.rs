@@ -8,11 +8,11 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use bytes::BytesMut;
 use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
+use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::frame::{HEADER, Header, Reader, op};
-use gpusession_proto::preface::{LEN, Preface};
+use gpusession_proto::preface::{self, Code, LEN, Preface};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker, Unshared};
 use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
@@ -251,28 +251,28 @@ impl Worker {
         // Bounds the handshake and the greeting; lifted once the greeting has arrived.
         socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
         let control = socket.try_clone()?;
+        if let Err(e) = preface.check_version() {
+            return Err(refuse_unread(socket, Code::Version, e.to_string()));
+        }
         if !preface.tls() && self.start.require_tls {
-            let transport = Transport::plain(socket)?;
-            let refused = refuse(
-                &transport,
-                "this server demands encryption, but the grant was made without it; start the program again, which asks \
-                 for a new grant"
-                    .into(),
-            );
-            // Unread input would make the kernel discard the refusal on closing: read it first.
-            control.shutdown(std::net::Shutdown::Write)?;
-            let _ = greeting(&transport);
-            return Err(refused);
+            let reason = "this server demands encryption, but the grant was made without it; start the program again, \
+                          which asks for a new grant";
+            return Err(refuse_unread(socket, Code::Clear, reason.into()));
         }
         let transport = if preface.tls() {
             Transport::tls_server(socket, self.tls.clone())?
         } else {
             Transport::plain(socket)?
         };
-        let (header, body, rest) = greeting(&transport)?;
+        if preface.resumes() {
+            return self.resume(number, &preface, transport, &control);
+        }
+        let (header, body) = greeting(&transport)?;
         control.set_read_timeout(None)?;
         match header.op.get() {
-            op::HELLO if preface.lane.get() == 0 => self.hello(number, transport, &header, &body, rest),
+            op::HELLO if preface.lane.get() == 0 => {
+                self.hello(number, preface.attempt.get(), transport, &header, &body)
+            }
             op::LANE if preface.lane.get() != 0 => {
                 let Some(session) = self.session.get() else {
                     return Err(refuse(
@@ -289,6 +289,8 @@ impl Worker {
                 if !session.lanes.claim(lane) {
                     return Err(refuse(&transport, format!("lane {lane} does not exist or is open already")));
                 }
+                // The bytes that a lane held when it broke cannot be sent again.
+                session.replies.end.stay();
                 self.supervisor.tell(&FromWorker::Admitted { number, lane });
                 session.lanes.serve(session.driver, &session.contexts, lane, &transport)
             }
@@ -296,13 +298,30 @@ impl Worker {
         }
     }
 
+    /// Lets the program come back on a new connection.
+    fn resume(
+        &self,
+        number: u64,
+        preface: &Preface,
+        transport: Transport,
+        control: &TcpStream,
+    ) -> io::Result<()> {
+        let Some(session) = self.session.get().filter(|_| preface.lane.get() == 0) else {
+            return Err(refuse(&transport, "this worker has no such connection to bring back".into()));
+        };
+        control.set_read_timeout(None)?;
+        session.replies.end.resume(preface.attempt.get(), transport)?;
+        self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
+        Ok(())
+    }
+
     fn hello(
         &self,
         number: u64,
+        attempt: u32,
         transport: Transport,
         header: &Header,
         body: &[u8],
-        rest: BytesMut,
     ) -> io::Result<()> {
         let mut r = Reader::new(body);
         let sealed = r.bytes().map_err(io::Error::other)?;
@@ -335,10 +354,12 @@ impl Worker {
         ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut secret)
             .map_err(|_| io::Error::other("cannot read random bytes"))?;
         let encrypted = transport.encrypted();
+        let grace = Duration::from_secs(self.start.resume_grace_s.into());
+        let (end, line) = WorkerEnd::new(self.start.worker, &secret, grace, transport, attempt);
         let session = Arc::new(Session::new(
             self.driver,
             self.start.clone(),
-            transport,
+            end,
             contexts,
             self.output.clone(),
             self.quota.clone(),
@@ -367,6 +388,7 @@ impl Worker {
         let mut described = Ok(());
         session.replies.send_with(op::REPLY, header.seq.get(), 0, |w| {
             w.bytes(&session.lane_secret);
+            w.word(self.start.resume_grace_s.into());
             w.word(window);
             described = session.contexts.describe(self.driver, w);
         });
@@ -376,7 +398,7 @@ impl Worker {
         if let Err(e) = Activity::report(&session) {
             session.end(&format!("cannot start the thread for reports: {e}"));
         }
-        match session.replay.run(&session, &session.replies.transport, rest) {
+        match session.replay.run(&session, line) {
             Ok(()) => session.end("the client's process exited"),
             Err(e) => session.end(&format!("connection to the client: {e}")),
         }
@@ -385,14 +407,29 @@ impl Worker {
 
 /// Sends the reason for a refusal before the first frame; the client shows it to its user.
 fn refuse(transport: &Transport, reason: String) -> io::Error {
-    let mut bytes = (reason.len() as u32 | 1 << 31).to_le_bytes().to_vec();
-    bytes.extend_from_slice(reason.as_bytes());
-    let _ = transport.send(&bytes);
+    refuse_as(transport, Code::Other, reason)
+}
+
+fn refuse_as(transport: &Transport, code: Code, reason: String) -> io::Error {
+    let _ = transport.send(&preface::refusal(code, &reason));
     io::Error::other(reason)
 }
 
-/// Receives the first frame; the buffer for what follows it is empty.
-fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>, BytesMut)> {
+/// Refuses a connection in clear, as its first bytes.
+fn refuse_unread(socket: TcpStream, code: Code, reason: String) -> io::Error {
+    let sent = socket.try_clone().and_then(|control| {
+        let transport = Transport::plain(socket)?;
+        let refused = refuse_as(&transport, code, reason.clone());
+        // Unread input would make the kernel discard the refusal on closing: read it first.
+        control.shutdown(std::net::Shutdown::Write)?;
+        let _ = greeting(&transport);
+        Ok(refused)
+    });
+    sent.unwrap_or_else(|_| io::Error::other(reason))
+}
+
+/// Receives the first frame.
+fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>)> {
     let wait = Wait::AtMost(Duration::ZERO, GREETING_TIMEOUT);
     let mut head = [0; HEADER];
     transport.recv_exact(&mut head, wait)?;
@@ -402,5 +439,5 @@ fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>, BytesMut)> {
     }
     let mut body = vec![0; header.body_len()];
     transport.recv_exact(&mut body, wait)?;
-    Ok((header, body, BytesMut::new()))
+    Ok((header, body))
 }

@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use gpusession_link::transport::Transport;
+use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::child_graphs::ChildGraphs;
-use gpusession_proto::frame::op;
 use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
@@ -112,7 +111,7 @@ impl Session {
     pub fn new(
         driver: &'static Driver,
         start: Start,
-        transport: Transport,
+        end: WorkerEnd,
         contexts: Contexts,
         output: Arc<Output>,
         quota: Arc<Quota>,
@@ -130,7 +129,7 @@ impl Session {
             shares: Shares::new(quota.clone(), start.worker, start.mps),
             supervisor: quota.supervisor.clone(),
             quota,
-            replies: Arc::new(Replies::new(transport)),
+            replies: Arc::new(Replies::new(end)),
             replay: Replay::new(),
             contexts,
             streams: Table::new(kind::STREAM),
@@ -206,7 +205,7 @@ impl Session {
             // The exit of an MPS client in the middle of its work is a fault for other clients.
             let quiet = !exits() && self.drain();
             let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
-            self.replies.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+            self.replies.send_end(reason);
             told
         });
         let since = Instant::now();

@@ -92,7 +92,7 @@ impl Landing {
                 let mut frames = Vec::new();
                 self.sweep_locked(&mut pending, driver, replies, &mut frames);
                 if !frames.is_empty() {
-                    replies.send_frames(&frames);
+                    replies.send_frames(frames);
                 }
                 pending.len()
             };

@@ -21,7 +21,8 @@ use std::time::Duration;
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::grant::Reply;
 use gpusession_proto::supervise::FromWorker;
-use harness::{KEY, MIB, Machine, Options, WINDOW, Worker};
+use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
+use harness::{KEY, MIB, Machine, Options, Random, WINDOW, Worker};
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 use program::{Cuda, KERNEL, at};
@@ -111,8 +112,35 @@ gpusession_test_support::programs!(
     loses_its_worker,
     works_with_a_long_image,
     loads_one_long_image_in_two_threads,
-    just_works
+    just_works,
+    works_through_breaks
 );
+
+/// Enqueues, waits and copies a little, with host functions, while connections break.
+fn works_through_breaks() {
+    const ROUNDS: u32 = 200;
+    static RAN: AtomicU64 = AtomicU64::new(0);
+    extern "C" fn run(_: *mut std::ffi::c_void) {
+        RAN.fetch_add(1, Ordering::SeqCst);
+    }
+    let cuda = begin();
+    let module = cuda.load(KERNEL);
+    let (kernel, address) = (cuda.increment(module), cuda.allocate(1024));
+    let stream = cuda.get("cuStreamCreate", &[0]);
+    cuda.write(address, &0u32.to_ne_bytes());
+    for round in 1..=ROUNDS {
+        for _ in 0..10 {
+            assert_eq!(cuda.launch(kernel, address, stream), 0);
+        }
+        let ran = run as extern "C" fn(*mut std::ffi::c_void) as usize as u64;
+        cuda.ok("cuLaunchHostFunc", &[stream, ran, 0]);
+        cuda.ok("cuStreamSynchronize", &[stream]);
+        assert_eq!(RAN.load(Ordering::SeqCst), u64::from(round));
+        let mut value = 0u32;
+        cuda.ok("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]);
+        assert_eq!(value, 10 * round);
+    }
+}
 
 fn allocates_from_a_pool() {
     let (cuda, taken) = begin_beside_memory();
@@ -592,6 +620,32 @@ fn threads_that_load_the_same_image_do_not_mix_it_up() {
     let options = Options { module_cache: Some(cache.path().to_path_buf()), ..Options::default() };
     let worker = Worker::start_with(&machine, &options);
     succeeds("loads_one_long_image_in_two_threads", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_program_does_not_notice_that_its_connection_breaks() {
+    let machine = Machine::new();
+    let mut worker = Worker::start_with(&machine, &Options { resume_grace_s: 30, ..Options::default() });
+    let relay = Relay::start(worker.address, |connection| {
+        let mut random = Random::new(u64::from(connection) + 5);
+        let place = Place::ALL[random.below(Place::ALL.len() as u64) as usize];
+        // The first connection greets undisturbed.
+        let unit = 4 + random.below(120) as u32;
+        let cut = Some(Cut { unit, place, reset: random.below(2) == 0 });
+        match random.below(2) {
+            0 => Fate { up: cut, down: None },
+            _ => Fate { up: None, down: cut },
+        }
+    });
+    let mut endpoint = worker.endpoint(false);
+    endpoint.addresses = vec![relay.address.to_string()];
+    let why = [("GPUSESSION_TRACE", "why".to_string())];
+    let (output, _) = program::run("works_through_breaks", vec![Reply::Granted(vec![endpoint])], &why);
+    let said = said(&output);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("the connection is back after"), "{said}");
+    assert!(relay.connections() > 10, "{} connections", relay.connections());
+    assert_eq!(worker.ended_within(Duration::from_secs(5)), "the client's process exited");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use gpusession_proto::frame::{
     CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, mirror, op,
 };
 use gpusession_proto::handle;
-use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::preface::{self, Code, FLAG_TLS, Refusal};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, STAGING, ToWorker};
 use gpusession_proto::ticket::Ticket;
 use harness::{
@@ -78,8 +78,8 @@ fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
 fn works(client: &Client) {
     let mut r = client.hello.reader();
     assert_eq!(client.hello.status, 0);
-    assert_eq!(r.bytes().map(<[u8]>::len), Ok(32), "the lanes' secret");
-    assert_eq!(r.word(), Ok(WINDOW));
+    assert_eq!(r.bytes().map(<[u8]>::len), Ok(32), "the session's secret");
+    assert_eq!((r.word(), r.word()), (Ok(0), Ok(WINDOW)), "the worker does not wait for a lost client");
     assert_eq!((r.word(), r.word()), (Ok(13000), Ok(1)), "driver version and number of devices");
     assert_eq!(r.text(), Ok("gpusession simulated GPU"));
 
@@ -236,7 +236,7 @@ fn certificate_of(worker: &Worker) -> rustls::pki_types::CertificateDer<'static>
     let mut connection = rustls::ClientConnection::new(config, name).expect("a client");
     let mut socket = TcpStream::connect(worker.address).expect("a connection");
     socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    socket.write_all(Preface::new(worker.id, 0, 0, true).as_bytes()).expect("a preface");
+    socket.write_all(worker.preface(0, FLAG_TLS).as_bytes()).expect("a preface");
     while connection.is_handshaking() {
         connection.complete_io(&mut socket).expect("a handshake");
     }
@@ -354,22 +354,29 @@ fn garbage_before_admission_disturbs_no_client() {
     let silent = worker.stranger(0);
     let client = worker.client(false);
 
-    let good = Preface::new(worker.id, 0, 0, false);
+    let good = worker.preface(0, 0);
     let mut version = good;
     version.version = 99.into();
-    let other = Preface::new([8; 16], 0, 0, false);
+    let mut other = good;
+    other.worker = [8; 16];
     let prefaces: [(&[u8], &str); 5] = [
         (&pattern(preface::LEN, 1), "not a gpusession data connection"),
-        (&good.as_bytes()[..39], "short preface"),
+        (&good.as_bytes()[..preface::LEN - 1], "short preface"),
         (&[], "short preface"),
         (version.as_bytes(), "data-plane version 99"),
         (other.as_bytes(), "preface for another worker"),
     ];
     for (bytes, reason) in prefaces {
         let mut socket = worker.adopt_with(bytes);
+        socket.shutdown(std::net::Shutdown::Write).expect("an open connection");
         let refusal = worker.refusal();
         assert!(refusal.contains(reason), "{refusal}");
-        assert_eq!(socket.read(&mut [0]).unwrap_or(0), 0, "the worker hangs up");
+        let mut answer = Vec::new();
+        let _ = socket.read_to_end(&mut answer);
+        // A program of another version gets the reason; the worker hangs up on all else.
+        let code = Refusal::read(&answer).map(|refusal| refusal.code);
+        let expected = (bytes == version.as_bytes()).then_some(Code::Version);
+        assert_eq!((code, answer.is_empty()), (expected, expected.is_none()));
     }
 
     let mut long = frame(op::HELLO, 1, |w| w.bytes(&[0; 4096]));
@@ -414,7 +421,7 @@ fn garbage_before_admission_disturbs_no_client() {
     // Garbage where a TLS handshake is due.
     let mut socket = TcpStream::connect(worker.address).expect("a connection");
     socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    socket.write_all(Preface::new(worker.id, 0, 0, true).as_bytes()).expect("a preface");
+    socket.write_all(worker.preface(0, FLAG_TLS).as_bytes()).expect("a preface");
     socket.write_all(&pattern(500, 4)).expect("garbage");
     worker.refusal();
     drop(socket);
@@ -1192,7 +1199,8 @@ fn work_without_end(guest: &mut Raw, waited_for: bool) {
     });
     assert_eq!(waits, Ok(0));
     if waited_for {
-        guest.write(&frame(op::STREAM_SYNC, 100, |w| w.word(stream(1))));
+        guest.seq += 1;
+        guest.write(&frame(op::STREAM_SYNC, guest.seq, |w| w.word(stream(1))));
     }
 }
 
@@ -1596,7 +1604,7 @@ fn random_frames_never_hang_a_worker() {
             expected = 1;
             sent = pattern(1 + random.below(5000) as usize, random.next());
         } else {
-            for seq in 2..2 + random.below(60) {
+            for seq in guest.seq + 1..guest.seq + 1 + random.below(60) {
                 let mut bytes = sensible(&mut random, seq);
                 expected += 1;
                 // Most frames stay as they are, others get a few changed bytes; the length field

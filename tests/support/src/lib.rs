@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+pub mod relay;
+
 /// A file that cargo builds for a package other than the tested one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Artefact<'a> {

@@ -371,6 +371,7 @@ fn mint(
             server: held.lease.server.clone(),
             addresses: held.lease.data_addresses.clone(),
             worker: ticket.worker,
+            key: preface::Key::new(&key, &ticket.worker, caller.uid),
             fingerprint: fingerprint.filter(|_| held.lease.encrypted),
             ticket: ticket.seal(&key),
             lease: ticket.lease,

@@ -28,10 +28,11 @@ fn peer(says: Option<Vec<u8>>) -> String {
         let mut header =
             Header::parse(start[preface::LEN..].try_into().expect("a header")).expect("a header");
         socket.read_exact(&mut vec![0; header.body_len()]).expect("a greeting");
-        (header.op, header.ctx) = (op::REPLY.into(), 0.into());
+        (header.op, header.ctx, header.number) = (op::REPLY.into(), 0.into(), 1.into());
         let mut reply = Vec::new();
         let mut w = Writer::new(&mut reply, &header);
         w.bytes(&[0; 32]);
+        w.word(0);
         w.finish();
         socket.write_all(&reply).expect("a client");
         if let Some(bytes) = says {
@@ -52,6 +53,7 @@ pub fn link(says: Option<Vec<u8>>) -> Arc<Link> {
         server: "gpu1".into(),
         addresses: vec![peer(says)],
         worker: [0; 16],
+        key: preface::Key::new(&[0; 32], &[0; 16], 0),
         fingerprint: None,
         ticket: vec![0; 100],
         lease: "abcdefghijkl".into(),

@@ -52,7 +52,7 @@ extern "C" fn run(data: *mut c_void) {
     write_back(&session);
     session.host_calls.ask(id);
     session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
-    session.replies.send_frames(&frames);
+    session.replies.send_frames(frames);
     session.host_calls.wait(id);
 }
 

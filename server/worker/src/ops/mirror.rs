@@ -80,7 +80,7 @@ impl Mirrors {
         }
         // Sent under the lock: otherwise another thread could find no change, and answer first.
         if !out.is_empty() {
-            session.replies.send_frames(&out);
+            session.replies.send_frames(out);
         }
     }
 }

@@ -100,7 +100,7 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         return;
     }
     if !answer.before.is_empty() {
-        session.replies.send_frames(&answer.before);
+        session.replies.send_frames(answer.before);
     }
     if code != 0 {
         session.replies.late_error(seq, code);

@@ -19,7 +19,7 @@ use gpusession_link::{Events, Link, LinkLost, Reply};
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
-use gpusession_proto::preface::{LEN, Preface, refusal_len};
+use gpusession_proto::preface::{Key, LEN, Preface, refusal_len};
 use gpusession_proto::supervise::{
     DeviceLimit, FromWorker, Isolation, MAX_PACKET, Start, ToWorker, WORKER_FD,
 };
@@ -100,6 +100,8 @@ pub struct Options {
     pub context_bytes: u64,
     pub warm: bool,
     pub mps: bool,
+    /// Seconds for which the worker waits for a lost client.
+    pub resume_grace_s: u32,
     /// Folder of the images on disk.
     pub module_cache: Option<PathBuf>,
     /// Switches of the simulated driver, with their values.
@@ -114,6 +116,7 @@ impl Default for Options {
             context_bytes: 0,
             warm: true,
             mps: false,
+            resume_grace_s: 0,
             module_cache: None,
             driver: Vec::new(),
         }
@@ -263,7 +266,7 @@ impl Worker {
             module_cache_bytes: 1 << 30,
             warm: options.warm,
             mps: options.mps,
-            resume_grace_s: 0,
+            resume_grace_s: options.resume_grace_s,
             staging_bytes: gpusession_proto::supervise::STAGING,
             isolation: Isolation::Try,
         };
@@ -434,11 +437,21 @@ impl Worker {
         }
     }
 
+    fn key(&self) -> Key {
+        Key::new(&KEY, &self.id, 1000)
+    }
+
+    /// Returns a preface as a grant makes it.
+    pub fn preface(&self, lane: u16, flags: u16) -> Preface {
+        Preface::new(self.id, &self.key(), lane, 1, flags)
+    }
+
     pub fn endpoint(&self, encrypted: bool) -> Endpoint {
         Endpoint {
             server: "test".into(),
             addresses: vec![self.address.to_string()],
             worker: self.id,
+            key: self.key(),
             fingerprint: encrypted.then_some(self.fingerprint),
             ticket: self.ticket().seal(&KEY),
             lease: LEASE.into(),
@@ -453,8 +466,14 @@ impl Worker {
 
     /// Opens a client in clear that may send anything, not yet admitted.
     pub fn stranger(&self, lane: u16) -> Raw {
+        self.stranger_with(lane, 1, 0)
+    }
+
+    /// As [`Self::stranger`], with the number of the attempt and flags.
+    pub fn stranger_with(&self, lane: u16, attempt: u32, flags: u16) -> Raw {
         let mut stream = TcpStream::connect(self.address).expect("a connection");
-        stream.write_all(Preface::new(self.id, lane, 0, false).as_bytes()).expect("a preface");
+        let preface = Preface::new(self.id, &self.key(), lane, attempt, flags);
+        stream.write_all(preface.as_bytes()).expect("a preface");
         Raw::new(stream)
     }
 
@@ -466,6 +485,7 @@ impl Worker {
         assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0));
         let mut r = Reader::new(&body);
         raw.secret.copy_from_slice(r.bytes().expect("a secret"));
+        r.word().expect("the time for which the worker waits");
         assert_eq!(r.word(), Ok(WINDOW), "the first window that was offered is granted");
         self.wait_for(|m| matches!(m, FromWorker::Presented { .. }));
         raw
@@ -692,7 +712,7 @@ pub fn frame_of(thread: u32, op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_
         op: op.into(),
         flags: WAIT.into(),
         thread: thread.into(),
-        epoch: 0.into(),
+        number: 0.into(),
         seq: seq.into(),
         ack: 0.into(),
         ctx: CTX.into(),

@@ -14,7 +14,7 @@ use gpuserver::limits::Effective;
 use gpuserver::supervise::handover::Store;
 use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
 use gpusession_proto::grant::Endpoint;
-use gpusession_proto::preface::{LEN, Preface};
+use gpusession_proto::preface::{Key, LEN, Preface};
 use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
@@ -126,9 +126,10 @@ impl Site {
             std::thread::spawn(move || Client::open(&endpoint).expect("the worker admits the client"));
         // As the data port does.
         let (mut socket, peer) = listener.accept().expect("a connection");
-        let mut preface = vec![0; LEN];
+        let mut preface = [0; LEN];
         socket.read_exact(&mut preface).expect("a preface");
-        let adopted = self.supervisor.adopt(&taken.id, socket, preface, peer, false);
+        let preface = Preface::parse(&preface).expect("a preface");
+        let adopted = self.supervisor.adopt(&preface, socket, peer);
         adopted.map_err(|(e, _)| e).expect("it is handed over");
         connecting.join().expect("a client")
     }
@@ -151,7 +152,7 @@ impl Site {
                 if socket.read_exact(&mut preface).is_ok()
                     && let Ok(known) = Preface::parse(&preface)
                 {
-                    let _ = supervisor.adopt(&known.worker, socket, preface.to_vec(), peer, false);
+                    let _ = supervisor.adopt(&known, socket, peer);
                 }
             }
         });
@@ -177,6 +178,7 @@ fn endpoint(taken: &AssignedWorker, lease: &str, pid: u32, address: SocketAddr) 
         server: "test".into(),
         addresses: vec![address.to_string()],
         worker: taken.id,
+        key: Key::new(&KEY, &taken.id, 1000),
         fingerprint: None,
         ticket: ticket.seal(&KEY),
         lease: lease.into(),

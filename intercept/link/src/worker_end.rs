@@ -1,0 +1,331 @@
+//! The worker's end of the log (lane 0), over all connections of its program.
+//!
+//! One reader takes frames off the present connection, any thread sends. A connection that breaks
+//! leaves the session as it is: frames to the program stay in the log until the program comes back
+//! ([`WorkerEnd::resume`]), or the reader gives up ([`WorkerEnd::next`]).
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use gpusession_proto::frame::{BadFrame, HEADER, Header, op};
+use gpusession_proto::preface::{Code, refusal};
+
+use crate::log::Log;
+use crate::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack};
+use crate::transport::Transport;
+
+/// Bytes after which a receiver tells how much has arrived.
+pub const ACKNOWLEDGED_EVERY: usize = 256 << 10;
+/// Bytes of the log above which a sender waits while no connection exists.
+const MAX_WAITING: usize = 16 << 20;
+/// Bytes of the log that a program leaves unacknowledged only if it is broken.
+const MAX_LOG: usize = 256 << 20;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One connection of the log.
+#[derive(Clone)]
+pub struct Line {
+    /// Stream of this connection, for the reader.
+    pub transport: Arc<Transport>,
+    attempt: u32,
+}
+
+/// Next step of the reader after the end of a connection.
+pub enum Next {
+    /// Read this one.
+    Line(Line),
+    /// Ask again: the program may still come back.
+    Later,
+    /// The session is over, for this reason if the end of the connection is none.
+    Over(Option<String>),
+}
+
+/// See the module.
+pub struct WorkerEnd {
+    worker: [u8; 16],
+    key: SessionKey,
+    grace: Duration,
+    incoming: Mutex<Incoming>,
+    /// A connection has come, or none will.
+    came: Condvar,
+    outgoing: Mutex<Outgoing>,
+    /// A connection has come, so that senders need not wait.
+    room: Condvar,
+    /// Number of the latest frame from the program.
+    received: AtomicU64,
+    /// Number of the latest frame that the program has acknowledged.
+    acknowledged: AtomicU64,
+    /// Number of the latest frame to the program.
+    sent: AtomicU64,
+    /// Whether a later connection may continue this one.
+    returns: AtomicBool,
+    broken: OnceLock<&'static str>,
+}
+
+struct Incoming {
+    /// Highest attempt that was proven: only its connection counts.
+    attempt: u32,
+    transport: Arc<Transport>,
+    next: Option<Line>,
+    received: u64,
+    /// The program has said that the next end of the stream is its own.
+    leaving: bool,
+    /// Bytes since the latest acknowledgement.
+    untold: usize,
+}
+
+struct Outgoing {
+    transport: Option<Arc<Transport>>,
+    log: Log,
+}
+
+impl WorkerEnd {
+    /// Starts with the connection on which the greeting came; a lost one may come back for `grace`.
+    pub fn new(
+        worker: [u8; 16],
+        secret: &[u8; 32],
+        grace: Duration,
+        transport: Transport,
+        attempt: u32,
+    ) -> (Self, Line) {
+        let transport = Arc::new(transport);
+        let line = Line { transport: transport.clone(), attempt };
+        let incoming = Incoming {
+            attempt,
+            transport: transport.clone(),
+            next: None,
+            // The greeting.
+            received: 1,
+            leaving: false,
+            untold: 0,
+        };
+        let end = Self {
+            worker,
+            key: SessionKey::new(secret),
+            grace,
+            incoming: Mutex::new(incoming),
+            came: Condvar::new(),
+            outgoing: Mutex::new(Outgoing { transport: Some(transport), log: Log::default() }),
+            room: Condvar::new(),
+            received: AtomicU64::new(1),
+            acknowledged: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            returns: AtomicBool::new(!grace.is_zero()),
+            broken: OnceLock::new(),
+        };
+        (end, line)
+    }
+
+    /// Returns the number of the latest frame from the program, for headers of frames to it.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Makes the end of the present connection final, because the session has others.
+    pub fn stay(&self) {
+        self.returns.store(false, Ordering::SeqCst);
+    }
+
+    fn returns(&self) -> bool {
+        self.returns.load(Ordering::SeqCst)
+    }
+
+    /// Numbers and sends complete frames; without a connection they wait in the log.
+    pub fn send(&self, mut frames: Vec<u8>) {
+        let mut outgoing = lock(&self.outgoing);
+        // With a connection the socket holds senders back: waiting for acknowledgements as well
+        // could wait for a reader that waits for this thread.
+        while outgoing.transport.is_none() && outgoing.log.bytes() > MAX_WAITING && self.returns() {
+            outgoing = self.room.wait(outgoing).unwrap_or_else(PoisonError::into_inner);
+        }
+        let Outgoing { transport, log } = &mut *outgoing;
+        let last = number(&mut frames, log.next());
+        // Before the program can have it.
+        self.sent.store(last, Ordering::Release);
+        let sent = transport.as_ref().map_or(Ok(()), |transport| transport.send(&frames));
+        if self.returns() {
+            log.acknowledge(self.acknowledged.load(Ordering::Acquire));
+            log.keep(&mut frames, last);
+        } else {
+            log.pass(&mut frames, last);
+        }
+        if log.bytes() > MAX_LOG {
+            let _ = self.broken.set("the program does not acknowledge what it gets");
+        }
+        if (sent.is_err() || self.broken.get().is_some())
+            && let Some(transport) = transport.take()
+        {
+            // The reader notices the end.
+            transport.shutdown();
+        }
+    }
+
+    /// Sends a frame that is in no log, if a connection exists.
+    pub fn send_outside(&self, frame: &[u8]) {
+        if let Some(transport) = &lock(&self.outgoing).transport {
+            let _ = transport.send(frame);
+        }
+    }
+
+    /// Begins to take frames off a connection; `None` if a later one has replaced it.
+    pub fn taking(&self, line: &Line) -> Option<Taking<'_>> {
+        let incoming = lock(&self.incoming);
+        let acknowledged = self.acknowledged.load(Ordering::Relaxed);
+        (incoming.attempt == line.attempt).then_some(Taking { end: self, incoming, acknowledged })
+    }
+
+    /// Waits at most `patience` for the connection after one that has ended at `since`.
+    pub fn next(&self, ended: &Line, since: Instant, patience: Duration) -> Next {
+        let mut incoming = lock(&self.incoming);
+        let until = Instant::now() + patience;
+        loop {
+            if let Some(line) = incoming.next.take() {
+                return Next::Line(line);
+            }
+            if let Some(reason) = self.broken.get() {
+                return Next::Over(Some((*reason).into()));
+            }
+            // A client that has not acknowledged its greeting asks for another worker.
+            let greeted = self.acknowledged.load(Ordering::Relaxed) > 0;
+            let fenced = incoming.attempt != ended.attempt;
+            if !fenced && (incoming.leaving || !greeted || !self.returns()) {
+                return Next::Over(None);
+            }
+            let now = Instant::now();
+            if now.saturating_duration_since(since) >= self.grace {
+                let seconds = self.grace.as_secs();
+                return Next::Over(Some(format!(
+                    "the connection broke and did not come back within {seconds} s"
+                )));
+            }
+            if now >= until {
+                return Next::Later;
+            }
+            let wait = until.min(since + self.grace) - now;
+            incoming = self.came.wait_timeout(incoming, wait).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Lets the program come back on a new connection, if it can prove that it is the one.
+    ///
+    /// An earlier connection counts until then.
+    pub fn resume(&self, number: u32, transport: Transport) -> io::Result<()> {
+        let transport = Arc::new(transport);
+        let attempt = Attempt { key: &self.key, worker: self.worker, lane: 0, number };
+        let claim = attempt.challenge(&transport)?;
+        let refused = |reason: &str| {
+            let _ = transport.send(&refusal(Code::State, reason));
+            Err(io::Error::other(reason.to_owned()))
+        };
+        let (received, old) = {
+            let mut incoming = lock(&self.incoming);
+            if number <= incoming.attempt {
+                return refused("a later connection has taken its place");
+            }
+            let mine = Counts {
+                received: incoming.received,
+                first: self.acknowledged.load(Ordering::Acquire) + 1,
+                next: self.sent.load(Ordering::Acquire) + 1,
+            };
+            if !mine.fits(claim.counts.received) || !claim.counts.fits(mine.received) {
+                return refused(ELSEWHERE);
+            }
+            if !self.returns() {
+                return refused("a program with connections for bulk data cannot come back");
+            }
+            incoming.attempt = number;
+            (incoming.received, std::mem::replace(&mut incoming.transport, transport.clone()))
+        };
+        // Frees a sender that is stuck in it.
+        old.shutdown();
+        let mut outgoing = lock(&self.outgoing);
+        outgoing.transport = None;
+        if lock(&self.incoming).attempt != number {
+            return Err(io::Error::other("a later connection has taken its place"));
+        }
+        outgoing.log.acknowledge(claim.counts.received);
+        self.acknowledged.fetch_max(claim.counts.received, Ordering::AcqRel);
+        let mine = Counts { received, first: outgoing.log.first(), next: outgoing.log.next() };
+        transport.send(&attempt.welcome(&transport, &claim, &mine)?)?;
+        // Read while the rest is sent: the program sends its own meanwhile.
+        lock(&self.incoming).next = Some(Line { transport: transport.clone(), attempt: number });
+        self.came.notify_all();
+        for frames in outgoing.log.after(claim.counts.received) {
+            if let Err(e) = transport.send(frames) {
+                transport.shutdown();
+                return Err(e);
+            }
+        }
+        outgoing.transport = Some(transport);
+        self.room.notify_all();
+        Ok(())
+    }
+}
+
+/// The reader's right to take frames; later ones of a replaced connection are dropped.
+pub struct Taking<'a> {
+    end: &'a WorkerEnd,
+    incoming: MutexGuard<'a, Incoming>,
+    acknowledged: u64,
+}
+
+impl Taking<'_> {
+    /// Counts a whole frame; `false` if it was for the connection only.
+    pub fn count(&mut self, header: &Header) -> Result<bool, BadFrame> {
+        if header.ack.get() > self.end.sent.load(Ordering::Acquire) {
+            return Err(BadFrame("acknowledges what was not sent"));
+        }
+        self.acknowledged = self.acknowledged.max(header.ack.get());
+        match header.op.get() {
+            op::ACK => return Ok(false),
+            op::BYE => {
+                self.incoming.leaving = true;
+                return Ok(false);
+            }
+            _ => {}
+        }
+        if header.seq.get() != self.incoming.received + 1 {
+            return Err(BadFrame("out of order"));
+        }
+        self.incoming.received += 1;
+        self.incoming.untold += HEADER + header.body_len();
+        Ok(true)
+    }
+}
+
+impl Drop for Taking<'_> {
+    fn drop(&mut self) {
+        let received = self.incoming.received;
+        self.end.received.store(received, Ordering::Relaxed);
+        self.end.acknowledged.fetch_max(self.acknowledged, Ordering::AcqRel);
+        if self.incoming.untold < ACKNOWLEDGED_EVERY {
+            return;
+        }
+        // The reader never waits for a sender, nor for the program.
+        if let Ok(outgoing) = self.end.outgoing.try_lock()
+            && let Some(transport) = &outgoing.transport
+            && transport.writable()
+        {
+            let _ = transport.send(&ack(received));
+            self.incoming.untold = 0;
+        }
+    }
+}
+
+/// Writes the numbers of several frames, from `next` on; returns the last one.
+fn number(frames: &mut [u8], next: u64) -> u64 {
+    let (mut last, mut rest) = (next - 1, frames);
+    while let Some(bytes) = rest.first_chunk_mut::<HEADER>() {
+        let header: &mut Header = zerocopy::transmute_mut!(bytes);
+        last += 1;
+        header.number = (last as u32).into();
+        let len = HEADER + header.body_len();
+        rest = rest.get_mut(len..).unwrap_or_default();
+    }
+    last
+}

@@ -1,0 +1,211 @@
+//! A relay between a program and a worker that breaks connections at chosen bytes.
+//!
+//! It understands the preface and frames in clear. Each direction of a connection is a sequence of
+//! units: a preface or a whole frame. A [`Cut`] names the unit and the byte in it.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+const PREFACE: usize = 64;
+const HEADER: usize = 40;
+
+/// Place in a unit, after the last byte that passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The first byte has passed.
+    First,
+    /// The header has passed in part.
+    InHeader,
+    /// The header has passed.
+    AfterHeader,
+    /// The body has passed in part.
+    InBody,
+    /// All but the last byte has passed.
+    BeforeLast,
+    /// The unit has passed.
+    After,
+}
+
+impl Place {
+    pub const ALL: [Self; 6] =
+        [Self::First, Self::InHeader, Self::AfterHeader, Self::InBody, Self::BeforeLast, Self::After];
+
+    fn offset(self, len: usize) -> usize {
+        let header = HEADER.min(len);
+        match self {
+            Self::First => 1,
+            Self::InHeader => header / 2,
+            Self::AfterHeader => header,
+            Self::InBody => header + (len - header) / 2,
+            Self::BeforeLast => len - 1,
+            Self::After => len,
+        }
+    }
+}
+
+/// The end of a connection.
+#[derive(Debug, Clone, Copy)]
+pub struct Cut {
+    /// Number of the unit, from 0.
+    pub unit: u32,
+    pub place: Place,
+    /// Whether both ends get a reset; otherwise an end of the stream.
+    pub reset: bool,
+}
+
+/// Cuts of a connection.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Fate {
+    /// In the program's direction to the worker.
+    pub up: Option<Cut>,
+    pub down: Option<Cut>,
+}
+
+/// See the module.
+pub struct Relay {
+    pub address: SocketAddr,
+    state: Arc<State>,
+}
+
+#[derive(Default)]
+struct State {
+    connections: AtomicU32,
+    open: Mutex<Vec<Weak<[TcpStream; 2]>>>,
+    /// Cuts that happened, by place.
+    cuts: [AtomicUsize; Place::ALL.len()],
+}
+
+impl Relay {
+    /// Starts a relay; `fate` gets the number of each connection, from 0.
+    ///
+    /// # Panics
+    /// If loopback has no port.
+    pub fn start(worker: SocketAddr, fate: impl Fn(u32) -> Fate + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("its number");
+        let state = Arc::<State>::default();
+        let serving = state.clone();
+        std::thread::spawn(move || {
+            for program in listener.incoming() {
+                let (Ok(program), Ok(worker)) = (program, TcpStream::connect(worker)) else { continue };
+                let fate = fate(serving.connections.fetch_add(1, Ordering::SeqCst));
+                let ends = Arc::new([program, worker]);
+                for end in ends.iter() {
+                    let _ = end.set_nodelay(true);
+                }
+                let mut open = serving.open.lock().unwrap_or_else(PoisonError::into_inner);
+                open.retain(|ends| ends.strong_count() > 0);
+                open.push(Arc::downgrade(&ends));
+                drop(open);
+                for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
+                    let (ends, state) = (ends.clone(), serving.clone());
+                    std::thread::spawn(move || {
+                        let cut = pass(&ends[from], &ends[1 - from], cut, preface);
+                        if let Some(cut) = cut {
+                            state.cuts[cut.place as usize].fetch_add(1, Ordering::SeqCst);
+                        }
+                        close(&ends, cut.is_some_and(|cut| cut.reset));
+                    });
+                }
+            }
+        });
+        Self { address, state }
+    }
+
+    /// Resets all connections now.
+    pub fn cut(&self) {
+        let open = self.state.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.iter().filter_map(Weak::upgrade).for_each(|ends| close(&ends, true));
+    }
+
+    /// Returns the number of connections so far.
+    pub fn connections(&self) -> u32 {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+
+    /// Returns the number of cuts so far, by place.
+    pub fn cuts(&self) -> [usize; Place::ALL.len()] {
+        std::array::from_fn(|i| self.state.cuts[i].load(Ordering::SeqCst))
+    }
+}
+
+fn close(ends: &[TcpStream; 2], reset: bool) {
+    for end in ends {
+        if reset {
+            // Disconnecting discards what the kernel still holds, and resets the peer.
+            disconnect(end);
+        }
+        let _ = end.shutdown(Shutdown::Both);
+    }
+}
+
+fn disconnect(socket: &TcpStream) {
+    // `struct sockaddr` with the family AF_UNSPEC.
+    #[repr(C)]
+    struct Unspecified([u8; 16]);
+    unsafe extern "C" {
+        fn connect(socket: i32, address: *const Unspecified, len: u32) -> i32;
+    }
+    // SAFETY: the descriptor is open, and the address has the length that the call gets.
+    unsafe { connect(socket.as_raw_fd(), &Unspecified([0; 16]), 16) };
+}
+
+/// Passes bytes on until the cut or the end; returns the cut.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, cut: Option<Cut>, preface: usize) -> Option<Cut> {
+    let mut buf = vec![0; 64 << 10];
+    // Bytes of the present unit that have passed, its header so far, and its length if known.
+    let (mut unit, mut at, mut head) = (0, 0, Vec::new());
+    let mut len = (preface > 0).then_some(preface);
+    loop {
+        let n = match from.read(&mut buf) {
+            Ok(0) | Err(_) => return None,
+            Ok(n) => n,
+        };
+        let (mut seen, mut until) = (0, n);
+        while seen < n {
+            let whole = match len {
+                Some(whole) => whole,
+                None => {
+                    let more = (HEADER - head.len()).min(n - seen);
+                    head.extend_from_slice(&buf[seen..seen + more]);
+                    if head.len() < HEADER {
+                        // Until the length is known, a cut may only come early in the header.
+                        if cut.is_some_and(|c| c.unit == unit && c.place == Place::First) && at == 0 {
+                            until = seen + 1;
+                        }
+                        at += more;
+                        break;
+                    }
+                    let body = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+                    // Not a frame: a refusal, or TLS. It passes as one unit without an end.
+                    let whole = if body > 8 << 20 { usize::MAX } else { HEADER + body as usize };
+                    len = Some(whole);
+                    whole
+                }
+            };
+            if let Some(cut) = cut.filter(|cut| cut.unit == unit) {
+                let offset = cut.place.offset(whole);
+                if offset <= at + (n - seen) {
+                    until = seen + offset.saturating_sub(at);
+                    let _ = to.write_all(&buf[..until]);
+                    return Some(cut);
+                }
+            }
+            let rest = (whole - at).min(n - seen);
+            (at, seen) = (at + rest, seen + rest);
+            if at == whole {
+                (unit, at, len) = (unit + 1, 0, None);
+                head.clear();
+            }
+        }
+        if to.write_all(&buf[..until]).is_err() {
+            return None;
+        }
+        if until < n {
+            return cut;
+        }
+    }
+}
