@@ -287,7 +287,7 @@ pub fn main() {
             if json {
                 print(&failed(&failure));
             } else {
-                eprintln!("gpusession: {failure}");
+                eprintln!("gpusession: {}", plain(&failure.to_string()));
             }
             failure.code
         }
@@ -308,8 +308,16 @@ fn failed(failure: &Failure) -> String {
     json!({ "schema": 1, "error": error }).to_string()
 }
 
+/// Returns the text without control characters other than line ends and tabs.
+///
+/// Names and reasons come from servers, and would otherwise command the terminal.
+fn plain(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), " ")
+}
+
 /// Prints to standard output; a reader that has closed the pipe is no failure.
 fn print(text: &str) {
+    let text = plain(text);
     let mut out = std::io::stdout().lock();
     let newline = if text.ends_with('\n') { "" } else { "\n" };
     let _ = write!(out, "{text}{newline}").and_then(|()| out.flush());
@@ -775,6 +783,12 @@ fn give_to_daemon(folder: &Path) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_command_to_a_terminal_is_printed() {
+        let table = "NAME\tSTATE\ngpu1\u{1b}[31m\u{9b}2J\r\u{7}\tonline\n";
+        assert_eq!(plain(table), "NAME\tSTATE\ngpu1 [31m 2J  \tonline\n");
+    }
 
     #[test]
     fn help_fits_a_screen_and_has_each_verb_in_one_group() {

@@ -149,8 +149,10 @@ pub async fn smi(options: Smi, json: bool) -> Result<i32> {
             true => smi_json(&survey, described.as_ref()).to_string(),
             false => smi_text(&survey, described.as_ref()),
         };
-        let clear = if every.is_some() && terminal && !json { CLEAR } else { "" };
-        crate::print(&format!("{clear}{text}"));
+        if every.is_some() && terminal && !json {
+            let _ = std::io::Write::write_all(&mut std::io::stdout(), CLEAR.as_bytes());
+        }
+        crate::print(&text);
         let Some(every) = every else { return Ok(0) };
         tokio::time::sleep(every).await;
     }

@@ -73,8 +73,11 @@ pub struct PoolError {
 
 impl PoolError {
     /// Creates an error without a place in a queue.
+    ///
+    /// The message may hold a server's text, which gets neither lines nor control characters.
     pub fn new(trouble: Trouble, message: impl Into<String>) -> Self {
-        Self { trouble, message: message.into(), place: None }
+        let message = message.into().replace(char::is_control, " ");
+        Self { trouble, message, place: None }
     }
 
     /// Converts place and length of a queue as servers send them; `None` if the place is 0.
@@ -137,4 +140,15 @@ pub trait PoolServer: Send + Sync {
     /// Forwards events about this client's leases until the connection ends.
     async fn watch(&self, boot_id: String, events: mpsc::Sender<control::PoolEvent>)
     -> Result<(), PoolError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_servers_refusal_is_one_plain_line() {
+        let error = PoolError::new(Trouble::Invalid, "no\u{1b}]0;title\u{7}\nroot@gpu1:~# \u{9b}2J");
+        assert_eq!(error.message, "no ]0;title  root@gpu1:~#  2J");
+    }
 }
