@@ -672,6 +672,10 @@ impl Space {
             let card = self.cards[device as usize].to_le_bytes();
             file.write_all_at(&card, size).map_err(|_| OUT_OF_MEMORY)?;
             let backing = Backing::of_file(&file, size as usize)?;
+            if let Some(byte) = self.config.poison {
+                // SAFETY: `size` bytes were just mapped.
+                unsafe { backing.ptr.write_bytes(byte, size as usize) };
+            }
             Ok((Some(file), backing))
         };
         let (file, backing) = made().inspect_err(|_| self.usage.give(self.cards[device as usize], size))?;

@@ -14,6 +14,8 @@ use crate::clients;
 pub enum Kind {
     /// `cuMemAlloc` and similar calls, out of the window.
     Device,
+    /// Another process's `cuMemAlloc`, opened here (`cuIpcOpenMemHandle`).
+    Opened,
     /// The program's own mapping (`cuMemMap`), under its device's primary context.
     Mapped,
     /// A pool's memory (`cuMemAllocAsync`).
@@ -178,7 +180,7 @@ pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
                 Kind::Device | Kind::Pool | Kind::Graph | Kind::Global | Kind::Managed => true,
                 Kind::Host(_) | Kind::Registered(_) => with_host,
                 // These outlive their context.
-                Kind::Mapped | Kind::ManagedVariable => false,
+                Kind::Opened | Kind::Mapped | Kind::ManagedVariable => false,
             }
     };
     let gone: Vec<_> = ranges.values().filter(|r| goes(r)).copied().collect();

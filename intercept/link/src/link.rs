@@ -229,6 +229,11 @@ pub struct Caller {
 }
 
 impl Link {
+    /// Returns the id of the worker.
+    pub fn worker(&self) -> [u8; 16] {
+        self.endpoint.worker
+    }
+
     /// Connects to a worker and sends the greeting; returns the link and the greeting's reply.
     ///
     /// `hello` adds the upper layer's part of the greeting.

@@ -12,6 +12,8 @@ use crate::driver::{Driver, Handle, Status, check, check_connected, status};
 use crate::executor::Executor;
 use crate::handles::{Object, Table, kind};
 
+/// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`
+const POSIX_FD_SUPPORTED: i32 = 103;
 /// Number of device attributes to query, from 1, with room for those of newer drivers.
 const ATTRIBUTES: i32 = 192;
 /// Number of `CUlimit` values sent at the start, with room for those of newer drivers.
@@ -39,6 +41,8 @@ pub struct Contexts {
     /// For each device, the context in which the worker copies managed memory.
     apart: Vec<OnceLock<Apart>>,
     opening: Mutex<()>,
+    /// For each device, whether its memory can be shared as descriptors.
+    exports: Vec<bool>,
 }
 
 /// A context of the worker's own on a device, and its stream.
@@ -104,8 +108,15 @@ impl Contexts {
             devices.iter().map(|from| devices.iter().map(|to| reaches(*from, *to)).collect()).collect();
         let resets = devices.iter().map(|_| AtomicU64::new(0)).collect();
         let apart = devices.iter().map(|_| OnceLock::new()).collect();
-        let created = Table::new(kind::CTX);
-        Ok(Self { devices, limits, primary, reach, created, resets, apart, opening: Mutex::default() })
+        let exports = |ordinal: &i32| {
+            let mut value = 0;
+            // SAFETY: the out pointer is valid.
+            let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut value, POSIX_FD_SUPPORTED, *ordinal) };
+            got == 0 && value == 1
+        };
+        let exports = devices.iter().map(exports).collect();
+        let (created, opening) = (Table::new(kind::CTX), Mutex::default());
+        Ok(Self { devices, limits, primary, reach, created, resets, apart, opening, exports })
     }
 
     /// Returns `true` if contexts on all devices are shared by MPS.
@@ -139,6 +150,11 @@ impl Contexts {
     /// Returns `true` if work on one device may touch the memory of another.
     pub fn reaches(&self, from: u32, to: u32) -> bool {
         self.reach.get(from as usize).and_then(|row| row.get(to as usize)).copied().unwrap_or(false)
+    }
+
+    /// Returns `true` if a device's memory can be shared as descriptors.
+    pub fn exports(&self, device: u32) -> bool {
+        self.exports.get(device as usize).copied().unwrap_or(false)
     }
 
     /// Returns the ordinals of all devices that may touch one's memory, itself included.

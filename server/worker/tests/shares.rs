@@ -26,6 +26,7 @@ use supervised::{Site, eventually};
 
 const INVALID_VALUE: i32 = 1;
 const UNKNOWN: i32 = 999;
+const INVALID_CONTEXT: i32 = 201;
 const NOT_SUPPORTED: i32 = 801;
 const OTHER: &str = "another-lease";
 const SIZE: u64 = 2 * MIB;
@@ -122,8 +123,105 @@ gpusession_test_support::programs!(
     exports_and_lets_go,
     imports_what_was_let_go,
     exports_and_dies,
-    imports_in_another_lease
+    imports_in_another_lease,
+    gets_handles,
+    opens_handles
 );
+
+/// A legacy handle as calls take it: 64 bytes by value, which lie on the stack behind registers.
+fn open(cuda: &Cuda, handle: &[u64; 8], flags: u64) -> Result<u64, i32> {
+    // The C ABI passes the other two arguments in registers.
+    let h = handle;
+    let mut address = 0u64;
+    let arguments = [at(&mut address), flags, 0, 0, 0, 0, h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]];
+    match cuda.call("cuIpcOpenMemHandle_v2", &arguments) {
+        0 => Ok(address),
+        status => Err(status),
+    }
+}
+
+fn get(cuda: &Cuda, address: u64) -> Result<[u64; 8], i32> {
+    let mut handle = [0; 8];
+    match cuda.call("cuIpcGetMemHandle", &[at(&mut handle), address]) {
+        0 => Ok(handle),
+        status => Err(status),
+    }
+}
+
+/// Shares memory of `cuMemAlloc`: small parts of one granule, and a large one.
+fn gets_handles() {
+    const LEGACY_IPC: u64 = 10;
+    let cuda = begin();
+    let (first, second, large) = (cuda.allocate(1000), cuda.allocate(1000), cuda.allocate(3 * MIB));
+    let handles = [first, second, large].map(|address| get(&cuda, address).unwrap());
+    assert_eq!(get(&cuda, second + 10), Ok(handles[1]), "the same for any address inside, and always");
+    assert_ne!(handles[0], handles[1]);
+    assert_eq!(cuda.get("cuPointerGetAttribute", &[LEGACY_IPC, first]) as u32, 1);
+    assert_eq!(open(&cuda, &handles[0], 1), Err(INVALID_CONTEXT), "a process does not open its own");
+    let pinned = cuda.get("cuMemHostAlloc", &[4096, 0]);
+    assert_eq!((get(&cuda, 0), get(&cuda, pinned)), (Err(INVALID_VALUE), Err(INVALID_VALUE)));
+    let (mut other, mut child) = Other::start("opens_handles");
+    for handle in handles {
+        other.0.write_all(&handle.map(u64::to_le_bytes).concat()).unwrap();
+    }
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    for round in 0..ROUNDS {
+        // A synchronization that a program with no other process need not wait for.
+        // SAFETY: pinned memory of this program.
+        unsafe { (pinned as *mut u32).write(round * 10) };
+        cuda.ok("cuMemcpyHtoDAsync_v2", &[second, pinned, 4, stream]);
+        cuda.ok("cuStreamSynchronize", &[stream]);
+        other.tell(b'w');
+        assert_eq!(other.hear(), b'r');
+        assert_eq!(cuda.word(second), round * 10 + 1, "round {round}");
+    }
+    cuda.write(large + 3 * MIB - 4, &9u32.to_le_bytes());
+    cuda.ok("cuMemFree_v2", &[large]);
+    other.tell(b'e');
+    assert!(child.wait().unwrap().success());
+    cuda.ok("cuMemFree_v2", &[first]);
+    assert_eq!(cuda.word(second), (ROUNDS - 1) * 10 + 1, "a part of the granule is still in use");
+}
+
+fn opens_handles() {
+    const LEGACY_IPC: u64 = 10;
+    let cuda = begin();
+    let mut other = Other::parent();
+    let mut handles = [[0u64; 8]; 3];
+    for word in handles.iter_mut().flatten() {
+        let mut bytes = [0; 8];
+        other.0.read_exact(&mut bytes).unwrap();
+        *word = u64::from_le_bytes(bytes);
+    }
+    assert_eq!((open(&cuda, &handles[0], 0), open(&cuda, &[0; 8], 1)), (Err(1), Err(1)));
+    let mut forged = handles[0];
+    forged[4] ^= 1;
+    assert_eq!(open(&cuda, &forged, 1), Err(INVALID_VALUE));
+    let before = cuda.memory().0;
+    let [first, second, large] = handles.map(|handle| open(&cuda, &handle, 1).unwrap());
+    assert_eq!(second - first, 1024, "parts of one granule");
+    assert_eq!(open(&cuda, &handles[1], 1), Ok(second), "the same address again");
+    assert_eq!(cuda.memory().0, before, "its own process counts it");
+    let (mut base, mut size) = (0u64, 0u64);
+    cuda.ok("cuMemGetAddressRange_v2", &[at(&mut base), at(&mut size), second + 10]);
+    assert_eq!((base, size), (second, 1000));
+    assert_eq!(cuda.get("cuPointerGetAttribute", &[LEGACY_IPC, second]) as u32, 0);
+    assert_eq!(get(&cuda, second), Err(INVALID_VALUE), "memory of another process");
+    assert_eq!(cuda.call("cuMemFree_v2", &[second]), INVALID_VALUE);
+    let increment = cuda.increment(cuda.load(KERNEL));
+    while other.hear() == b'w' {
+        assert_eq!(cuda.launch(increment, second, 0), 0);
+        cuda.ok("cuCtxSynchronize", &[]);
+        other.tell(b'r');
+    }
+    assert_eq!(cuda.word(large + 3 * MIB - 4), 9, "freed by its process, and still here");
+    let close = |address: u64| cuda.call("cuIpcCloseMemHandle", &[address]);
+    assert_eq!((close(second + 8), close(second), close(first)), (INVALID_VALUE, 0, 0));
+    assert!(cuda.word(second) > 0, "opened twice, closed once");
+    assert_eq!((close(second), close(second), close(large)), (0, INVALID_VALUE, 0));
+    let mut byte = 0u8;
+    assert_ne!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut byte), second, 1]), 0, "it is unmapped");
+}
 
 fn exports() {
     let cuda = begin();
@@ -333,6 +431,7 @@ fn programs_of_one_lease_share_memory() {
     succeeds(&site, "exports", &[LEASE, LEASE], &[]);
     succeeds(&site, "exports_and_lets_go", &[LEASE, LEASE], &[]);
     succeeds(&site, "imports_in_another_lease", &[LEASE, LEASE], &[("EXPECTED", "0".into())]);
+    succeeds(&site, "gets_handles", &[LEASE, LEASE], &[]);
     let refused = [("EXPECTED", NOT_SUPPORTED.to_string())];
     let said = succeeds(&site, "imports_in_another_lease", &[OTHER, LEASE], &refused);
     assert!(said.contains("shared memory: not imported"), "{said}");

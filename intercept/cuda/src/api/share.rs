@@ -3,13 +3,19 @@
 //! A descriptor that the program passes on is a sealed memory file with a token. The worker of the
 //! process that imports it fetches the driver's own descriptor on the server.
 
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 
+use gpusession_link::Reply;
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 use gpusession_proto::share::Token;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -17,9 +23,12 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use crate::client::{Client, string, word};
 use crate::clients;
 use crate::entry::{
-    INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OPERATING_SYSTEM, Result, UNKNOWN, driver, give,
+    INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OPERATING_SYSTEM, Result, UNKNOWN, alias,
+    driver, give,
 };
-use crate::streams;
+use crate::ranges::{self, Kind};
+use crate::window::GRANULE;
+use crate::{streams, thread};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
 const POSIX_FD: u32 = 1;
@@ -61,16 +70,16 @@ fn unseal(descriptor: i32) -> Result<[u8; Token::LEN]> {
 
 /// Asks workers for the object of a token: the current context's, then those of other leases.
 ///
-/// Returns the client of the lease that has the object, and the worker's answer.
-fn import(token: &[u8; Token::LEN]) -> Result<(&'static Client, u64)> {
-    streams::shares();
+/// `ask` sends the request to one of them. Returns the client of the lease that has the object, and
+/// the worker's reply.
+fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'static Client, Reply)> {
     let first = clients::get()?;
     let others = clients::all()?.filter(|client| client.number != first.number);
     for client in std::iter::once(first).chain(others) {
-        let reply = client.ask(op::SHARE_IMPORT, |w| w.bytes(token))?;
+        let reply = ask(client)?;
         if reply.status != NOT_SUPPORTED {
             client.check_status(reply.status)?;
-            return Ok((client, word(&mut reply.reader())?));
+            return Ok((client, reply));
         }
     }
     crate::trace::why(
@@ -79,6 +88,102 @@ fn import(token: &[u8; Token::LEN]) -> Result<(&'static Client, u64)> {
     );
     Err(NOT_SUPPORTED)
 }
+
+/// A legacy handle, which is a token.
+type Legacy = [u8; Token::LEN];
+
+/// A mapping of memory of another process, and its opened parts.
+struct Opened {
+    client: &'static Client,
+    address: u64,
+    size: u64,
+    /// How often each part is open, by its address.
+    parts: HashMap<u64, u32>,
+}
+
+/// Opened mappings, by the worker and the number of the memory.
+static OPENED: Mutex<BTreeMap<([u8; 16], u64), Opened>> = Mutex::new(BTreeMap::new());
+
+/// Maps the memory of a legacy handle at free addresses of its lease's window.
+fn map(legacy: &Legacy, size: u64) -> Result<Opened> {
+    let place = Cell::new(None);
+    let opened = import(|client| {
+        let (address, size) = client.window().allocate_whole(size)?;
+        let reply = client.ask(op::SHARE_OPEN, |w| {
+            w.word(address);
+            w.word(size);
+            w.bytes(legacy);
+        });
+        match &reply {
+            Ok(reply) if reply.status == 0 => place.set(Some(address)),
+            _ => client.window().refused(address, size),
+        }
+        reply
+    });
+    // A handle that names nothing is a wrong value here.
+    let (client, _) = opened.map_err(|status| if status == UNKNOWN { INVALID_VALUE } else { status })?;
+    let address = place.get().ok_or(UNKNOWN)?;
+    Ok(Opened { client, address, size, parts: HashMap::new() })
+}
+
+/// Opens a legacy handle and returns the address; a part that is open already has one.
+fn open(legacy: &Legacy) -> Result<u64> {
+    let token = Token::parse(legacy).ok_or(INVALID_VALUE)?;
+    let end = token.offset.checked_add(token.size).filter(|_| token.size > 0).ok_or(INVALID_VALUE)?;
+    let size = end.checked_next_multiple_of(GRANULE).ok_or(INVALID_VALUE)?;
+    let ctx = thread::context()?;
+    if clients::all()?.any(|client| client.link.worker() == token.name.worker) {
+        // As the driver answers (H100, driver 580): a process does not open its own memory.
+        return Err(INVALID_CONTEXT);
+    }
+    streams::shares();
+    let mut all = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let name = (token.name.worker, token.name.object);
+    let opened = match all.entry(name) {
+        Entry::Occupied(known) => known.into_mut(),
+        Entry::Vacant(new) => new.insert(map(legacy, size)?),
+    };
+    if end > opened.size {
+        return Err(INVALID_VALUE);
+    }
+    let address = opened.address + token.offset;
+    let count = opened.parts.entry(address).or_default();
+    *count += 1;
+    if *count == 1 {
+        let owner = if opened.client.number == handle::server(ctx) { ctx } else { opened.client.primary(0) };
+        ranges::add(address, token.size, Kind::Opened, owner);
+    }
+    Ok(address)
+}
+
+/// Closes an opened part; the last one ends the mapping.
+fn close(address: u64) -> Result {
+    let mut all = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = all.iter_mut().find(|(_, opened)| opened.parts.contains_key(&address));
+    let (&name, opened) = found.ok_or(INVALID_VALUE)?;
+    let count = opened.parts.get_mut(&address).ok_or(INVALID_VALUE)?;
+    *count -= 1;
+    if *count > 0 {
+        return Ok(());
+    }
+    opened.parts.remove(&address);
+    ranges::take(address, |kind| kind == Kind::Opened);
+    if !opened.parts.is_empty() {
+        return Ok(());
+    }
+    let Some(gone) = all.remove(&name) else { return Ok(()) };
+    // Waits for the devices, as a free does.
+    gone.client.call(op::FREE, |w| w.word(gone.address))?;
+    gone.client.window().unmapped(gone.address, gone.size);
+    Ok(())
+}
+
+/// `CUipcMemHandle`, which calls pass by value.
+#[repr(C)]
+pub struct Passed(Legacy);
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`
+const LAZY_PEER_ACCESS: u32 = 1;
 
 driver! {
     fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
@@ -99,9 +204,41 @@ driver! {
         if handle.is_null() || kind != POSIX_FD {
             return Err(INVALID_VALUE);
         }
-        let (client, object) = import(&unseal(shareable as usize as i32)?)?;
-        give(handle, client.name(object))
+        let token = unseal(shareable as usize as i32)?;
+        streams::shares();
+        let (client, reply) = import(|client| client.ask(op::SHARE_IMPORT, |w| w.bytes(&token)))?;
+        give(handle, client.name(word(&mut reply.reader())?))
     }
+
+    fn cuIpcGetMemHandle(legacy: *mut Legacy, address: u64) {
+        clients::get()?;
+        let range = ranges::find(address).filter(|r| r.kind == Kind::Device).ok_or(INVALID_VALUE)?;
+        if legacy.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        streams::shares();
+        let reply = clients::of(range.ctx)?.call(op::SHARE_ADDRESS, |w| w.word(range.base))?;
+        let mut reader = reply.reader();
+        let token = string(&mut reader)?.try_into().ok().and_then(Token::parse).ok_or(UNKNOWN)?;
+        give(legacy, Token { size: range.size, ..token }.bytes())
+    }
+
+    fn cuIpcOpenMemHandle_v2(address: *mut u64, legacy: Passed, flags: u32) {
+        clients::get()?;
+        if address.is_null() || flags != LAZY_PEER_ACCESS {
+            return Err(INVALID_VALUE);
+        }
+        give(address, open(&legacy.0)?)
+    }
+
+    fn cuIpcCloseMemHandle(address: u64) {
+        clients::get()?;
+        close(address)
+    }
+}
+
+alias! {
+    cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(address: *mut u64, legacy: Passed, flags: u32);
 }
 
 #[cfg(test)]

@@ -31,14 +31,15 @@ pub fn library() -> Library {
 
 /// Calls any driver function by its exported name, with integers and addresses as words.
 pub fn call(library: &Library, name: &str, arguments: &[u64]) -> i32 {
-    type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64) -> i32;
-    let mut a = [0; 12];
+    type Call =
+        unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64) -> i32;
+    let mut a = [0; 14];
     a[..arguments.len()].copy_from_slice(arguments);
     // SAFETY: driver calls take only integers and addresses, which the caller chooses to fit. The C
     // ABI lets a function ignore words that it does not take.
     unsafe {
         library.get::<Call>(name.as_bytes()).unwrap()(
-            a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
         )
     }
 }

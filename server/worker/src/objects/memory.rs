@@ -5,13 +5,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::supervise::DeviceLimit;
 
+use super::shares::Object;
 use crate::driver::{Address, Driver};
 
-/// Size and device of one allocation.
+/// One allocation.
 #[derive(Clone, Copy)]
 pub struct Allocation {
     pub size: u64,
     pub device: u32,
+    /// Number under which other processes know it.
+    pub share: Option<u64>,
+    /// The other worker's object that it is, which does not count here.
+    pub imported: Option<Object>,
 }
 
 /// The window, and the allocations in it by address.
@@ -80,7 +85,7 @@ mod tests {
     #[test]
     fn address_belongs_to_the_allocation_around_it() {
         let memory = Memory::new(&[]);
-        let allocation = |size, device| Allocation { size, device };
+        let allocation = |size, device| Allocation { size, device, share: None, imported: None };
         lock(&memory.allocations).extend([(0x1000, allocation(0x100, 0)), (0x1100, allocation(0x80, 1))]);
         let owners = [0xfff, 0x1000, 0x10ff, 0x1100, 0x117f, 0x1180].map(|at| memory.device_of(at));
         assert_eq!(owners, [None, Some(0), Some(0), Some(1), Some(1), None]);

@@ -245,6 +245,11 @@ impl Shares {
 }
 
 impl Exports {
+    /// Returns the device of an imported object.
+    pub fn device_of(&self, object: &Object) -> u32 {
+        self.imported.get(object).map_or(0, |imported| imported.charge.device)
+    }
+
     /// Returns the place of a name's object and its memory; `None` also for a wrong
     /// secret. Another process may have an import from now on.
     pub fn give(&mut self, name: &Name) -> Option<(Source, Charge)> {

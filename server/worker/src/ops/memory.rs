@@ -19,6 +19,8 @@ const GRANULE: u64 = 2 << 20;
 const PINNED: i32 = 1;
 const LOCATION_DEVICE: i32 = 1;
 const READ_WRITE: i32 = 3;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+pub const POSIX_FD: i32 = 1;
 
 /// `CUmemAllocationProp`
 #[repr(C)]
@@ -40,31 +42,45 @@ struct Access {
 /// `ALLOC`: address, size (multiples of 2 MiB), device.
 pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
     let (address, size, device) = (r.word()?, r.word()?, r.word()?);
-    let memory = &session.memory;
-    let inside = lock(&memory.window)
-        .is_some_and(|(base, len)| address >= base && size <= len && address - base <= len - size);
-    if !inside || size == 0 || !(address | size).is_multiple_of(GRANULE) {
-        return Err(status::INVALID_VALUE.into());
-    }
+    within_window(session, address, size)?;
     let ordinal = session.contexts.device(device)?;
     let device = device as u32;
     session.quota.take(device, size)?;
     // Peers need access for copies between devices and for kernels that follow a peer's pointer.
     // A lease of one GPU has no peers.
     let reach: Vec<_> = session.contexts.reached_by(device).collect();
-    map(session.driver, address, size, ordinal, &reach).inspect_err(|_| session.quota.give(device, size))?;
-    lock(&memory.allocations).insert(address, Allocation { size, device });
+    let handle_types =
+        if session.contexts.exports(device) && session.shares.possible().is_ok() { POSIX_FD } else { 0 };
+    create(session.driver, size, ordinal, handle_types)
+        .and_then(|handle| map(session.driver, address, size, handle, &reach))
+        .inspect_err(|_| session.quota.give(device, size))?;
+    let allocation = Allocation { size, device, share: None, imported: None };
+    lock(&session.memory.allocations).insert(address, allocation);
     Ok(())
 }
 
-fn map(driver: &Driver, address: Address, size: u64, ordinal: i32, reach: &[i32]) -> Result<(), Status> {
+/// Returns an error unless a range consists of whole granules of the client's window.
+pub fn within_window(session: &Session, address: Address, size: u64) -> Result<(), Status> {
+    let inside = lock(&session.memory.window)
+        .is_some_and(|(base, len)| address >= base && size <= len && address - base <= len - size);
+    let whole = size > 0 && (address | size).is_multiple_of(GRANULE);
+    if inside && whole { Ok(()) } else { Err(status::INVALID_VALUE) }
+}
+
+/// Creates physical memory on a device and returns its handle.
+fn create(driver: &Driver, size: u64, ordinal: i32, handle_types: i32) -> Result<u64, Status> {
     let location = [LOCATION_DEVICE, ordinal];
-    let properties = Properties { kind: PINNED, handle_types: 0, location, security: 0, flags: [0; 8] };
+    let properties = Properties { kind: PINNED, handle_types, location, security: 0, flags: [0; 8] };
     let mut handle = 0;
     // SAFETY: the structure has cuda.h's layout; the out pointer is valid.
     check(unsafe {
         (driver.call.cuMemCreate)(&mut handle, size as usize, (&raw const properties).cast(), 0)
     })?;
+    Ok(handle)
+}
+
+/// Maps physical memory for the devices `reach`, and releases its handle.
+pub fn map(driver: &Driver, address: Address, size: u64, handle: u64, reach: &[i32]) -> Result<(), Status> {
     // SAFETY: the range lies in a window that this worker reserved.
     let mapped =
         check(unsafe { (driver.call.cuMemMap)(address, size as usize, 0, handle, 0) }).and_then(|()| {
@@ -80,7 +96,7 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32, reach: &[i32]
             })
         });
     // An existing mapping keeps the memory; without one, the release frees it.
-    // SAFETY: the handle was just created.
+    // SAFETY: the caller has just got the handle, and passes it on.
     unsafe { (driver.call.cuMemRelease)(handle) };
     mapped
 }
@@ -100,11 +116,22 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
         synced = super::settle::all(session);
         super::flush::flush_results(session, answer);
     }
+    if let Some(share) = allocation.share {
+        // From here on no other process gets the memory.
+        session.shares.moved(&mut session.shares.exports(), share, None);
+    }
     // SAFETY: `alloc` mapped the range, and no work that may use it runs any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {
-        lock(&session.memory.allocations).remove(&address);
-        session.quota.give(allocation.device, allocation.size);
+        let removed = lock(&session.memory.allocations).remove(&address);
+        // Another thread of the program may have shared it meanwhile.
+        if let Some(share) = removed.and_then(|removed| removed.share) {
+            session.shares.moved(&mut session.shares.exports(), share, None);
+        }
+        match allocation.imported {
+            Some(object) => session.shares.dropped(&mut session.shares.exports(), object),
+            None => session.quota.give(allocation.device, allocation.size),
+        }
     }
     Ok(synced.and(unmapped)?)
 }

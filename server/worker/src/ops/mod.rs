@@ -196,6 +196,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::FREE => memory::free(session, &mut r, answer),
         op::SHARE_EXPORT => share::export(session, &mut r, answer),
         op::SHARE_IMPORT => share::import(session, &mut r, answer),
+        op::SHARE_ADDRESS => share::export_address(session, &mut r, answer),
+        op::SHARE_OPEN => share::open(session, &mut r),
         op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
         op::WRITE_HOST => mirror::write_host(session, &mut r),

@@ -7,14 +7,13 @@ use gpusession_proto::frame::Reader;
 use gpusession_proto::share::{Kind, Name, Token};
 use gpusession_proto::supervise::{Charge, FromWorker, Unshared};
 
-use crate::answer::{Answer, Done};
+use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Driver, Status, check, status};
 use crate::objects::allocations::Physical;
-use crate::objects::shares::Source;
+use crate::objects::memory::{Allocation, lock};
+use crate::objects::shares::{Object, Source};
+use crate::ops::memory::POSIX_FD;
 use crate::session::Session;
-
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
-const POSIX_FD: i32 = 1;
 
 /// Returns the driver's descriptor of physical memory.
 fn descriptor(driver: &Driver, source: Source) -> Result<OwnedFd, Status> {
@@ -56,8 +55,30 @@ pub fn export(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     Ok(())
 }
 
-/// `SHARE_IMPORT`: a token; answers the driver's handle of the memory.
-pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+/// `SHARE_ADDRESS`: an address of `ALLOC`'s memory; answers a token.
+///
+/// The token's offset is that of the address in its mapping.
+pub fn export_address(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let address = r.word()?;
+    session.shares.possible()?;
+    let mut allocations = lock(&session.memory.allocations);
+    let found = allocations.range_mut(..=address).next_back().filter(|(base, a)| address - **base < a.size);
+    let (&base, allocation) = found.filter(|(_, a)| a.imported.is_none()).ok_or(status::INVALID_VALUE)?;
+    let source = Source::Mapped(base);
+    if allocation.share.is_none() {
+        descriptor(session.driver, source)?;
+    }
+    let charge = Charge { device: allocation.device, bytes: allocation.size };
+    let name = session.shares.name(&mut allocation.share, Kind::Memory, source, charge);
+    let name = name.ok_or(status::OPERATING_SYSTEM)?;
+    answer.bytes(&Token { name, offset: address - base, size: allocation.size }.bytes());
+    Ok(())
+}
+
+/// Gets another worker's memory; returns the driver's handle and the object with its device.
+///
+/// The object has one import more.
+fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Failure> {
     session.shares.possible()?;
     let token = r.bytes()?.try_into().ok().and_then(Token::parse).ok_or(status::INVALID_VALUE)?;
     let given = session.shares.request(token.name).map_err(|refused| match refused {
@@ -68,17 +89,38 @@ pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
         Unshared::Driver(code) => code,
     })?;
     let object = (token.name.worker, token.name.object);
-    let call = &session.driver.call;
     let mut handle = 0;
     let raw = given.as_raw_fd() as usize as *mut c_void;
     // SAFETY: for this handle type the pointer is the number of a descriptor, which stays open
     // during the call; the out pointer is valid.
-    check(unsafe { (call.cuMemImportFromShareableHandle)(&mut handle, raw, POSIX_FD) })
+    check(unsafe { (session.driver.call.cuMemImportFromShareableHandle)(&mut handle, raw, POSIX_FD) })
         .inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?;
+    let device = session.shares.exports().device_of(&object);
+    Ok((handle, object, device))
+}
+
+/// `SHARE_IMPORT`: a token; answers the driver's handle of the memory.
+pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (handle, object, device) = fetch(session, r)?;
     // Its exporter counts the memory.
-    let physical = Physical { device: 0, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
+    let physical = Physical { device, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
     session.allocations.lock().physical.insert(handle, physical);
     answer.word(handle);
+    Ok(())
+}
+
+/// `SHARE_OPEN`: address and size of a mapping, a token; maps the memory there.
+pub fn open(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (address, size) = (r.word()?, r.word()?);
+    super::memory::within_window(session, address, size)?;
+    let (handle, object, device) = fetch(session, r)?;
+    let placed = {
+        let reach: Vec<_> = session.contexts.reached_by(device).collect();
+        super::memory::map(session.driver, address, size, handle, &reach)
+    };
+    placed.inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?;
+    let allocation = Allocation { size, device, share: None, imported: Some(object) };
+    lock(&session.memory.allocations).insert(address, allocation);
     Ok(())
 }
 
