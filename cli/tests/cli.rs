@@ -226,6 +226,7 @@ async fn data_that_is_not_encrypted_is_shown() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
     sim.with(|s| s.trusts_network = true);
     let (engine, config) = (engine(&[&sim]), config(&[1]));
+    engine.allow_clear(true);
     let _api = Some(serve(&bus, &engine, &config).await);
     want(&engine, &config).await;
     let site = Site { bus, folder: folder(), sim, engine, _api }.ready().await;

@@ -228,6 +228,8 @@ static void arrays(cudaStream_t stream, int *one) {
         auto values = from_device(one, 100);
         for (int i = 0; i < 100; i++) EXPECT(values[i] == i + 110);
         CHECK_DRIVER(cuMemcpyDtoA_(b, 800, reinterpret_cast<CUdeviceptr>(one), 400));
+        // A copy on the device may still run when its call returns, and the stream does not wait.
+        CHECK(cudaDeviceSynchronize());
         CHECK_DRIVER(cuMemcpyAtoHAsync_(back.data(), b, 800, 400, stream));
         CHECK(cudaStreamSynchronize(stream));
         for (int i = 0; i < 100; i++) EXPECT(back[i] == i + 110);
