@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use gpusession_link::lanes::HostRange;
+use gpusession_link::lanes::{Detached, HostRange};
 use gpusession_link::link::Begun;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
@@ -314,6 +314,9 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     client.check_status(0)
 }
 
+/// Copies into the same memory that may be under way; natively a stream's queue is full then.
+const STREAM_QUEUE: usize = 1000;
+
 /// Returns the copies under way into some of the same host memory that precede the stream's next
 /// work.
 fn older(stream: &Stream, target: usize, len: usize) -> Vec<u64> {
@@ -322,7 +325,13 @@ fn older(stream: &Stream, target: usize, len: usize) -> Vec<u64> {
         return Vec::new();
     }
     let covers = stream.covers_so_far();
-    overlapping.iter().filter(|t| is_covered(&covers, t.on, t.seq)).map(|t| t.seq).collect()
+    let before = |t: &Detached| t.fills(target, len) && is_covered(&covers, t.on, t.seq);
+    let older: Vec<u64> = overlapping.iter().filter(|t| before(t)).map(|t| t.seq).collect();
+    if older.len() < STREAM_QUEUE {
+        return older;
+    }
+    stream.client.link.wait_detached(before);
+    Vec::new()
 }
 
 /// Waits for the bytes of a copy from the device whose frame is sent.

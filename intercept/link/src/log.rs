@@ -110,7 +110,7 @@ impl Log {
 }
 
 /// Returns the length of the first of several whole frames.
-fn frame_len(frames: &[u8]) -> usize {
+pub(crate) fn frame_len(frames: &[u8]) -> usize {
     let header = frames.first_chunk::<HEADER>().and_then(|bytes| Header::parse(bytes).ok());
     header.map_or(frames.len(), |header| HEADER + header.body_len())
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use gpusession_proto::frame::{BadFrame, HEADER, Header, op};
 use gpusession_proto::preface::{Code, refusal};
 
-use crate::log::Log;
+use crate::log::{Log, frame_len};
 use crate::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack};
 use crate::transport::Transport;
 
@@ -20,6 +20,8 @@ use crate::transport::Transport;
 pub const ACKNOWLEDGED_EVERY: usize = 256 << 10;
 /// Bytes of the log above which a sender waits while no connection exists.
 const MAX_WAITING: usize = 16 << 20;
+/// Bytes of frames that are sent at a time.
+const BATCH: usize = 4 << 20;
 /// Bytes of the log that a program leaves unacknowledged only if it is broken.
 const MAX_LOG: usize = 256 << 20;
 
@@ -136,7 +138,25 @@ impl WorkerEnd {
     }
 
     /// Numbers and sends complete frames; without a connection they wait in the log.
+    ///
+    /// Many frames go in batches, so that the program can acknowledge some before all are sent.
     pub fn send(&self, mut frames: Vec<u8>) {
+        let mut sent = 0;
+        while frames.len() - sent > BATCH {
+            let mut len = frame_len(&frames[sent..]);
+            while len < BATCH {
+                len += frame_len(&frames[sent + len..]);
+            }
+            self.send_batch(frames[sent..sent + len].to_vec());
+            sent += len;
+        }
+        frames.drain(..sent);
+        if !frames.is_empty() {
+            self.send_batch(frames);
+        }
+    }
+
+    fn send_batch(&self, mut frames: Vec<u8>) {
         let mut outgoing = lock(&self.outgoing);
         // With a connection the socket holds senders back: waiting for acknowledgements as well
         // could wait for a reader that waits for this thread.
@@ -148,13 +168,15 @@ impl WorkerEnd {
         // Before the program can have it.
         self.sent.store(last, Ordering::Release);
         let sent = transport.as_ref().map_or(Ok(()), |transport| transport.send(&frames));
+        log.acknowledge(self.acknowledged.load(Ordering::Acquire));
+        // Without this batch, which the program may not have read yet.
+        let unacknowledged = log.bytes();
         if self.returns() {
-            log.acknowledge(self.acknowledged.load(Ordering::Acquire));
             log.keep(&mut frames, last);
         } else {
             log.pass(&mut frames, last);
         }
-        if log.bytes() > MAX_LOG {
+        if unacknowledged > MAX_LOG {
             let _ = self.broken.set("the program does not acknowledge what it gets");
         }
         if (sent.is_err() || self.broken.get().is_some())
@@ -328,4 +350,55 @@ fn number(frames: &mut [u8], next: u64) -> u64 {
         rest = rest.get_mut(len..).unwrap_or_default();
     }
     last
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+
+    use gpusession_proto::frame::{HEADER, Header, Writer, op};
+
+    use super::*;
+
+    #[test]
+    fn more_frames_than_the_log_may_hold_reach_a_program_that_acknowledges() {
+        const FRAMES: u64 = 300;
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut program = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let transport = Transport::plain(listener.accept().unwrap().0).unwrap();
+        let (end, _line) = WorkerEnd::new([1; 16], &[2; 32], Duration::from_secs(60), transport, 1);
+        let header = Header {
+            len: 0.into(),
+            op: op::HOST_CHANGED.into(),
+            flags: 0.into(),
+            thread: 0.into(),
+            number: 0.into(),
+            seq: 0.into(),
+            ack: 0.into(),
+            ctx: 0.into(),
+        };
+        let mut frames = Vec::new();
+        for _ in 0..FRAMES {
+            let mut w = Writer::new(&mut frames, &header);
+            w.bytes(&[7; 1 << 20]);
+            w.finish();
+        }
+        assert!(frames.len() > MAX_LOG);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut body = Vec::new();
+                for number in 1..=FRAMES {
+                    let mut head = [0; HEADER];
+                    program.read_exact(&mut head).unwrap();
+                    body.resize(Header::parse(&head).unwrap().body_len(), 0);
+                    program.read_exact(&mut body).unwrap();
+                    end.acknowledged.store(number, Ordering::Release);
+                }
+            });
+            end.send(frames);
+        });
+        assert_eq!(end.broken.get(), None);
+        assert!(lock(&end.outgoing).log.bytes() < MAX_LOG / 4, "what was acknowledged is given up");
+    }
 }

@@ -1,43 +1,54 @@
 //! Host functions that the client has finished.
 
 use std::collections::HashMap;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Calls that the client was asked to run.
 #[derive(Default)]
 pub struct HostCalls {
     asked: Mutex<HashMap<u64, Calls>>,
     changed: Condvar,
+    /// Keeps the numbers of calls in the order in which the client is asked.
+    order: Mutex<()>,
 }
 
-/// Calls with one number: copies of a graph share their functions, so one may run for several
+/// Calls of one function: copies of a graph share their functions, so one may run for several
 /// streams at a time.
 #[derive(Default)]
 struct Calls {
-    waiting: u64,
+    asked: u64,
     finished: u64,
+    waiting: u64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl HostCalls {
-    /// Expects the client to run the function; called before the client is asked.
-    pub fn ask(&self, id: u64) {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).entry(id).or_default().waiting += 1;
+    /// Lets `send` ask the client to run the function; returns the number of this call of it.
+    pub fn ask(&self, id: u64, send: impl FnOnce()) -> u64 {
+        let _order = lock(&self.order);
+        let call = {
+            let mut asked = lock(&self.asked);
+            let calls = asked.entry(id).or_default();
+            (calls.asked, calls.waiting) = (calls.asked + 1, calls.waiting + 1);
+            calls.asked
+        };
+        send();
+        call
     }
 
-    /// Waits until the client has run the function that it was asked to run.
-    pub fn wait(&self, id: u64) {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            match asked.get_mut(&id) {
-                Some(calls) if calls.finished == 0 => {}
-                Some(calls) if calls.waiting > 1 => {
-                    (calls.waiting, calls.finished) = (calls.waiting - 1, calls.finished - 1);
-                    return;
-                }
-                _ => {
+    /// Waits until the client has run the function for this call; clients run calls in their order.
+    pub fn wait(&self, id: u64, call: u64) {
+        let mut asked = lock(&self.asked);
+        while let Some(calls) = asked.get_mut(&id) {
+            if calls.finished >= call {
+                calls.waiting -= 1;
+                if calls.waiting == 0 {
                     asked.remove(&id);
-                    return;
                 }
+                return;
             }
             asked = self.changed.wait(asked).unwrap_or_else(PoisonError::into_inner);
         }
@@ -47,8 +58,8 @@ impl HostCalls {
     ///
     /// An answer to no question is dropped, since a client could send any number of them.
     pub fn finished(&self, id: u64) {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(calls) = asked.get_mut(&id).filter(|calls| calls.finished < calls.waiting) {
+        let mut asked = lock(&self.asked);
+        if let Some(calls) = asked.get_mut(&id).filter(|calls| calls.finished < calls.asked) {
             calls.finished += 1;
             self.changed.notify_all();
         }
@@ -61,34 +72,45 @@ mod tests {
 
     use super::*;
 
+    fn waiter(calls: &Arc<HostCalls>, id: u64, call: u64) -> std::thread::JoinHandle<()> {
+        let calls = calls.clone();
+        std::thread::spawn(move || calls.wait(id, call))
+    }
+
     #[test]
     fn stream_waits_for_its_own_function_only() {
         let calls = Arc::new(HostCalls::default());
-        calls.ask(1);
-        calls.ask(2);
-        let waiting = {
-            let calls = calls.clone();
-            std::thread::spawn(move || calls.wait(2))
-        };
+        let (first, second) = (calls.ask(1, || {}), calls.ask(2, || {}));
+        let waiting = waiter(&calls, 2, second);
         calls.finished(1);
-        calls.wait(1);
+        calls.wait(1, first);
         assert!(!waiting.is_finished());
         calls.finished(2);
         waiting.join().unwrap();
-        assert!(calls.asked.lock().unwrap().is_empty(), "no number stays behind");
+        assert!(lock(&calls.asked).is_empty(), "no number stays behind");
+    }
+
+    #[test]
+    fn first_end_of_a_shared_function_is_that_of_the_first_call() {
+        let calls = Arc::new(HostCalls::default());
+        let (first, second) = (calls.ask(1, || {}), calls.ask(1, || {}));
+        let later = waiter(&calls, 1, second);
+        calls.finished(1);
+        calls.wait(1, first);
+        assert!(!later.is_finished(), "its own call has not run");
+        calls.finished(1);
+        later.join().unwrap();
     }
 
     #[test]
     fn answers_to_no_question_take_no_memory() {
         let calls = HostCalls::default();
         (0..1_000_000).for_each(|id| calls.finished(id));
-        assert!(calls.asked.lock().unwrap().is_empty());
+        assert!(lock(&calls.asked).is_empty());
         // Two graphs run one function at a time, and both ends arrive before either stream looks.
-        calls.ask(7);
-        calls.ask(7);
+        let asked = [calls.ask(7, || {}), calls.ask(7, || {})];
         (0..9).for_each(|_| calls.finished(7));
-        calls.wait(7);
-        calls.wait(7);
-        assert!(calls.asked.lock().unwrap().is_empty());
+        asked.into_iter().for_each(|call| calls.wait(7, call));
+        assert!(lock(&calls.asked).is_empty());
     }
 }

@@ -50,10 +50,9 @@ extern "C" fn run(data: *mut c_void) {
         session.landing.reached(&session.replies, ctx, stream.0, seq, &mut frames);
     }
     write_back(&session);
-    session.host_calls.ask(id);
     session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
-    session.replies.send_frames(frames);
-    session.host_calls.wait(id);
+    let number = session.host_calls.ask(id, || session.replies.send_frames(frames));
+    session.host_calls.wait(id, number);
 }
 
 /// A user object of the client, which a graph may keep alive.

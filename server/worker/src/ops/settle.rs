@@ -12,6 +12,10 @@ use crate::session::Session;
 
 /// `CU_EVENT_DISABLE_TIMING`
 const DISABLE_TIMING: u32 = 2;
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`
+const FIRST_OF_CAPTURES: Status = 900;
+/// `CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD`
+const LAST_OF_CAPTURES: Status = 908;
 /// `CUDA_ERROR_CAPTURED_EVENT`
 const CAPTURED_EVENT: Status = 907;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
@@ -53,7 +57,7 @@ fn beside_captures(
     captured: bool,
     contexts: &[Option<Object>],
     wanted: impl Fn(&Stream) -> bool,
-) -> Option<Result<Vec<Object>, Status>> {
+) -> Option<(Vec<Object>, Result<(), Status>)> {
     if !captured {
         return None;
     }
@@ -78,26 +82,32 @@ fn beside_captures(
             });
         }
     }
-    Some(marked.map(|()| events))
+    Some((events, marked))
 }
 
 /// Returns a new event behind the stream's work; `None` if it has none.
 fn mark(session: &Session, stream: Handle) -> Result<Option<Object>, Status> {
     let call = &session.driver.call;
     // SAFETY: a stream of this worker.
-    if check(unsafe { (call.cuStreamQuery)(stream) }) != Err(status::NOT_READY) {
-        return Ok(None);
+    match check(unsafe { (call.cuStreamQuery)(stream) }) {
+        Err(status::NOT_READY) => {}
+        // The stream joined a capture meanwhile.
+        Err(FIRST_OF_CAPTURES..=LAST_OF_CAPTURES) => return Ok(None),
+        finished => return finished.map(|()| None),
     }
     let mut event = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     check(unsafe { (call.cuEventCreate)(&mut event, DISABLE_TIMING) })?;
     // SAFETY: a stream of this worker, and the event made above.
-    check(unsafe { (call.cuEventRecord)(event, stream) })?;
-    Ok(Some(Object(event)))
+    let recorded = check(unsafe { (call.cuEventRecord)(event, stream) });
+    // SAFETY: the event made above.
+    recorded.map(|()| Some(Object(event))).inspect_err(|_| unsafe {
+        (call.cuEventDestroy_v2)(event);
+    })
 }
 
-/// Waits for the events and destroys them.
-fn reach(session: &Session, events: Result<Vec<Object>, Status>) -> Result<(), Status> {
+/// Waits for the events and destroys them; returns the first error, also of their records.
+fn reach(session: &Session, (events, marked): (Vec<Object>, Result<(), Status>)) -> Result<(), Status> {
     let call = &session.driver.call;
     let one = |event: Object| {
         // SAFETY: an event that `mark` made, and that only this function knows.
@@ -110,5 +120,5 @@ fn reach(session: &Session, events: Result<Vec<Object>, Status>) -> Result<(), S
         unsafe { (call.cuEventDestroy_v2)(event.0) };
         reached
     };
-    events?.into_iter().map(one).fold(Ok(()), Result::and)
+    events.into_iter().map(one).fold(marked, Result::and)
 }
