@@ -6,7 +6,7 @@ ORDER = 25
 
 NEW = "gpusession run --new"
 # A data connection from a library of another version.
-STRANGER = "python3 -c \"import socket; s = socket.create_connection(('gpu1', 7602)); s.sendall(b'GPUSESS\\x01\\xff\\xff' + bytes(30)); s.recv(4)\""
+STRANGER = "python3 -c \"import socket; s = socket.create_connection(('gpu1', 7602)); s.sendall(b'GPUSESS\\x01\\x03\\x00' + bytes(54)); s.recv(4)\""
 # The client's command, and the event that the server logs: message id, subject and fields.
 EVENTS = [
     (f"{NEW} -m 10% -- true", "a644770082934e8291254c1e8b4db1d8", "A lease of GPUs was granted", ("LEASE", "CLIENT", "SERVER")),
