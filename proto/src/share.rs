@@ -13,11 +13,13 @@ use serde::{Deserialize, Serialize};
 pub enum Kind {
     /// Physical memory.
     Memory = 1,
+    /// An event, as counters in shared host memory.
+    Event = 2,
 }
 
 impl Kind {
     fn of(byte: u8) -> Option<Self> {
-        [Self::Memory].into_iter().find(|kind| *kind as u8 == byte)
+        [Self::Memory, Self::Event].into_iter().find(|kind| *kind as u8 == byte)
     }
 }
 

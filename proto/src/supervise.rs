@@ -12,7 +12,7 @@ use crate::share::Name;
 /// Version of these messages; any change of the bytes on the socket raises it.
 ///
 /// A server takes over the workers of an earlier server of the same version only.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -100,6 +100,11 @@ pub enum ToWorker {
         worker: [u8; 16],
         /// Number of the object.
         object: u64,
+    },
+    /// A worker that shared objects with this one has exited: its work counts as complete.
+    ShareLost {
+        /// Id of the worker.
+        worker: [u8; 16],
     },
 }
 
@@ -397,6 +402,7 @@ mod tests {
             ToWorker::ShareAsked { number: 900, name },
             ToWorker::ShareGranted { serial: 1000, given: Err(Unshared::Driver(801)) },
             ToWorker::ShareInherited { worker: [7; 16], object: 1050 },
+            ToWorker::ShareLost { worker: [7; 16] },
         ];
         let usage = Usage {
             calls: 1,
@@ -433,6 +439,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (6, "61a04beef14bdde2"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (7, "d0b10c26c4924e6f"), "raise VERSION, and write both here");
     }
 }

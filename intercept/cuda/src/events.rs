@@ -1,6 +1,6 @@
 //! Events as the program sees them; those known to have happened need no round trip.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use gpusession_link::lanes::On;
@@ -20,6 +20,8 @@ pub struct Event {
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
     covers: Mutex<Vec<(On, u64)>>,
+    /// Whether other processes may record it, so that only its worker knows its last record.
+    shared: AtomicBool,
 }
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
@@ -34,6 +36,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         happened: AtomicU64::new(0),
         captured: Mutex::default(),
         covers: Mutex::default(),
+        shared: AtomicBool::new(false),
     });
     let slot = handle::slot(new) as usize;
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -62,15 +65,31 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
     Ok(found)
 }
 
-/// `CU_EVENT_DISABLE_TIMING`
-const DISABLE_TIMING: u32 = 2;
+/// `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`
+pub const DISABLE_TIMING: u32 = 2;
+pub const INTERPROCESS: u32 = 4;
 
 impl Event {
+    /// Returns `true` for an event that was created for several processes.
+    pub fn is_interprocess(&self) -> bool {
+        self.flags & INTERPROCESS != 0
+    }
+
+    /// Notes that other processes know the event from now on.
+    pub fn share(&self) {
+        self.shared.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns `true` if other processes may know the event.
+    pub fn is_shared(&self) -> bool {
+        self.shared.load(Ordering::SeqCst)
+    }
+
     /// Returns `true` if a record on an idle stream counts as complete at once.
     ///
     /// An event with timing does not count: its time comes from the device.
     pub fn is_immediate(&self, stream: &Stream) -> bool {
-        self.flags & DISABLE_TIMING != 0 && stream.capture().is_none() && stream.quiet()
+        self.flags & DISABLE_TIMING != 0 && !self.is_shared() && stream.capture().is_none() && stream.quiet()
     }
 
     /// Notes that the frame at this position records the event.

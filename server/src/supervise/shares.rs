@@ -4,7 +4,7 @@
 //! descriptor of the driver. It knows which worker has imports of which object: such processes
 //! cannot be parked, and memory that its own worker has released counts for an importer.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -138,6 +138,16 @@ impl Shares {
         heir.filter(|_| counts)
     }
 
+    /// Returns the workers that share objects with one, each once.
+    fn partners(&self, id: &WorkerId) -> BTreeSet<WorkerId> {
+        let part = |(object, shared): (&Object, &Shared)| {
+            let own = std::iter::once(object.0);
+            own.chain(shared.holders.iter().map(|(holder, _)| *holder)).collect::<Vec<_>>()
+        };
+        let theirs = self.shared.iter().map(part).filter(|users| users.contains(id));
+        theirs.flatten().filter(|other| other != id).collect()
+    }
+
     /// Notes that an object's own worker counts it no longer; returns the one that does.
     fn orphan(&mut self, object: &Object) -> Option<WorkerId> {
         let shared = self.shared.get_mut(object)?;
@@ -150,6 +160,13 @@ impl Shares {
 fn inherit(workers: &HashMap<WorkerId, Worker>, heir: Option<WorkerId>, (worker, object): Object) {
     if let Some(heir) = heir.and_then(|heir| workers.get(&heir)) {
         let _ = heir.orders.tells.send(Command::Tell(ToWorker::ShareInherited { worker, object }));
+    }
+}
+
+/// Tells a worker that another one, with which it shared objects, has exited.
+fn lost(workers: &HashMap<WorkerId, Worker>, to: &WorkerId, worker: WorkerId) {
+    if let Some(to) = workers.get(to) {
+        let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareLost { worker }));
     }
 }
 
@@ -245,6 +262,7 @@ impl Supervisor {
             if !workers.contains_key(&holding.worker) {
                 let heir = shares.orphan(&object);
                 inherit(workers, heir, object);
+                lost(workers, id, holding.worker);
             }
         }
     }
@@ -254,6 +272,9 @@ impl Supervisor {
         let State { workers, shares, .. } = state;
         for request in shares.take(|r| r.importer == *id || r.name.worker == *id) {
             answer(workers, &request, Err(Unshared::Elsewhere));
+        }
+        for other in shares.partners(id) {
+            lost(workers, &other, *id);
         }
         let objects: Vec<Object> = shares.shared.keys().copied().collect();
         for object in objects {
@@ -299,6 +320,17 @@ mod tests {
         assert!(!shares.involve(&B));
         assert_eq!(shares.drop_imports(&object, &C, 9), None);
         assert!(!shares.involve(&A) && shares.shared.is_empty() && shares.accounts.is_empty());
+    }
+
+    #[test]
+    fn users_of_one_object_are_partners() {
+        let mut shares = Shares::default();
+        for (object, id) in [((A, 1), B), ((A, 1), C), ((A, 2), B)] {
+            shares.hold(object, id, 1, false);
+        }
+        let partners = |id| shares.partners(&id).into_iter().collect::<Vec<_>>();
+        assert_eq!((partners(A), partners(B), partners(C)), (vec![B, C], vec![A, C], vec![A, B]));
+        assert!(partners([9; 16]).is_empty());
     }
 
     #[test]

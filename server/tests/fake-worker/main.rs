@@ -250,8 +250,10 @@ fn serve() {
             }
             ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
             // It shares nothing, and no other worker learns a name of its objects.
-            ToWorker::ShareAsked { .. } | ToWorker::ShareGranted { .. } | ToWorker::ShareInherited { .. } => {
-            }
+            ToWorker::ShareAsked { .. }
+            | ToWorker::ShareGranted { .. }
+            | ToWorker::ShareInherited { .. }
+            | ToWorker::ShareLost { .. } => {}
             ToWorker::Stop { reason } => match start.as_ref() {
                 Some(s) if s.driver.contains("deaf") => {}
                 Some(s) if s.mps && !lanes.is_empty() => {

@@ -14,6 +14,8 @@ use crate::handles::{Object, Table, kind};
 
 /// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`
 const POSIX_FD_SUPPORTED: i32 = 103;
+/// `CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED`
+const IPC_EVENT_SUPPORTED: i32 = 125;
 /// Number of device attributes to query, from 1, with room for those of newer drivers.
 const ATTRIBUTES: i32 = 192;
 /// Number of `CUlimit` values sent at the start, with room for those of newer drivers.
@@ -299,7 +301,9 @@ impl Contexts {
     }
 
     /// Writes the facts about the devices that the client afterwards answers by itself.
-    pub fn describe(&self, driver: &Driver, w: &mut Writer<'_>) -> Result<(), Status> {
+    ///
+    /// `shares` says whether processes can share memory and events.
+    pub fn describe(&self, driver: &Driver, shares: bool, w: &mut Writer<'_>) -> Result<(), Status> {
         let mut version = 0;
         // SAFETY: out pointers are valid and as long as stated.
         check(unsafe { (driver.call.cuDriverGetVersion)(&mut version) })?;
@@ -334,6 +338,9 @@ impl Contexts {
                 let mut value = 0;
                 // SAFETY: as above.
                 let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut value, attribute, device) };
+                if attribute == IPC_EVENT_SUPPORTED && !shares {
+                    value = 0;
+                }
                 // An attribute that this driver does not know must differ from one that is 0.
                 w.word(if got == 0 { u64::from(value as u32) } else { u64::MAX });
             }

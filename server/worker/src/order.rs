@@ -17,7 +17,7 @@ pub fn may_block(frame: &Frame) -> bool {
         op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
         op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
         // Waits for another worker.
-        op::SHARE_IMPORT | op::SHARE_OPEN => true,
+        op::SHARE_IMPORT | op::SHARE_OPEN | op::SHARE_EVENT_OPEN => true,
         _ => false,
     }
 }
@@ -189,6 +189,8 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         }
         op::EVENT_CREATE
         | op::EVENT_DESTROY
+        | op::SHARE_EVENT
+        | op::SHARE_EVENT_OPEN
         | op::GRAPH_CREATE
         | op::GRAPH_DESTROY
         | op::GRAPH_NODES

@@ -120,6 +120,11 @@ pub fn run() -> ExitCode {
                     let _ = std::thread::Builder::new().name("share".into()).spawn(inherit);
                 }
             }
+            Ok(Some((ToWorker::ShareLost { worker: id }, _))) => {
+                if let Some(session) = worker.session.get() {
+                    session.shared_events.abandon(&id);
+                }
+            }
             Ok(Some((ToWorker::Stop { reason }, _))) => {
                 // A thread of its own, so that this one receives the supervisor's next messages.
                 let (stopping, why) = (worker.clone(), reason.clone());
@@ -390,7 +395,7 @@ impl Worker {
             w.bytes(&session.lane_secret);
             w.word(self.start.resume_grace_s.into());
             w.word(window);
-            described = session.contexts.describe(self.driver, w);
+            described = session.contexts.describe(self.driver, session.shares.possible().is_ok(), w);
         });
         if let Err(error) = described {
             session.end(&format!("cannot describe the GPUs: CUDA error {error}"));

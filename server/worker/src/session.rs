@@ -19,6 +19,7 @@ use crate::host_calls::HostCalls;
 use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::objects::allocations::Allocations;
+use crate::objects::counters::SharedEvents;
 use crate::objects::links::Links;
 use crate::objects::memory::Memory;
 use crate::objects::mirrors::Mirrors;
@@ -78,6 +79,8 @@ pub struct Session {
     pub allocations: Allocations,
     /// Objects that other processes know.
     pub shares: Shares,
+    /// Events that other processes may know.
+    pub shared_events: SharedEvents,
     /// Host memory of the client that the device sees.
     pub mirrors: Mirrors,
     /// Images by content.
@@ -127,6 +130,7 @@ impl Session {
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),
             shares: Shares::new(quota.clone(), start.worker, start.mps),
+            shared_events: SharedEvents::new(&start.worker),
             supervisor: quota.supervisor.clone(),
             quota,
             replies: Arc::new(Replies::new(end)),

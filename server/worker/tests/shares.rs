@@ -125,8 +125,211 @@ gpusession_test_support::programs!(
     exports_and_dies,
     imports_in_another_lease,
     gets_handles,
-    opens_handles
+    opens_handles,
+    records_events,
+    opens_events,
+    records_and_dies,
+    outlives_records
 );
+
+// --- Events.
+
+/// `CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS`
+const SHARED_EVENT: u64 = 2 | 4;
+const NOT_READY: i32 = 600;
+const INVALID_HANDLE: i32 = 400;
+
+fn event_handle(cuda: &Cuda, event: u64) -> Result<[u64; 8], i32> {
+    let mut handle = [0; 8];
+    match cuda.call("cuIpcGetEventHandle", &[at(&mut handle), event]) {
+        0 => Ok(handle),
+        status => Err(status),
+    }
+}
+
+fn open_event(cuda: &Cuda, handle: &[u64; 8]) -> Result<u64, i32> {
+    // The C ABI passes the first argument in a register, and the structure on the stack.
+    let (h, mut event) = (handle, 0u64);
+    let arguments = [at(&mut event), 0, 0, 0, 0, 0, h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]];
+    match cuda.call("cuIpcOpenEventHandle", &arguments) {
+        0 => Ok(event),
+        status => Err(status),
+    }
+}
+
+/// A stream that stands still until it is let go.
+struct Stopped {
+    stream: u64,
+    word: u64,
+}
+
+impl Stopped {
+    fn new(cuda: &Cuda) -> Self {
+        let (stream, word) = (cuda.get("cuStreamCreate", &[1]), cuda.allocate(4));
+        cuda.write(word, &0u32.to_le_bytes());
+        cuda.ok("cuStreamWaitValue32_v2", &[stream, word, 1, 0]);
+        Self { stream, word }
+    }
+
+    fn let_go(&self, cuda: &Cuda) {
+        let other = cuda.get("cuStreamCreate", &[1]);
+        cuda.ok("cuStreamWriteValue32_v2", &[other, self.word, 1, 0]);
+    }
+}
+
+fn give(other: &mut Other, handle: &[u64; 8]) {
+    other.0.write_all(&handle.map(u64::to_le_bytes).concat()).unwrap();
+}
+
+fn take(other: &mut Other) -> [u64; 8] {
+    [(); 8].map(|()| {
+        let mut bytes = [0; 8];
+        other.0.read_exact(&mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    })
+}
+
+/// Two processes whose streams wait for each other, and whose programs do not.
+fn records_events() {
+    let cuda = begin();
+    let timed = cuda.get("cuEventCreate", &[0]);
+    assert_eq!(cuda.try_get("cuEventCreate", &[4]), Err(INVALID_VALUE), "it must not take times");
+    assert_eq!(event_handle(&cuda, timed), Err(INVALID_HANDLE));
+    let event = cuda.get("cuEventCreate", &[SHARED_EVENT]);
+    let (word, stopped) = (cuda.allocate(4), Stopped::new(&cuda));
+    cuda.write(word, &7u32.to_le_bytes());
+    let increment = cuda.increment(cuda.load(KERNEL));
+    // A record before the export counts, as PyTorch makes it.
+    assert_eq!(cuda.launch(increment, word, stopped.stream), 0);
+    cuda.ok("cuEventRecord", &[event, stopped.stream]);
+    let handle = event_handle(&cuda, event).unwrap();
+    assert_eq!(event_handle(&cuda, event), Ok(handle), "always the same");
+    assert_eq!(open_event(&cuda, &handle), Err(INVALID_CONTEXT), "a process does not open its own");
+    let (mut other, mut child) = Other::start("opens_events");
+    give(&mut other, &handle);
+    give(&mut other, &get(&cuda, word).unwrap());
+    assert_eq!(other.hear(), b'w');
+    assert_eq!(cuda.call("cuEventQuery", &[event]), NOT_READY);
+    stopped.let_go(&cuda);
+    assert_eq!(other.hear(), b'r');
+    // The other one has recorded, and stands still.
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    assert_eq!(cuda.call("cuEventQuery", &[event]), NOT_READY, "the last record is another process's");
+    cuda.ok("cuStreamWaitEvent", &[stream, event, 0]);
+    assert_eq!(cuda.launch(increment, word, stream), 0);
+    assert_eq!(cuda.call("cuStreamQuery", &[stream]), NOT_READY);
+    other.tell(b'g');
+    cuda.ok("cuEventSynchronize", &[event]);
+    cuda.ok("cuStreamSynchronize", &[stream]);
+    assert_eq!(cuda.word(word), 10);
+    other.tell(b'g');
+    // Turns: each one's kernel waits for the other's on the device alone.
+    for round in 0..ROUNDS {
+        cuda.ok("cuStreamWaitEvent", &[stream, event, 0]);
+        assert_eq!(cuda.launch(increment, word, stream), 0);
+        cuda.ok("cuEventRecord", &[event, stream]);
+        other.tell(b't');
+        assert_eq!(other.hear(), b't', "round {round}");
+    }
+    cuda.ok("cuEventSynchronize", &[event]);
+    assert_eq!(cuda.word(word), 10 + 2 * ROUNDS);
+    cuda.ok("cuEventDestroy_v2", &[event]);
+    other.tell(b'd');
+    assert!(child.wait().unwrap().success());
+}
+
+fn opens_events() {
+    const IPC_EVENT_SUPPORTED: u64 = 125;
+    let cuda = begin();
+    let mut other = Other::parent();
+    assert_eq!(cuda.get("cuDeviceGetAttribute", &[IPC_EVENT_SUPPORTED, 0]), 1);
+    let (handle, memory) = (take(&mut other), take(&mut other));
+    for at in 0..8 {
+        let mut forged = handle;
+        forged[at] ^= 1 << 40;
+        let refused = if at == 1 || at == 2 { NOT_SUPPORTED } else { INVALID_VALUE };
+        // The size of an event says nothing.
+        assert_eq!(open_event(&cuda, &forged).err(), (at != 7).then_some(refused), "word {at}");
+    }
+    assert_eq!(open_event(&cuda, &memory), Err(INVALID_VALUE), "memory is no event");
+    assert_eq!(open(&cuda, &handle, 1), Err(INVALID_VALUE), "an event is no memory");
+    let event = open_event(&cuda, &handle).unwrap();
+    let twice = open_event(&cuda, &handle).unwrap();
+    assert_eq!(event_handle(&cuda, event), Err(INVALID_HANDLE), "an event of another process");
+    let word = open(&cuda, &memory, 1).unwrap();
+    let increment = cuda.increment(cuda.load(KERNEL));
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    assert_eq!(cuda.call("cuEventQuery", &[event]), NOT_READY);
+    for of in [event, twice] {
+        cuda.ok("cuStreamWaitEvent", &[stream, of, 0]);
+    }
+    cuda.ok("cuEventDestroy_v2", &[twice]);
+    assert_eq!(cuda.launch(increment, word, stream), 0);
+    assert_eq!(cuda.call("cuStreamQuery", &[stream]), NOT_READY);
+    other.tell(b'w');
+    cuda.ok("cuEventSynchronize", &[event]);
+    cuda.ok("cuStreamSynchronize", &[stream]);
+    assert_eq!((cuda.call("cuEventQuery", &[event]), cuda.word(word)), (0, 9));
+    let stopped = Stopped::new(&cuda);
+    cuda.ok("cuEventRecord", &[event, stopped.stream]);
+    other.tell(b'r');
+    assert_eq!(other.hear(), b'g');
+    stopped.let_go(&cuda);
+    assert_eq!(other.hear(), b'g');
+    while other.hear() == b't' {
+        cuda.ok("cuStreamWaitEvent", &[stream, event, 0]);
+        assert_eq!(cuda.launch(increment, word, stream), 0);
+        cuda.ok("cuEventRecord", &[event, stream]);
+        other.tell(b't');
+    }
+    // Its process has destroyed it: here it stays, and no process opens it again.
+    assert_eq!((cuda.call("cuEventQuery", &[event]), open_event(&cuda, &handle)), (0, Err(INVALID_VALUE)));
+    cuda.ok("cuEventRecord", &[event, stream]);
+    cuda.ok("cuEventSynchronize", &[event]);
+    cuda.ok("cuEventDestroy_v2", &[event]);
+}
+
+/// Records an event behind a stream that never continues, and ends.
+fn records_and_dies() {
+    let cuda = begin();
+    let mut other = Other::parent();
+    let own = cuda.get("cuEventCreate", &[SHARED_EVENT]);
+    give(&mut other, &event_handle(&cuda, own).unwrap());
+    let theirs = open_event(&cuda, &take(&mut other)).unwrap();
+    let stopped = Stopped::new(&cuda);
+    for event in [own, theirs] {
+        cuda.ok("cuEventRecord", &[event, stopped.stream]);
+    }
+    cuda.ok("cuEventDestroy_v2", &[theirs]);
+    other.tell(b'r');
+    other.hear();
+    // SAFETY: ends this process.
+    unsafe { nix::libc::_exit(0) };
+}
+
+/// Waits for records of a process that dies, on a stream and in a call.
+fn outlives_records() {
+    let cuda = begin();
+    let (mut other, mut child) = Other::start("records_and_dies");
+    let theirs = open_event(&cuda, &take(&mut other)).unwrap();
+    let own = cuda.get("cuEventCreate", &[SHARED_EVENT]);
+    give(&mut other, &event_handle(&cuda, own).unwrap());
+    assert_eq!(other.hear(), b'r');
+    let streams = [own, theirs].map(|event| {
+        let stream = cuda.get("cuStreamCreate", &[1]);
+        cuda.ok("cuStreamWaitEvent", &[stream, event, 0]);
+        assert_eq!(cuda.call("cuEventQuery", &[event]), NOT_READY);
+        assert_eq!(cuda.call("cuStreamQuery", &[stream]), NOT_READY);
+        stream
+    });
+    other.tell(b'd');
+    cuda.ok("cuEventSynchronize", &[theirs]);
+    for stream in streams {
+        cuda.ok("cuStreamSynchronize", &[stream]);
+    }
+    cuda.ok("cuEventSynchronize", &[own]);
+    assert!(child.wait().unwrap().success());
+}
 
 /// A legacy handle as calls take it: 64 bytes by value, which lie on the stack behind registers.
 fn open(cuda: &Cuda, handle: &[u64; 8], flags: u64) -> Result<u64, i32> {
@@ -432,6 +635,8 @@ fn programs_of_one_lease_share_memory() {
     succeeds(&site, "exports_and_lets_go", &[LEASE, LEASE], &[]);
     succeeds(&site, "imports_in_another_lease", &[LEASE, LEASE], &[("EXPECTED", "0".into())]);
     succeeds(&site, "gets_handles", &[LEASE, LEASE], &[]);
+    succeeds(&site, "records_events", &[LEASE, LEASE], &[]);
+    succeeds(&site, "outlives_records", &[LEASE, LEASE], &[]);
     let refused = [("EXPECTED", NOT_SUPPORTED.to_string())];
     let said = succeeds(&site, "imports_in_another_lease", &[OTHER, LEASE], &refused);
     assert!(said.contains("shared memory: not imported"), "{said}");

@@ -7,7 +7,7 @@ use gpusession_proto::handle;
 
 use crate::client::{unavailable, word};
 use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, Result, alias, driver, give};
-use crate::events::Event;
+use crate::events::{DISABLE_TIMING, Event, INTERPROCESS};
 use crate::streams::{self, find};
 use crate::{clients, events, handles, thread};
 
@@ -19,7 +19,8 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
     }
     stream.usable()?;
     let immediate = event.is_immediate(&stream);
-    let seq = client.post(op::EVENT_RECORD, |w| {
+    // A process that learns of the record by other means finds it: it has arrived.
+    let seq = client.post_if(!event.is_shared(), op::EVENT_RECORD, |w| {
         w.word(event.handle);
         w.word(stream.handle);
         w.word(u64::from(flags));
@@ -54,14 +55,19 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         return Err(CAPTURED_EVENT);
     }
     streams::allowed()?;
-    let Some((stream, recorded)) = event.pending() else {
+    let pending = event.pending();
+    if pending.is_none() && !event.is_shared() {
         // The event is known to have happened, so its data has landed, too.
         return client.take_late_error();
-    };
+    }
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    if reply.status == 0 {
+    // Another process's record says nothing about the work of this one.
+    let own = !event.is_interprocess() || word(&mut reply.reader()).is_ok_and(|own| own != 0);
+    if reply.status == 0
+        && let Some((stream, recorded)) = pending.filter(|_| own)
+    {
         streams::settle_covered(client, &event.covers());
         event.has_happened(&stream, recorded);
     }
@@ -86,7 +92,7 @@ driver! {
     fn cuEventCreate(event: *mut *mut c_void, flags: u32) {
         let client = clients::get()?;
         thread::context()?;
-        if event.is_null() || flags > 7 {
+        if event.is_null() || flags > 7 || flags & (INTERPROCESS | DISABLE_TIMING) == INTERPROCESS {
             return Err(INVALID_VALUE);
         }
         let new = client.mint(handle::EVENT);

@@ -1,4 +1,4 @@
-//! Memory that other processes of the lease use, too.
+//! Memory and events that other processes of the lease use, too.
 //!
 //! A descriptor that the program passes on is a sealed memory file with a token. The worker of the
 //! process that imports it fetches the driver's own descriptor on the server.
@@ -16,19 +16,19 @@ use std::sync::{Mutex, PoisonError};
 use gpusession_link::Reply;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
-use gpusession_proto::share::Token;
+use gpusession_proto::share::{self, Token};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::client::{Client, string, word};
-use crate::clients;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OPERATING_SYSTEM, Result, UNKNOWN, alias,
     driver, give,
 };
+use crate::events::{self, DISABLE_TIMING, INTERPROCESS};
 use crate::ranges::{self, Kind};
 use crate::window::GRANULE;
-use crate::{streams, thread};
+use crate::{clients, handles, streams, thread};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
 const POSIX_FD: u32 = 1;
@@ -89,8 +89,45 @@ fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'static Cl
     Err(NOT_SUPPORTED)
 }
 
-/// A legacy handle, which is a token.
+/// A legacy handle of memory or of an event, which is a token.
 type Legacy = [u8; Token::LEN];
+
+/// Returns the token of a legacy handle of this kind.
+fn named(legacy: &Legacy, kind: share::Kind) -> Result<Token> {
+    Token::parse(legacy).filter(|token| token.name.kind == kind).ok_or(INVALID_VALUE)
+}
+
+/// Returns an error for a legacy handle of this process.
+///
+/// As the driver answers (H100, driver 580): a process does not open its own memory.
+fn not_own(token: &Token) -> Result {
+    let own = clients::all()?.any(|client| client.link.worker() == token.name.worker);
+    if own { Err(INVALID_CONTEXT) } else { Ok(()) }
+}
+
+/// Opens the event of a legacy handle and returns the program's handle of it.
+fn open_event(legacy: &Legacy) -> Result<u64> {
+    thread::context()?;
+    not_own(&named(legacy, share::Kind::Event)?)?;
+    streams::shares();
+    let new = Cell::new(0);
+    let opened = import(|client| {
+        let event = client.mint(handle::EVENT);
+        let reply = client.ask(op::SHARE_EVENT_OPEN, |w| {
+            w.word(event);
+            w.bytes(legacy);
+        });
+        match &reply {
+            Ok(reply) if reply.status == 0 => new.set(event),
+            _ => handles::retire(event),
+        }
+        reply
+    });
+    let (client, _) = opened.map_err(|status| if status == UNKNOWN { INVALID_VALUE } else { status })?;
+    events::add(client, new.get(), DISABLE_TIMING | INTERPROCESS);
+    events::find(new.get())?.share();
+    Ok(new.get())
+}
 
 /// A mapping of memory of another process, and its opened parts.
 struct Opened {
@@ -128,14 +165,11 @@ fn map(legacy: &Legacy, size: u64) -> Result<Opened> {
 
 /// Opens a legacy handle and returns the address; a part that is open already has one.
 fn open(legacy: &Legacy) -> Result<u64> {
-    let token = Token::parse(legacy).ok_or(INVALID_VALUE)?;
+    let token = named(legacy, share::Kind::Memory)?;
     let end = token.offset.checked_add(token.size).filter(|_| token.size > 0).ok_or(INVALID_VALUE)?;
     let size = end.checked_next_multiple_of(GRANULE).ok_or(INVALID_VALUE)?;
     let ctx = thread::context()?;
-    if clients::all()?.any(|client| client.link.worker() == token.name.worker) {
-        // As the driver answers (H100, driver 580): a process does not open its own memory.
-        return Err(INVALID_CONTEXT);
-    }
+    not_own(&token)?;
     streams::shares();
     let mut all = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let name = (token.name.worker, token.name.object);
@@ -178,7 +212,7 @@ fn close(address: u64) -> Result {
     Ok(())
 }
 
-/// `CUipcMemHandle`, which calls pass by value.
+/// `CUipcMemHandle` or `CUipcEventHandle`, which calls pass by value.
 #[repr(C)]
 pub struct Passed(Legacy);
 
@@ -229,6 +263,30 @@ driver! {
             return Err(INVALID_VALUE);
         }
         give(address, open(&legacy.0)?)
+    }
+
+    fn cuIpcGetEventHandle(legacy: *mut Legacy, event: *mut c_void) {
+        clients::get()?;
+        let event = events::find(event as u64)?;
+        if legacy.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        if !event.is_interprocess() {
+            return Err(INVALID_HANDLE);
+        }
+        streams::shares();
+        event.share();
+        let reply = event.client.call(op::SHARE_EVENT, |w| w.word(event.handle))?;
+        let mut reader = reply.reader();
+        give(legacy, string(&mut reader)?.try_into().map_err(|_| UNKNOWN)?)
+    }
+
+    fn cuIpcOpenEventHandle(event: *mut *mut c_void, legacy: Passed) {
+        clients::get()?;
+        if event.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        give(event, open_event(&legacy.0)? as *mut c_void)
     }
 
     fn cuIpcCloseMemHandle(address: u64) {

@@ -256,11 +256,12 @@ driver! {
                 return Err(STREAM_CAPTURE_ISOLATION);
             }
             // The event has happened already.
-            if event.pending().is_none() && stream.capture().is_none() {
+            if event.pending().is_none() && !event.is_shared() && stream.capture().is_none() {
                 return client.take_late_error();
             }
         }
-        let seq = client.post(op::STREAM_WAIT_EVENT, |w| {
+        // The wait is for the last record until now, not for one that another process makes later.
+        let seq = client.post_if(!event.is_shared(), op::STREAM_WAIT_EVENT, |w| {
             w.word(stream.handle);
             w.word(event.handle);
             w.word(u64::from(flags));

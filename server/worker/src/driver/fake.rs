@@ -103,6 +103,12 @@ extern "C" fn register(_address: *mut c_void, _len: usize, _flags: u32) -> Statu
     0
 }
 
+extern "C" fn device_pointer(device: *mut Address, host: *mut c_void, _flags: u32) -> Status {
+    // SAFETY: as above.
+    unsafe { device.write(host as Address) };
+    0
+}
+
 extern "C" fn event_create(event: *mut Handle, _flags: u32) -> Status {
     let new: &'static AtomicI32 = Box::leak(Box::new(AtomicI32::new(status::NOT_READY)));
     // SAFETY: as above.
@@ -155,6 +161,7 @@ pub fn driver() -> &'static Driver {
         (c"cuCtxPopCurrent_v2", pop_current as *const c_void),
         (c"cuThreadExchangeStreamCaptureMode", exchange_mode as *const c_void),
         (c"cuMemHostRegister_v2", register as *const c_void),
+        (c"cuMemHostGetDevicePointer_v2", device_pointer as *const c_void),
         (c"cuEventCreate", event_create as *const c_void),
         (c"cuEventQuery", event_query as *const c_void),
         (c"cuEventSynchronize", event_synchronize as *const c_void),

@@ -1,6 +1,7 @@
 //! Objects behind the client's handles that are more than a handle of the driver.
 
 pub mod allocations;
+pub mod counters;
 pub mod jit;
 pub mod links;
 pub mod memory;

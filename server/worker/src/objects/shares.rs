@@ -11,19 +11,22 @@ use std::time::Duration;
 use gpusession_proto::share::{Kind, Name, Secret};
 use gpusession_proto::supervise::{Charge, FromWorker, Holding, MAX_HOLDINGS, MAX_SHARE_REQUESTS, Unshared};
 
+use super::counters::Page;
 use crate::driver::{Address, Status, status};
 use crate::quota::Quota;
 
 /// Longest wait for another worker's object, a change of the supervisor included.
 const IMPORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Place from which the driver exports physical memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Place from which an object's descriptor comes.
+#[derive(Debug, Clone)]
 pub enum Source {
-    /// The driver's handle, which the program has not released.
+    /// The driver's handle of physical memory, which the program has not released.
     Handle(u64),
     /// An address where the memory is mapped.
     Mapped(Address),
+    /// The page with an event's counters.
+    Counters(Arc<Page>),
 }
 
 struct Exported {
@@ -161,7 +164,8 @@ impl Shares {
     pub fn inherit(&self, object: &Object) {
         let known = self.exports().imported.get(object).map(|imported| imported.charge);
         let Some(Charge { device, bytes }) = known else { return };
-        if self.quota.take(device, bytes).is_err() {
+        // An event counts nothing, and a request for no memory is a question.
+        if bytes > 0 && self.quota.take(device, bytes).is_err() {
             self.quota.overdraw(device, bytes);
         }
         match self.exports().imported.get_mut(object).filter(|imported| !imported.inherited) {
@@ -258,7 +262,7 @@ impl Exports {
             return None;
         }
         exported.given = true;
-        Some((exported.source, exported.charge))
+        Some((exported.source.clone(), exported.charge))
     }
 }
 
@@ -287,14 +291,15 @@ mod tests {
         let other = name(&mut None);
         assert!(other.object != first.object && !other.secret.is(&first.secret));
         let mut exports = shares.exports();
-        assert_eq!(exports.give(&Name { secret: other.secret, ..first }), None, "a forged one");
-        assert_eq!(exports.give(&first), Some((Source::Handle(7), CHARGE)));
+        assert!(exports.give(&Name { secret: other.secret, ..first }).is_none(), "a forged one");
+        assert!(exports.give(&Name { kind: Kind::Event, ..first }).is_none(), "another kind");
+        assert!(matches!(exports.give(&first), Some((Source::Handle(7), CHARGE))));
         shares.moved(&mut exports, first.object, Some(Source::Mapped(0x1000)));
-        assert_eq!(exports.give(&first), Some((Source::Mapped(0x1000), CHARGE)));
+        assert!(matches!(exports.give(&first), Some((Source::Mapped(0x1000), CHARGE))));
         shares.moved(&mut exports, other.object, None);
         assert!(peer.silent(), "nobody had it");
         shares.moved(&mut exports, first.object, None);
-        assert_eq!(exports.give(&first), None);
+        assert!(exports.give(&first).is_none());
         assert_eq!(peer.next(), FromWorker::ShareEnded { object: first.object });
     }
 

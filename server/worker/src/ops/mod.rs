@@ -2,6 +2,7 @@
 
 pub mod allocations;
 pub mod copy;
+mod event;
 mod flush;
 mod generated;
 pub mod graph;
@@ -119,8 +120,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             copy::between_devices(session, executor, frame, &mut r, answer)
         }
         op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
-        op::EVENT_RECORD => stream::event_record(session, &mut r),
-        op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
+        op::EVENT_RECORD => event::record(session, &mut r),
+        op::STREAM_WAIT_EVENT => event::wait(session, &mut r),
         op::STREAM_SYNC => stream::sync(session, frame, &mut r, answer),
         op::STREAM_QUERY => stream::query(session, &mut r, answer),
         op::STREAM_CREATE => stream::create(session, frame, &mut r),
@@ -130,11 +131,11 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::CAPTURE_END => stream::capture_end(session, &mut r, answer),
         op::CAPTURE_UPDATE => stream::capture_update(session, &mut r),
         op::CAPTURE_INFO => stream::capture_info(session, &mut r, answer),
-        op::EVENT_CREATE => stream::event_create(session, &mut r),
-        op::EVENT_DESTROY => stream::event_destroy(session, &mut r),
-        op::EVENT_SYNC => stream::event_sync(session, &mut r, answer),
-        op::EVENT_QUERY => stream::event_query(session, &mut r, answer),
-        op::EVENT_ELAPSED => stream::event_elapsed(session, &mut r, answer),
+        op::EVENT_CREATE => event::create(session, &mut r),
+        op::EVENT_DESTROY => event::destroy(session, &mut r),
+        op::EVENT_SYNC => event::sync(session, &mut r, answer),
+        op::EVENT_QUERY => event::query(session, &mut r, answer),
+        op::EVENT_ELAPSED => event::elapsed(session, &mut r, answer),
         op::HOST_FUNC => stream::host_func(session, frame, &mut r),
         op::HOST_FUNC_DONE => {
             session.host_calls.finished(r.word()?);
@@ -174,6 +175,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             if device == 0 {
                 session.landing.pin_again(session.driver);
                 session.lanes.pin_again(session.driver);
+                session.shared_events.register_again(session.driver)?;
             }
             Ok(())
         }
@@ -198,6 +200,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::SHARE_IMPORT => share::import(session, &mut r, answer),
         op::SHARE_ADDRESS => share::export_address(session, &mut r, answer),
         op::SHARE_OPEN => share::open(session, &mut r),
+        op::SHARE_EVENT => event::export(session, frame, &mut r, answer),
+        op::SHARE_EVENT_OPEN => event::open(session, &mut r),
         op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
         op::WRITE_HOST => mirror::write_host(session, &mut r),

@@ -1,4 +1,4 @@
-//! Memory that processes of one lease share.
+//! Memory, and tokens of all objects, that processes of one lease share.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -15,8 +15,8 @@ use crate::objects::shares::{Object, Source};
 use crate::ops::memory::POSIX_FD;
 use crate::session::Session;
 
-/// Returns the driver's descriptor of physical memory.
-fn descriptor(driver: &Driver, source: Source) -> Result<OwnedFd, Status> {
+/// Returns the descriptor of an object.
+fn descriptor(driver: &Driver, source: &Source) -> Result<OwnedFd, Status> {
     let call = &driver.call;
     let export = |handle: u64| {
         let mut raw: i32 = -1;
@@ -25,7 +25,8 @@ fn descriptor(driver: &Driver, source: Source) -> Result<OwnedFd, Status> {
         // SAFETY: the driver has just created the descriptor for this call.
         (raw >= 0).then(|| unsafe { OwnedFd::from_raw_fd(raw) }).ok_or(status::INVALID_VALUE)
     };
-    match source {
+    match *source {
+        Source::Counters(ref page) => page.descriptor(),
         Source::Handle(handle) => export(handle),
         Source::Mapped(address) => {
             let mut handle = 0;
@@ -47,7 +48,7 @@ pub fn export(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     let physical = state.physical.get_mut(&handle).filter(|p| p.handles > 0).ok_or(status::INVALID_VALUE)?;
     let source = Source::Handle(handle);
     // The driver judges whether this memory may be shared.
-    descriptor(session.driver, source)?;
+    descriptor(session.driver, &source)?;
     let charge = Charge { device: physical.device, bytes: physical.bytes };
     let name = session.shares.name(&mut physical.share, Kind::Memory, source, charge);
     let name = name.ok_or(status::OPERATING_SYSTEM)?;
@@ -66,7 +67,7 @@ pub fn export_address(session: &Session, r: &mut Reader<'_>, answer: &mut Answer
     let (&base, allocation) = found.filter(|(_, a)| a.imported.is_none()).ok_or(status::INVALID_VALUE)?;
     let source = Source::Mapped(base);
     if allocation.share.is_none() {
-        descriptor(session.driver, source)?;
+        descriptor(session.driver, &source)?;
     }
     let charge = Charge { device: allocation.device, bytes: allocation.size };
     let name = session.shares.name(&mut allocation.share, Kind::Memory, source, charge);
@@ -75,12 +76,13 @@ pub fn export_address(session: &Session, r: &mut Reader<'_>, answer: &mut Answer
     Ok(())
 }
 
-/// Gets another worker's memory; returns the driver's handle and the object with its device.
+/// Gets the descriptor of another worker's object by a token, which the frame contains.
 ///
 /// The object has one import more.
-fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Failure> {
+pub fn request(session: &Session, r: &mut Reader<'_>, kind: Kind) -> Result<(Token, OwnedFd), Failure> {
     session.shares.possible()?;
-    let token = r.bytes()?.try_into().ok().and_then(Token::parse).ok_or(status::INVALID_VALUE)?;
+    let token = r.bytes()?.try_into().ok().and_then(Token::parse);
+    let token = token.filter(|token| token.name.kind == kind).ok_or(status::INVALID_VALUE)?;
     let given = session.shares.request(token.name).map_err(|refused| match refused {
         Unshared::Elsewhere => status::NOT_SUPPORTED,
         // As the driver answers for a descriptor of another kind (H100, driver 580).
@@ -88,6 +90,14 @@ fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Fa
         Unshared::Busy => status::OPERATING_SYSTEM,
         Unshared::Driver(code) => code,
     })?;
+    Ok((token, given))
+}
+
+/// Gets another worker's memory; returns the driver's handle and the object with its device.
+///
+/// The object has one import more.
+fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Failure> {
+    let (token, given) = request(session, r, Kind::Memory)?;
     let object = (token.name.worker, token.name.object);
     let mut handle = 0;
     let raw = given.as_raw_fd() as usize as *mut c_void;
@@ -129,7 +139,7 @@ pub fn give(session: &Session, number: u64, name: &Name) {
     // Locked until the answer is sent, so that the end of the object is reported after it.
     let mut exports = session.shares.exports();
     let given = exports.give(name).ok_or(Unshared::Unknown).and_then(|(source, charge)| {
-        Ok((charge, descriptor(session.driver, source).map_err(Unshared::Driver)?))
+        Ok((charge, descriptor(session.driver, &source).map_err(Unshared::Driver)?))
     });
     let beside = given.as_ref().ok().map(|(_, descriptor)| descriptor.as_fd());
     let given = given.as_ref().map(|(charge, _)| *charge).map_err(|why| *why);

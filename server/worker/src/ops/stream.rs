@@ -1,4 +1,4 @@
-//! Streams, events, capture.
+//! Streams, capture.
 
 use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -93,14 +93,6 @@ pub fn query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
         flush_results(session, answer);
     }
     Ok(done?)
-}
-
-/// `STREAM_WAIT_EVENT`: stream, event, flags.
-pub fn wait_event(session: &Session, r: &mut Reader<'_>) -> Done {
-    let (stream, event, flags) =
-        (session.stream(r.word()?)?, session.events.get(r.word()?)?.0, r.word()? as u32);
-    // SAFETY: both belong to this worker.
-    Ok(check(unsafe { (session.driver.call.cuStreamWaitEvent)(stream, event, flags) })?)
 }
 
 /// `STREAM_BATCH`: stream, flags, items (waits for values in device memory, and writes of them).
@@ -251,66 +243,5 @@ pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
     if edges.iter().any(|data| *data != 0) {
         edges.iter().for_each(|data| answer.word(*data));
     }
-    Ok(())
-}
-
-/// `EVENT_CREATE`: new handle, flags.
-pub fn event_create(session: &Session, r: &mut Reader<'_>) -> Done {
-    let (handle, flags) = (r.word()?, r.word()? as u32);
-    let mut event = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid.
-    check(unsafe { (session.driver.call.cuEventCreate)(&mut event, flags) })?;
-    Ok(session.events.put(handle, Object(event))?)
-}
-
-/// `EVENT_DESTROY`
-pub fn event_destroy(session: &Session, r: &mut Reader<'_>) -> Done {
-    let event = session.events.take(r.word()?)?.0;
-    // SAFETY: an event of this worker that no later frame can name.
-    Ok(check(unsafe { (session.driver.call.cuEventDestroy_v2)(event) })?)
-}
-
-/// `EVENT_RECORD`: event, stream, flags.
-pub fn event_record(session: &Session, r: &mut Reader<'_>) -> Done {
-    let (event, stream, flags) =
-        (session.events.get(r.word()?)?.0, session.stream(r.word()?)?, r.word()? as u32);
-    let call = &session.driver.call;
-    // SAFETY: both belong to this worker.
-    Ok(check(unsafe {
-        if flags == 0 {
-            (call.cuEventRecord)(event, stream)
-        } else {
-            (call.cuEventRecordWithFlags)(event, stream, flags)
-        }
-    })?)
-}
-
-/// `EVENT_SYNC`
-pub fn event_sync(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let event = session.events.get(r.word()?)?.0;
-    // SAFETY: an event of this worker.
-    let synced = check(unsafe { (session.driver.call.cuEventSynchronize)(event) });
-    flush_results(session, answer);
-    Ok(synced?)
-}
-
-/// `EVENT_QUERY`
-pub fn event_query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let event = session.events.get(r.word()?)?.0;
-    // SAFETY: an event of this worker.
-    let done = check(unsafe { (session.driver.call.cuEventQuery)(event) });
-    if done != Err(status::NOT_READY) {
-        flush_results(session, answer);
-    }
-    Ok(done?)
-}
-
-/// `EVENT_ELAPSED`: start, end; answers milliseconds as the bits of an f32.
-pub fn event_elapsed(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (start, end) = (session.events.get(r.word()?)?.0, session.events.get(r.word()?)?.0);
-    let mut ms = 0f32;
-    // SAFETY: the out pointer is valid.
-    check(unsafe { (session.driver.call.cuEventElapsedTime)(&mut ms, start, end) })?;
-    answer.word(u64::from(ms.to_bits()));
     Ok(())
 }
