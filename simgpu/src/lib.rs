@@ -19,6 +19,7 @@ pub mod export_tables;
 pub mod exports;
 pub mod fatbin;
 pub mod graph;
+pub mod ipc;
 pub mod launch;
 pub mod memory;
 pub mod module;

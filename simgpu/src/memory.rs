@@ -5,13 +5,13 @@
 
 use crate::config::Config;
 use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
+use crate::ipc;
 use crate::ptx::exec::{MemView, Span};
 use crate::usage::Usage;
 use parking_lot::Mutex;
 use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,6 +25,8 @@ pub struct Backing {
     ptr: *mut u8,
     len: usize,
     origin: Origin,
+    /// The file that other processes map by a legacy handle.
+    file: Mutex<Option<File>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -52,24 +54,27 @@ impl Backing {
             // SAFETY: `len` bytes were just allocated.
             unsafe { ptr.write_bytes(byte, len) };
         }
-        Ok(Arc::new(Backing { ptr, len: len.max(1), origin: Origin::Heap }))
+        Ok(Arc::new(Backing { ptr, len: len.max(1), origin: Origin::Heap, file: Mutex::default() }))
     }
 
     fn mapped(len: usize) -> Result<Arc<Backing>> {
         let len = len.max(1).next_multiple_of(PAGE);
         let ptr = map(0, len, libc::PROT_READ | libc::PROT_WRITE, 0).ok_or(OUT_OF_MEMORY)?;
-        Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped }))
+        Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped, file: Mutex::default() }))
+    }
+
+    fn poisoned(self: Arc<Backing>, poison: Option<u8>) -> Arc<Backing> {
+        if let Some(byte) = poison {
+            // SAFETY: `len` bytes that no other code uses yet.
+            unsafe { self.ptr.write_bytes(byte, self.len) };
+        }
+        self
     }
 
     /// Maps a file, which other processes may map as well.
     fn of_file(file: &File, len: usize) -> Result<Arc<Backing>> {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, anywhere, of an open file.
-        let p = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0) };
-        if p == libc::MAP_FAILED {
-            return Err(OUT_OF_MEMORY);
-        }
-        Ok(Arc::new(Backing { ptr: p.cast(), len, origin: Origin::Mapped }))
+        let ptr = ipc::map(file, len, None).ok_or(OUT_OF_MEMORY)?;
+        Ok(Arc::new(Backing { ptr, len, origin: Origin::Mapped, file: Mutex::default() }))
     }
 }
 
@@ -139,6 +144,8 @@ pub enum Kind {
     },
     /// A variable of a module.
     Variable,
+    /// Memory of another process, opened by a legacy handle.
+    Opened,
 }
 
 /// A range of addresses that was allocated, mapped or registered at once.
@@ -173,6 +180,22 @@ impl Allocation {
 
     pub fn pinned(&self) -> bool {
         matches!(self.kind, Kind::Host { .. } | Kind::Registered { .. })
+    }
+
+    /// Moves the bytes into a file that other processes may map, once; their address stays.
+    pub fn share<T>(&self, name: impl FnOnce(&File) -> Result<T>) -> Result<T> {
+        let backing = &*self.backing;
+        let mut file = backing.file.lock();
+        if file.is_none() {
+            let new = ipc::file()?;
+            let _moves = ipc::WRITING.write();
+            // SAFETY: all bytes of the backing; no entry of a stream runs now.
+            let bytes = unsafe { std::slice::from_raw_parts(backing.ptr, backing.len) };
+            new.write_all_at(bytes, 0).map_err(|_| OUT_OF_MEMORY)?;
+            ipc::map(&new, backing.len, Some(backing.ptr)).ok_or(OUT_OF_MEMORY)?;
+            *file = Some(new);
+        }
+        name(file.as_ref().ok_or(UNKNOWN)?)
     }
 
     pub fn host_ptr(&self) -> *mut u8 {
@@ -388,7 +411,13 @@ impl Space {
         let charged = size.next_multiple_of(SMALL);
         self.charge(device, charged)?;
         let made = (|| {
-            let backing = Backing::heap(size as usize, self.config.poison)?;
+            let backing = match kind {
+                // Whole pages, which a legacy handle may put into a file later.
+                Kind::Device if self.config.export_memory => {
+                    Backing::mapped(size as usize)?.poisoned(self.config.poison)
+                }
+                _ => Backing::heap(size as usize, self.config.poison)?,
+            };
             let mut inner = self.inner.lock();
             let pool = matches!(kind, Kind::Pool { .. });
             let arenas = if pool { &mut inner.pools } else { &mut inner.arenas };
@@ -479,7 +508,12 @@ impl Space {
         if overlaps(&inner.map, at, size) {
             return Err(crate::errors::HOST_MEMORY_ALREADY_REGISTERED);
         }
-        let backing = Arc::new(Backing { ptr: at as *mut u8, len: size as usize, origin: Origin::Borrowed });
+        let backing = Arc::new(Backing {
+            ptr: at as *mut u8,
+            len: size as usize,
+            origin: Origin::Borrowed,
+            file: Mutex::default(),
+        });
         let kind = Kind::Registered { flags };
         let a = Allocation {
             base: at,
@@ -509,7 +543,7 @@ impl Space {
         let a = inner.map.get(&base).filter(|a| wanted(a)).cloned()?;
         inner.map.remove(&base);
         inner.view = None;
-        if matches!(a.kind, Kind::Device | Kind::Variable | Kind::Pool { .. }) {
+        if matches!(a.kind, Kind::Device | Kind::Variable | Kind::Opened | Kind::Pool { .. }) {
             let inner = &mut *inner;
             if let Some(arena) = inner.arenas.iter_mut().chain(&mut inner.pools).find(|r| r.holds(base)) {
                 arena.release(base, a.size);
@@ -660,22 +694,11 @@ impl Space {
             if !shared {
                 return Ok((None, Backing::heap(size as usize, self.config.poison)?));
             }
-            // SAFETY: the name is a C string; no other code owns the returned descriptor.
-            let file = unsafe {
-                let fd = libc::memfd_create(c"simgpu".as_ptr(), libc::MFD_CLOEXEC);
-                if fd < 0 {
-                    return Err(OUT_OF_MEMORY);
-                }
-                File::from_raw_fd(fd)
-            };
+            let file = ipc::file()?;
             // Behind the memory, the file tells importers its card.
             let card = self.cards[device as usize].to_le_bytes();
             file.write_all_at(&card, size).map_err(|_| OUT_OF_MEMORY)?;
-            let backing = Backing::of_file(&file, size as usize)?;
-            if let Some(byte) = self.config.poison {
-                // SAFETY: `size` bytes were just mapped.
-                unsafe { backing.ptr.write_bytes(byte, size as usize) };
-            }
+            let backing = Backing::of_file(&file, size as usize)?.poisoned(self.config.poison);
             Ok((Some(file), backing))
         };
         let (file, backing) = made().inspect_err(|_| self.usage.give(self.cards[device as usize], size))?;
@@ -718,6 +741,32 @@ impl Space {
         let properties = properties(device);
         let backing = Backing::of_file(&file, size as usize)?;
         Ok(self.physical(device, size, properties, backing, None, false))
+    }
+
+    /// Maps memory of another process at a free address.
+    pub fn open(&self, file: &File, size: u64, card: u32, context: usize) -> Result<Arc<Allocation>> {
+        let device = self.cards.iter().position(|known| *known == card).ok_or(INVALID_VALUE)?;
+        let long = file.metadata().is_ok_and(|known| known.len() >= size);
+        if size == 0 || !long {
+            return Err(INVALID_VALUE);
+        }
+        let backing = Backing::of_file(file, (size as usize).next_multiple_of(PAGE))?;
+        let mut inner = self.inner.lock();
+        let base = inner.arenas[device].alloc(size).ok_or(OUT_OF_MEMORY)?;
+        let a = Allocation {
+            base,
+            size,
+            device: device as u32,
+            context,
+            kind: Kind::Opened,
+            id: 0,
+            access: AtomicU64::new(0),
+            backing,
+            offset: 0,
+            charged: 0,
+            freed: AtomicBool::new(false),
+        };
+        Ok(self.insert(&mut inner, a))
     }
 
     pub fn map(&self, at: u64, size: u64, offset: u64, physical: Arc<Physical>) -> Result {

@@ -2,6 +2,7 @@
 
 use crate::driver::driver;
 use crate::errors::{self, Error, INVALID_VALUE, Result};
+use crate::ipc::Counter;
 use crate::memory::{Allocation, Piece};
 use crate::module::Function;
 use crate::pool;
@@ -93,12 +94,18 @@ pub enum Op {
         value: u64,
         wide: bool,
     },
+    /// Completes a record that other processes see; waits for one of another process.
+    Complete(Arc<Counter>, u64),
+    Await(Arc<Counter>, u64),
     Free(u64),
     Sequence(Arc<Vec<Op>>),
 }
 
 impl Op {
     pub fn run(&self, stream: &Arc<Stream>) -> Result {
+        let writes = matches!(self, Op::Kernel(_) | Op::Copy(_) | Op::Fill(_) | Op::Write { .. });
+        // Entries never wait for a thread that waits to move memory.
+        let _moves = writes.then(|| crate::ipc::WRITING.read_recursive());
         match self {
             Op::Empty => Ok(()),
             Op::Kernel(launch) => launch.run(stream),
@@ -117,6 +124,14 @@ impl Op {
             }
             Op::Record(time) => {
                 let _ = time.set(Instant::now());
+                Ok(())
+            }
+            Op::Complete(counter, number) => {
+                counter.complete(*number);
+                Ok(())
+            }
+            Op::Await(counter, number) => {
+                counter.wait(*number, || stream.life.over());
                 Ok(())
             }
             Op::Wait { at, value, flags, wide } => wait_value(stream, *at, *value, *flags, *wide),
@@ -156,6 +171,7 @@ impl Op {
             Op::Record(time) => {
                 let _ = time.set(Instant::now());
             }
+            Op::Complete(counter, number) => counter.complete(*number),
             Op::Callback { func, data, stream } => call_back(*func, *stream, errors::LAUNCH_FAILED.0, *data),
             _ => {}
         }

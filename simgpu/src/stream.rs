@@ -4,6 +4,7 @@ use crate::context::Life;
 use crate::driver::driver;
 use crate::errors::{self, Error, Result};
 use crate::graph::Capturing;
+use crate::ipc::Counter;
 use crate::op::Op;
 use crate::registry::Registry;
 use parking_lot::{Condvar, Mutex};
@@ -217,5 +218,7 @@ pub struct Event {
     pub flags: u32,
     pub context: usize,
     pub device: u32,
+    /// Records that other processes see, too.
+    pub shared: Option<Arc<Counter>>,
     pub state: Mutex<EventState>,
 }

@@ -1,13 +1,7 @@
 // Memory of several processes: the first one allocates and exports, each child (fork and exec)
 // imports everything, and their kernels read what the others wrote.
-#include "driver.h"
+#include "processes.h"
 
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <cstring>
-#include <string>
 #include <vector>
 
 constexpr int CHILDREN = 2, ROUNDS = 50;
@@ -22,38 +16,6 @@ __global__ void fill(unsigned *values, unsigned add) {
 __global__ void differ(const unsigned *values, unsigned add, unsigned *count) {
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (values[i] != i * 3u + add) atomicAdd(count, 1u);
-}
-
-static void tell(int peer) { EXPECT(write(peer, "x", 1) == 1); }
-
-static void hear(int peer) {
-    char byte;
-    EXPECT(read(peer, &byte, 1) == 1);
-}
-
-static void send_descriptor(int peer, int descriptor) {
-    char byte = 'd', space[CMSG_SPACE(sizeof descriptor)] = {};
-    iovec part = {&byte, 1};
-    msghdr message = {};
-    message.msg_iov = &part, message.msg_iovlen = 1;
-    message.msg_control = space, message.msg_controllen = sizeof space;
-    cmsghdr *rights = CMSG_FIRSTHDR(&message);
-    rights->cmsg_level = SOL_SOCKET, rights->cmsg_type = SCM_RIGHTS, rights->cmsg_len = CMSG_LEN(sizeof descriptor);
-    std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
-    EXPECT(sendmsg(peer, &message, 0) == 1);
-}
-
-static int receive_descriptor(int peer) {
-    char byte, space[CMSG_SPACE(sizeof(int))];
-    iovec part = {&byte, 1};
-    msghdr message = {};
-    message.msg_iov = &part, message.msg_iovlen = 1;
-    message.msg_control = space, message.msg_controllen = sizeof space;
-    EXPECT(recvmsg(peer, &message, 0) == 1);
-    int descriptor;
-    EXPECT(CMSG_FIRSTHDR(&message) != nullptr);
-    std::memcpy(&descriptor, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof descriptor);
-    return descriptor;
 }
 
 static CUmemAllocationProp properties() {
@@ -73,7 +35,7 @@ static size_t piece() {
 }
 
 // Imports a piece for each child, and maps them side by side.
-static CUdeviceptr import_all(int peer) {
+static CUdeviceptr import_all(const Peer &peer) {
     DRIVER(cuMemAddressReserve);
     DRIVER(cuMemImportFromShareableHandle);
     DRIVER(cuMemMap);
@@ -83,7 +45,7 @@ static CUdeviceptr import_all(int peer) {
     CUdeviceptr range;
     CHECK_DRIVER(cuMemAddressReserve_(&range, CHILDREN * size, 0, 0, 0));
     for (int i = 0; i < CHILDREN; i++) {
-        int descriptor = receive_descriptor(peer);
+        int descriptor = peer.receive_descriptor();
         CUmemGenericAllocationHandle memory;
         CHECK_DRIVER(cuMemImportFromShareableHandle_(&memory, reinterpret_cast<void *>(uintptr_t(descriptor)),
                                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
@@ -98,12 +60,12 @@ static CUdeviceptr import_all(int peer) {
 }
 
 // Waits until all children have come this far.
-static void barrier(int peer) {
-    tell(peer);
-    hear(peer);
+static void barrier(const Peer &peer) {
+    peer.tell();
+    peer.hear();
 }
 
-static int child(int number, int peer) {
+static int child(int number, const Peer &peer) {
     CHECK(cudaFree(nullptr));
     const size_t size = piece();
     CUdeviceptr range = import_all(peer);
@@ -141,20 +103,8 @@ static int child(int number, int peer) {
     return 0;
 }
 
-// Starts this program once more, with the number of a child and of its descriptor.
-static pid_t start(int number, int peer) {
-    pid_t pid = fork();
-    EXPECT(pid >= 0);
-    if (pid == 0) {
-        std::string words[] = {std::to_string(number), std::to_string(peer)};
-        execl("/proc/self/exe", "sharedMemory", words[0].c_str(), words[1].c_str(), nullptr);
-        _exit(9);
-    }
-    return pid;
-}
-
 int main(int argc, char **argv) {
-    if (argc == 3) return child(std::atoi(argv[1]), std::atoi(argv[2]));
+    if (argc == 3) return child(std::atoi(argv[1]), parent(argv));
     CHECK(cudaFree(nullptr));
     DRIVER(cuMemCreate);
     DRIVER(cuMemExportToShareableHandle);
@@ -171,27 +121,18 @@ int main(int argc, char **argv) {
         CHECK_DRIVER(
             cuMemExportToShareableHandle_(&descriptors[i], memory[i], CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
     }
-    int peers[CHILDREN];
-    pid_t pids[CHILDREN];
+    std::vector<Peer> peers;
     for (int i = 0; i < CHILDREN; i++) {
-        int pair[2];
-        EXPECT(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-        pids[i] = start(i, pair[1]);
-        close(pair[1]);
-        peers[i] = pair[0];
-        for (int descriptor : descriptors) send_descriptor(peers[i], descriptor);
+        peers.push_back(start(std::to_string(i).c_str()));
+        for (int descriptor : descriptors) peers[i].send_descriptor(descriptor);
     }
     for (int descriptor : descriptors) close(descriptor);
     std::printf("sharedMemory: %d children have %d pieces\n", CHILDREN, CHILDREN);
     for (int step = 0; step < 2 * ROUNDS; step++) {
-        for (int peer : peers) hear(peer);
-        for (int peer : peers) tell(peer);
+        for (const Peer &peer : peers) peer.hear();
+        for (const Peer &peer : peers) peer.tell();
     }
-    for (pid_t pid : pids) {
-        int status = 0;
-        EXPECT(waitpid(pid, &status, 0) == pid);
-        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    }
+    for (const Peer &peer : peers) EXPECT(peer.end() == 0);
     for (CUmemGenericAllocationHandle one : memory) CHECK_DRIVER(cuMemRelease_(one));
     std::printf("sharedMemory: %d rounds right\n", ROUNDS);
     return 0;

@@ -275,14 +275,6 @@ export! {
             _ => Err(INVALID_VALUE),
         }
     }
-
-    // Simulated memory cannot be exported this way; NVIDIA's driver refuses it for mapped memory as
-    // well.
-    fn cuIpcGetMemHandle(_handle: *mut u8, at: u64) {
-        current()?;
-        driver()?.space.find(at).ok_or(INVALID_VALUE)?;
-        Err(INVALID_VALUE)
-    }
 }
 
 fn managed(at: u64, bytes: usize) -> Result {

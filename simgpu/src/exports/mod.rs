@@ -7,6 +7,7 @@ pub mod core_dump;
 pub mod device;
 pub mod graph;
 pub mod green;
+pub mod ipc;
 pub mod launch;
 pub mod link;
 pub mod memory;

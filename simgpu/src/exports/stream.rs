@@ -8,6 +8,7 @@ use crate::driver::driver;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result};
 use crate::export;
 use crate::graph::{GRAPHS, NODES, Node, NodeKind};
+use crate::ipc::Counter;
 use crate::op::Op;
 use crate::registry::handle;
 use crate::stream::{EVENTS, Event, EventState, Recorded, Role, STREAMS, Stream};
@@ -38,7 +39,7 @@ fn destroy(h: usize) -> Result {
     Ok(())
 }
 
-fn event(h: usize) -> Result<Arc<Event>> {
+pub(super) fn event(h: usize) -> Result<Arc<Event>> {
     driver()?;
     EVENTS.get(h)
 }
@@ -51,8 +52,9 @@ fn destroy_event(h: usize) -> Result {
     EVENTS.remove(h).map(drop)
 }
 
-/// A bit of `CUevent_flags`.
-const DISABLE_TIMING: u32 = 2;
+/// Bits of `CUevent_flags`.
+pub(super) const DISABLE_TIMING: u32 = 2;
+pub(super) const INTERPROCESS: u32 = 4;
 
 fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Result {
     let (e, s) = (event(h)?, stream(stream_handle, per_thread)?);
@@ -76,6 +78,10 @@ fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Resul
         let mut state = e.state.lock();
         state.captured = None;
         state.recorded = Some(Recorded { point, time });
+        if let Some(counter) = &e.shared {
+            let number = counter.begin();
+            submit::submit(&s, Op::Complete(counter.clone(), number))?;
+        }
     }
     Ok(())
 }
@@ -87,6 +93,12 @@ pub(super) fn recorded(e: &Event) -> Result<Option<Recorded>> {
         return Err(errors::CAPTURED_EVENT);
     }
     Ok(state.recorded.clone())
+}
+
+/// Returns the last record of an event if another process made it.
+fn record_of_other(e: &Event) -> Option<(Arc<Counter>, u64)> {
+    let counter = e.shared.as_ref()?;
+    Some((counter.clone(), counter.of_other()?))
 }
 
 fn elapsed(to: *mut f32, start: usize, end: usize) -> Result {
@@ -273,6 +285,9 @@ export! {
         if capture::wait(&s, &event)? {
             return Ok(());
         }
+        if let Some((counter, number)) = record_of_other(&event) {
+            return submit::submit(&s, Op::Await(counter, number)).map(drop);
+        }
         let Some(r) = event.state.lock().recorded.clone() else { return Ok(()) };
         if r.point.reached() {
             return s.life.check();
@@ -359,10 +374,15 @@ export! {
 
     fn cuEventCreate(to: *mut usize, flags: u32) {
         let ctx = working()?;
-        if flags & !7 != 0 || (flags & 4 != 0 && flags & DISABLE_TIMING == 0) {
+        if flags & !7 != 0 || (flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0) {
             return Err(INVALID_VALUE);
         }
-        let e = Event { flags, context: handle(&ctx), device: ctx.device, state: parking_lot::Mutex::new(EventState::default()) };
+        let shared = match flags & INTERPROCESS {
+            0 => None,
+            _ => Some(Arc::new(Counter::create()?)),
+        };
+        let state = parking_lot::Mutex::new(EventState::default());
+        let e = Event { flags, context: handle(&ctx), device: ctx.device, shared, state };
         out(to, EVENTS.insert(Arc::new(e)))
     }
 
@@ -381,6 +401,9 @@ export! {
         let e = event(h)?;
         let last = recorded(&e)?;
         forbid_unsafe()?;
+        if let Some((counter, number)) = record_of_other(&e) {
+            return if counter.is_complete(number) { Ok(()) } else { Err(NOT_READY) };
+        }
         match last {
             Some(r) => {
                 r.point.stream.life.check()?;
@@ -399,6 +422,10 @@ export! {
         submit::not_in_callback()?;
         let last = recorded(&e)?;
         forbid_unsafe()?;
+        if let Some((counter, number)) = record_of_other(&e) {
+            counter.wait(number, || false);
+            return Ok(());
+        }
         match last {
             Some(r) => {
                 r.point.wait();
