@@ -57,6 +57,7 @@ mod thread;
 mod trace;
 mod unsolicited;
 mod window;
+mod written_pages;
 
 /// Marks this library, so that a server does not load it as its GPU driver (`gpuserver`'s key
 /// `driver`).

@@ -18,6 +18,12 @@ use nix::unistd::Pid;
 use crate::client::{Client, word};
 use crate::status::Result;
 use crate::window::PAGE;
+use crate::written_pages::{self, Watch};
+
+/// Blocks that one part of a change has at most.
+const RUN: usize = 64;
+/// Shorter regions are compared sooner than the kernel says what the program has written.
+const WATCHED: usize = 64 << 10;
 
 /// Way to read a region's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -73,6 +79,8 @@ pub struct Region {
     names: AtomicUsize,
     /// The contents that the worker knows; empty once the memory is freed.
     shadow: Mutex<Vec<u8>>,
+    /// The kernel's notes of what the program has written; without them all memory is compared.
+    watch: Option<Watch>,
 }
 
 /// Reference to a region by a graph or a capture, whose copies name it.
@@ -156,6 +164,9 @@ impl Region {
             made: AtomicBool::new(false),
             names: AtomicUsize::new(0),
             shadow: Mutex::new(vec![0; len as usize]),
+            watch: (kind == mirror::DEVICE && len as usize >= WATCHED)
+                .then(|| Watch::new(written_pages::around(base as usize, len as usize)))
+                .flatten(),
         }
     }
 
@@ -198,16 +209,33 @@ impl Region {
     fn upload_read(&self, offset: usize, len: usize, reading: Reading) -> Result {
         let _order = lock(&SENDING);
         let mut body = Vec::new();
-        let send = |body: &mut Vec<u8>| {
-            self.client
-                .post(op::WRITE_HOST, |w| {
-                    w.word(self.id);
-                    w.words(body);
-                })
-                .map(|_| body.clear())
-        };
         let first = offset / BLOCK * BLOCK;
-        for offset in (first..offset.saturating_add(len).min(self.len)).step_by(BLOCK) {
+        let end = offset.saturating_add(len).min(self.len);
+        match &self.watch {
+            Some(watch) if first < end => {
+                let pages = written_pages::around(self.base + first, end - first);
+                watch.take(pages, |pages| {
+                    let first = pages.start.saturating_sub(self.base) / BLOCK * BLOCK;
+                    self.compare(first, (pages.end - self.base).min(self.len), reading, &mut body)
+                })?;
+            }
+            _ => self.compare(first, end, reading, &mut body)?,
+        }
+        if body.is_empty() { Ok(()) } else { self.send(&mut body) }
+    }
+
+    fn send(&self, body: &mut Vec<u8>) -> Result {
+        let sent = self.client.post(op::WRITE_HOST, |w| {
+            w.word(self.id);
+            w.words(body);
+        });
+        body.clear();
+        sent.map(|_| ())
+    }
+
+    /// Appends the program's changes between two offsets to a frame's body, and sends full ones.
+    fn compare(&self, first: usize, end: usize, reading: Reading, body: &mut Vec<u8>) -> Result {
+        for offset in (first..end).step_by(RUN * BLOCK) {
             {
                 // The connection's reader takes this lock, too, so it is not held while frames are
                 // sent.
@@ -215,24 +243,46 @@ impl Region {
                 if shadow.is_empty() {
                     return Ok(());
                 }
-                let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
-                let mut copy = [0; BLOCK];
-                let copy = &mut copy[..shadow.len()];
-                if !reading.copy_differing(self.base + offset, shadow, copy) {
-                    continue;
-                }
-                if self.kind == mirror::DEVICE {
-                    changes::push(&mut body, offset as u64, copy);
-                } else {
-                    changes::push_differing(&mut body, offset as u64, shadow, copy);
-                }
-                shadow.copy_from_slice(copy);
+                let stop = (offset + RUN * BLOCK).min(end.next_multiple_of(BLOCK)).min(self.len);
+                self.compare_run(&mut shadow[offset..stop], offset, reading, body);
             }
             if body.len() >= changes::FRAME {
-                send(&mut body)?;
+                self.send(body)?;
             }
         }
-        if body.is_empty() { Ok(()) } else { send(&mut body) }
+        Ok(())
+    }
+
+    /// Appends the changes of some blocks to a frame's body; `shadow` is their known contents.
+    fn compare_run(&self, shadow: &mut [u8], offset: usize, reading: Reading, body: &mut Vec<u8>) {
+        let mut changed = 0..0;
+        let take = |shadow: &[u8], changed: std::ops::Range<usize>, body: &mut Vec<u8>| {
+            if !changed.is_empty() {
+                changes::push(body, (offset + changed.start) as u64, &shadow[changed]);
+            }
+        };
+        for at in (0..shadow.len()).step_by(BLOCK) {
+            let block = at..(at + BLOCK).min(shadow.len());
+            let known = &mut shadow[block.clone()];
+            let mut copy = [0; BLOCK];
+            let copy = &mut copy[..known.len()];
+            if !reading.copy_differing(self.base + offset + at, known, copy) {
+                continue;
+            }
+            if self.kind == mirror::DEVICE {
+                // Neighbouring blocks travel as one part, which the worker copies at once.
+                known.copy_from_slice(copy);
+                if changed.end != at {
+                    take(shadow, changed.clone(), body);
+                    changed.start = at;
+                }
+                changed.end = block.end;
+            } else {
+                changes::push_differing(body, (offset + at) as u64, known, copy);
+                known.copy_from_slice(copy);
+            }
+        }
+        take(shadow, changed, body);
     }
 }
 
@@ -400,6 +450,30 @@ mod tests {
         memory[BLOCK + 8] = 1;
         region.upload().unwrap();
         assert_eq!(sent(&program, &region), [(BLOCK as u64, BLOCK)]);
+        discard(&region).unwrap();
+    }
+
+    #[test]
+    fn neighbouring_blocks_of_device_memory_are_one_part() {
+        let program = Program::new();
+        let (mut memory, region) = mirrored(&program, mirror::DEVICE, 3 * RUN);
+        for block in [1, 2, 4, RUN - 1, RUN, 3 * RUN - 1] {
+            memory[block * BLOCK + 9] = 1;
+        }
+        region.upload().unwrap();
+        let part = |block: usize, count: usize| ((block * BLOCK) as u64, count * BLOCK);
+        assert_eq!(
+            sent(&program, &region),
+            [part(1, 2), part(4, 1), part(RUN - 1, 1), part(RUN, 1), part(3 * RUN - 1, 1)],
+        );
+        region.upload().unwrap();
+        assert!(sent(&program, &region).is_empty(), "the worker knows all");
+        memory[2 * BLOCK] = 7;
+        memory[8 * BLOCK] = 7;
+        region.upload_part(3 * BLOCK, 8 * BLOCK).unwrap();
+        assert_eq!(sent(&program, &region), [part(8, 1)], "the blocks that a copy names");
+        region.upload().unwrap();
+        assert_eq!(sent(&program, &region), [part(2, 1)], "the others stay to be sent");
         discard(&region).unwrap();
     }
 

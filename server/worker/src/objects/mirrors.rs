@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::{Address, Status, status};
-
-/// Hash of a block of device memory.
-pub type Hash = [u8; 16];
+use crate::objects::block_hash::{Hash, Keys};
+use crate::objects::device_blocks::Finder;
 
 /// Place of a mirror's bytes.
 pub enum Backing {
@@ -39,25 +38,31 @@ pub struct Inner {
     pub charged: u64,
     /// Managed variables that the driver reported: size, and module or library.
     pub managed: HashMap<Address, (u64, u64)>,
+    /// Means to find changes of mirrored device memory, by device.
+    pub finders: HashMap<u32, Finder>,
 }
 
 /// All mirrors, by the client's number of the region.
 pub struct Mirrors {
     pub limit: u64,
+    /// Keys of the hashes of blocks, from the first mirror of device memory on.
+    keys: OnceLock<Keys>,
     inner: Mutex<Inner>,
-}
-
-/// Returns the hash of a block.
-pub fn hash(block: &[u8]) -> Hash {
-    let mut out = [0; 16];
-    out.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
-    out
 }
 
 impl Mirrors {
     /// Starts with no mirror; all together may take `limit` bytes of host memory.
     pub fn new(limit: u64) -> Self {
-        Self { limit, inner: Mutex::default() }
+        Self { limit, keys: OnceLock::new(), inner: Mutex::default() }
+    }
+
+    /// Returns the keys of the hashes of blocks.
+    pub fn keys(&self) -> Result<&Keys, Status> {
+        if let Some(keys) = self.keys.get() {
+            return Ok(keys);
+        }
+        let drawn = Keys::draw().map_err(|_| status::OPERATING_SYSTEM)?;
+        Ok(self.keys.get_or_init(|| drawn))
     }
 
     /// Locks all mirrors.

@@ -1,7 +1,9 @@
 //! Objects behind the client's handles that are more than a handle of the driver.
 
 pub mod allocations;
+pub mod block_hash;
 pub mod counters;
+pub mod device_blocks;
 pub mod jit;
 pub mod links;
 pub mod memory;

@@ -5,6 +5,7 @@
 //!
 //! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
+use std::collections::hash_map::Entry;
 use std::num::NonZeroUsize;
 
 use gpusession_proto::changes::{self, BLOCK};
@@ -13,17 +14,17 @@ use gpusession_proto::supervise::FromWorker;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::answer::{Answer, Done, Failure};
-use crate::driver::{Address, Handle, Status, check, status};
+use crate::driver::{Address, Status, check, status};
 use crate::frame::Frame;
-use crate::objects::mirrors::{Backing, Hash, Mirror, Mirrors, hash};
+use crate::objects::block_hash::Hash;
+use crate::objects::device_blocks::{Finder, Region};
+use crate::objects::mirrors::{Backing, Inner, Mirror, Mirrors};
 use crate::ops::allocations;
 use crate::session::Session;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
 const REGISTER: u32 = 1 | 2;
 const PAGE: usize = 4096;
-/// Bytes of device memory that are compared at a time.
-const PIECE: usize = 2 << 20;
 
 impl Mirrors {
     /// Sends the device's changes to the client; call it after the driver has synchronised.
@@ -51,36 +52,52 @@ impl Mirrors {
                         }
                     }
                 }
-                Backing::Device { device, blocks } => {
-                    if in_callback {
-                        continue;
-                    }
-                    // A context that no longer copies has had an error, which the program receives
-                    // elsewhere.
-                    let _ = session.contexts.within_apart(session.driver, *device, |stream| {
-                        let mut piece = vec![0u8; PIECE.min(mirror.len)];
-                        for start in (0..mirror.len).step_by(PIECE) {
-                            let piece = &mut piece[..PIECE.min(mirror.len - start)];
-                            copy_out(session, piece, (mirror.address + start) as Address, stream)?;
-                            for (i, block) in piece.chunks(BLOCK).enumerate() {
-                                let known = &mut blocks[start / BLOCK + i];
-                                let now = hash(block);
-                                if *known != now {
-                                    *known = now;
-                                    changes::push(&mut changed.body, (start + i * BLOCK) as u64, block);
-                                    changed.flush_beyond(changes::FRAME);
-                                }
-                            }
-                        }
-                        Ok(())
-                    });
-                }
+                Backing::Device { .. } => {}
             }
             changed.flush_beyond(0);
+        }
+        if !in_callback {
+            inner.changed_on_devices(session, self, &mut out);
         }
         // Sent under the lock: otherwise another thread could find no change, and answer first.
         if !out.is_empty() {
             session.replies.send_frames(out);
+        }
+    }
+}
+
+impl Inner {
+    /// Appends the changes of device memory to frames.
+    fn changed_on_devices(&mut self, session: &Session, mirrors: &Mirrors, out: &mut Vec<u8>) {
+        let Ok(keys) = mirrors.keys() else { return };
+        for (&device, finder) in &mut self.finders {
+            let mut regions: Vec<_> = self
+                .mirrors
+                .iter_mut()
+                .filter_map(|(&id, mirror)| match &mut mirror.backing {
+                    Backing::Device { device: on, blocks } if *on == device => {
+                        Some(Region { id, address: mirror.address, len: mirror.len, blocks })
+                    }
+                    _ => None,
+                })
+                .collect();
+            if regions.is_empty() {
+                continue;
+            }
+            let mut changed = Changed { session, out, region: 0, body: Vec::new() };
+            // A context that no longer copies has had an error, which the program receives
+            // elsewhere.
+            let _ = session.contexts.within_apart(session.driver, device, |stream| {
+                finder.find(session.driver, keys, stream, &mut regions, |region, offset, bytes| {
+                    if region != changed.region {
+                        changed.flush_beyond(0);
+                        changed.region = region;
+                    }
+                    changes::push(&mut changed.body, offset, bytes);
+                    changed.flush_beyond(changes::FRAME);
+                })
+            });
+            changed.flush_beyond(0);
         }
     }
 }
@@ -103,14 +120,6 @@ impl Changed<'_> {
             self.body.clear();
         }
     }
-}
-
-fn copy_out(session: &Session, target: &mut [u8], source: Address, stream: Handle) -> Result<(), Status> {
-    let call = &session.driver.call;
-    // SAFETY: the target has that many bytes, and outlives the copy, which the next call waits for.
-    check(unsafe { (call.cuMemcpyDtoHAsync_v2)(target.as_mut_ptr().cast(), source, target.len(), stream) })?;
-    // SAFETY: a stream of this worker.
-    check(unsafe { (call.cuStreamSynchronize)(stream) })
 }
 
 /// `MIRROR_HOST`: region, kind, address, length; answers the device's address.
@@ -162,12 +171,14 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
                 // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
                 // SAFETY: a stream of this worker.
-                check(unsafe { (call.cuStreamSynchronize)(stream) })
+                check(unsafe { (call.cuStreamSynchronize)(stream) })?;
+                if let Entry::Vacant(place) = inner.finders.entry(device) {
+                    let under_mps = session.contexts.under_mps(session.driver);
+                    place.insert(Finder::open(session.driver, session.mirrors.keys()?, under_mps)?);
+                }
+                Ok(())
             })?;
-            let mut blocks = vec![hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
-            if let (Some(last), rest @ 1..) = (blocks.last_mut(), len % BLOCK) {
-                *last = hash(&[0; BLOCK][..rest]);
-            }
+            let blocks = vec![session.mirrors.keys()?.hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
             let backing = Backing::Device { device, blocks };
             (Mirror { address: base, len, charge, backing }, base as Address)
         }
@@ -295,11 +306,13 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
         }
         Backing::Device { device, blocks } => {
             let whole = |(offset, bytes): &(usize, &[u8])| {
-                offset.is_multiple_of(BLOCK) && bytes.len() == BLOCK.min(*len - offset)
+                let ends = bytes.len().is_multiple_of(BLOCK) || offset + bytes.len() == *len;
+                offset.is_multiple_of(BLOCK) && ends
             };
             if !parts.iter().all(whole) {
                 return Err(Failure::Status(status::INVALID_VALUE));
             }
+            let keys = session.mirrors.keys()?;
             let written = session.contexts.within_apart(session.driver, *device, |stream| {
                 let call = &session.driver.call;
                 for (offset, bytes) in &parts {
@@ -309,7 +322,9 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
                     check(unsafe {
                         (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), bytes.len(), stream)
                     })?;
-                    blocks[offset / BLOCK] = hash(bytes);
+                    for (block, known) in bytes.chunks(BLOCK).zip(&mut blocks[offset / BLOCK..]) {
+                        *known = keys.hash(block);
+                    }
                 }
                 // SAFETY: a stream of this worker.
                 check(unsafe { (call.cuStreamSynchronize)(stream) })
