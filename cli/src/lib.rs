@@ -399,7 +399,8 @@ async fn status(json: bool, wait: bool) -> Result<i32> {
         raw["no_gpu_reason"] = json!(reason);
         print(&raw.to_string());
     } else {
-        print(&show::status(&described, reason.as_deref()));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64);
+        print(&show::status(&described, reason.as_deref(), now));
     }
     Ok(0)
 }
@@ -646,7 +647,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
             LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![], allow_clear };
         (file, expires_usec)
     } else {
-        let direct = run::Direct::new(&request.wanted.servers, allow_clear)?;
+        let direct = run::Direct::new(&request.wanted.servers, allow_clear).await?;
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;

@@ -20,6 +20,7 @@ use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
 use gpusessiond::paths;
 use gpusessiond::peer;
 use gpusessiond::pool::PoolServer;
+use gpusessiond::renewal::{self, Renewer};
 use gpusessiond::units::{SmPercent, control_address};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -98,9 +99,18 @@ pub struct Direct {
 
 impl Direct {
     /// Connects to the servers `named`, else to those of the caller's `servers.toml`.
-    pub fn new(named: &[String], allow_clear: bool) -> Result<Self> {
+    ///
+    /// Renews the caller's own identity while the process lives, and follows renewals by others.
+    pub async fn new(named: &[String], allow_clear: bool) -> Result<Self> {
         let home = Home::of_caller();
         let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
+        let standing = tokio::sync::watch::Sender::new(None);
+        let mut renewer = Renewer::new(home.clone(), identity.clone(), Arc::new(renewal::wall), standing);
+        if renewer.expired() {
+            // With this certificate, servers answer nothing but its renewal.
+            renewer.look().await;
+        }
+        tokio::spawn(renewer.follow());
         let servers = if named.is_empty() {
             home.addresses().map_err(|e| Failure::of_identity(&e))?
         } else {
@@ -140,7 +150,7 @@ pub async fn direct(
     known: Option<&str>,
     program: &[OsString],
 ) -> Result<i32> {
-    let direct = Direct::new(servers, allow_clear)?;
+    let direct = Direct::new(servers, allow_clear).await?;
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
     spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
     let lease = tokio::select! {

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-use gpusession_bus::describe::{Described, Failure, Lease};
+use gpusession_bus::describe::{Described, Failure, Identity, Lease};
 use gpusession_common::units::{human_bytes, human_duration};
 
 /// Aligns columns; the last column is not padded.
@@ -145,8 +145,26 @@ fn failed(lease: &Lease, failure: &Failure) -> String {
     )
 }
 
+/// Describes this client's certificate, such as "identity vm-7: good until 2031-02-03 (41 days)".
+fn validity(identity: &Identity, now: u64) -> String {
+    let (seconds, day) = (identity.expires_usec / 1_000_000, 24 * 3600 * 1_000_000);
+    let date = i64::try_from(seconds).ok().and_then(|s| x509_parser::time::ASN1Time::from_timestamp(s).ok());
+    let date = date.map_or_else(String::new, |date| date.to_datetime().date().to_string());
+    let why = identity.trouble.as_ref().map(|why| format!("; not renewed: {why}")).unwrap_or_default();
+    let name = &identity.name;
+    match identity.expires_usec.checked_sub(now) {
+        Some(left) => format!("identity {name}: good until {date} ({} days){why}", left / day),
+        None => format!(
+            "identity {name}: EXPIRED on {date}{why}; the daemon tries to renew it for 30 days, or `renew_grace` of the servers; \
+             later `gpuserver clients forget {name}` there, then `gpusession leave` and `gpusession join` here"
+        ),
+    }
+}
+
 /// Formats `gpusession status`; `reason` is why a program started in this shell gets no GPU.
-pub fn status(described: &Described, reason: Option<&str>) -> String {
+///
+/// `now`: microseconds since the epoch.
+pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
     let mut out = String::new();
     let headline = match described.state.as_str() {
         "ready" if described.gpus_wanted == 0 => "ready: no lease is configured".to_owned(),
@@ -158,6 +176,9 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
         _ => format!("degraded: {} of {} GPU(s) leased", described.gpus_leased, described.gpus_wanted),
     };
     let _ = writeln!(out, "gpusession {} is {headline}", described.version);
+    if let Some(identity) = &described.identity {
+        let _ = writeln!(out, "{}", validity(identity, now));
+    }
     if let Some(reason) = reason {
         let _ = writeln!(out, "no GPU for programs started in this shell: {reason}");
     }
@@ -278,4 +299,29 @@ pub fn list(described: &Described) -> String {
         return "no leases\n".into();
     }
     table(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: u64 = 1_700_000_000_000_000;
+
+    #[test]
+    fn a_certificate_does_not_end_silently() {
+        let of = |days: i64, trouble: Option<&str>| Described {
+            identity: Some(Identity {
+                name: "vm-7".into(),
+                expires_usec: NOW.saturating_add_signed(days * 24 * 3600 * 1_000_000),
+                trouble: trouble.map(Into::into),
+            }),
+            ..crate::health::testing::described()
+        };
+        let text = status(&of(41, None), None, NOW);
+        assert!(text.contains("identity vm-7: good until 2023-12-25 (41 days)\n"), "{text}");
+        let text = status(&of(3, Some("gpu1:7601 did not answer")), None, NOW);
+        assert!(text.contains("(3 days); not renewed: gpu1:7601 did not answer\n"), "{text}");
+        let text = status(&of(-400, None), None, NOW);
+        assert!(text.contains("EXPIRED on 2022-10-10") && text.contains("clients forget vm-7"), "{text}");
+    }
 }

@@ -1,7 +1,7 @@
 //! Network client of a GPU server: gRPC over mutual TLS.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -43,14 +43,28 @@ const MAX_ANSWER: usize = 4 << 20;
 /// A connection to one server, opened on demand and reopened after a failure.
 pub struct Remote {
     address: String,
-    client: PoolClient<Channel>,
+    identity: Identity,
+    /// The connection, and the certificate that it shows.
+    connection: Mutex<([u8; 32], PoolClient<Channel>)>,
 }
 
 impl Remote {
     /// Creates a client that connects at the first call; must be called on a runtime.
     pub fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
-        let client = PoolClient::new(channel(address, identity.tls())?).max_decoding_message_size(MAX_ANSWER);
-        Ok(Self { address: address.to_owned(), client })
+        let connection = Mutex::new((identity.facts().certificate, pool_client(address, identity.tls())?));
+        Ok(Self { address: address.to_owned(), identity: identity.clone(), connection })
+    }
+
+    /// Returns the connection, after a renewal a new one.
+    ///
+    /// Calls in progress finish on the connection of before.
+    fn client(&self) -> Result<PoolClient<Channel>, PoolError> {
+        let certificate = self.identity.facts().certificate;
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        if connection.0 != certificate {
+            *connection = (certificate, pool_client(&self.address, self.identity.tls())?);
+        }
+        Ok(connection.1.clone())
     }
 
     async fn call<T>(
@@ -58,8 +72,19 @@ impl Remote {
         limit: Duration,
         call: impl AsyncFnOnce(PoolClient<Channel>) -> Result<tonic::Response<T>, Status>,
     ) -> Result<T, PoolError> {
-        answered(&self.address, limit, call(self.client.clone())).await
+        answered(&self.address, limit, call(self.client()?)).await
     }
+
+    /// Asks for a newer certificate.
+    pub async fn renew_identity(&self, csr_pem: String) -> Result<String, PoolError> {
+        let request = control::RenewIdentityRequest { csr_pem };
+        let reply = self.call(SLOW_CALL_TIMEOUT, async |mut c| c.renew_identity(request).await).await?;
+        Ok(reply.certificate_pem)
+    }
+}
+
+fn pool_client(address: &str, tls: Arc<ClientConfig>) -> Result<PoolClient<Channel>, PoolError> {
+    Ok(PoolClient::new(channel(address, tls)?).max_decoding_message_size(MAX_ANSWER))
 }
 
 async fn answered<T>(
@@ -152,7 +177,19 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     // A TLS alert about the client's certificate does not go away by waiting.
     let refused = cause.contains("received fatal alert") || cause.contains("invalid peer certificate");
     let trouble = if refused { Trouble::Refused } else { trouble };
-    PoolError::new(trouble, format!("{address}: {cause}"))
+    PoolError::new(trouble, format!("{address}: {cause}{}", remedy(&cause)))
+}
+
+/// Explains TLS's words about an expired certificate.
+fn remedy(cause: &str) -> &'static str {
+    if cause.contains("received fatal alert: CertificateExpired") {
+        "; this client's certificate has expired: the server is of a version that renews none, so `gpuserver clients forget` \
+         there, then `gpusession leave` and `gpusession join` here; or the clocks differ"
+    } else if cause.contains("invalid peer certificate: certificate expired") {
+        "; the server's certificate has expired: restart gpuserver there; or the clocks differ"
+    } else {
+        ""
+    }
 }
 
 #[async_trait]
@@ -230,12 +267,32 @@ impl PoolServer for Remote {
         events: mpsc::Sender<control::PoolEvent>,
     ) -> Result<(), PoolError> {
         let request = control::WatchRequest { boot_id };
-        let mut stream = self.call(CALL_TIMEOUT, async |mut c| c.watch(request).await).await?;
+        let begin = || self.call(CALL_TIMEOUT, async |mut c| c.watch(request.clone()).await);
+        let mut replaced = self.identity.replaced();
+        let mut stream = begin().await?;
+        let mut newer = None;
         loop {
-            match stream.message().await {
+            let message = match &mut newer {
+                // Events that have arrived on the older connection come first.
+                Some(_) => tokio::time::timeout(Duration::ZERO, stream.message()).await.unwrap_or(Ok(None)),
+                None => tokio::select! {
+                    message = stream.message() => message,
+                    () = replaced.changed() => {
+                        // The server thus never sees this client without a watch.
+                        newer = begin().await.ok();
+                        continue;
+                    }
+                },
+            };
+            match message {
                 Ok(Some(event)) => {
                     if events.send(event).await.is_err() {
                         return Ok(());
+                    }
+                }
+                Ok(None) | Err(_) if newer.is_some() => {
+                    if let Some(newer) = newer.take() {
+                        stream = newer;
                     }
                 }
                 Ok(None) => return Ok(()),

@@ -8,12 +8,17 @@ use std::sync::Arc;
 
 use gpusession_proto::control::{JoinReply, JoinRequest};
 use gpusession_proto::join::{self, JoinToken};
+use nix::fcntl::{Flock, FlockArg};
+use rcgen::PublicKeyData as _;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+
+use tokio::sync::watch;
 
 use crate::config::{ConfigError, ServerEntry, Servers};
 use crate::pool::PoolError;
@@ -23,6 +28,8 @@ const CERTIFICATE: &str = "client.pem";
 const KEY: &str = "client.key";
 /// The key of a join under way.
 const JOINING: &str = "joining.key";
+/// The key of a renewal under way, which may have the certificate already.
+const RENEWING: &str = "renewing.key";
 const AUTHORITY: &str = "authority.pem";
 
 /// Failure to read or obtain an identity.
@@ -120,6 +127,10 @@ impl Home {
 
     /// Reads the identity.
     pub fn load(&self) -> Result<Identity, IdentityError> {
+        Ok(Identity(watch::Sender::new(Arc::new(self.read()?)).into()))
+    }
+
+    fn read(&self) -> Result<Held, IdentityError> {
         if !self.exists() {
             return Err(IdentityError::Missing(self.identity.clone()));
         }
@@ -137,14 +148,67 @@ impl Home {
         };
         let chain = certificates(CERTIFICATE)?;
         let mut authorities = certificates(AUTHORITY)?;
-        let key = PrivateKeyDer::from_pem_slice(&read(KEY)?).map_err(|e| bad(KEY, e.to_string()))?;
         let roots = roots(authorities.swap_remove(0))?;
-        let mut config = builder()
-            .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key)
-            .map_err(|e| bad(CERTIFICATE, e.to_string()))?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Identity { tls: Arc::new(config) })
+        let facts = Facts::of(&chain[0]);
+        let with = |name: &str| {
+            let key = PrivateKeyDer::from_pem_slice(&read(name)?).map_err(|e| bad(name, e.to_string()))?;
+            let mut config = builder()
+                .with_root_certificates(roots.clone())
+                .with_client_auth_cert(chain.clone(), key)
+                .map_err(|e| bad(CERTIFICATE, e.to_string()))?;
+            config.alpn_protocols = vec![b"h2".to_vec()];
+            Ok(Held { tls: Arc::new(config), facts: facts.clone(), roots: roots.clone() })
+        };
+        // A renewal replaces the certificate first; power may fail before the key follows.
+        with(KEY).or_else(|error| with(RENEWING).map_err(|_| error))
+    }
+
+    /// Reads the identity again; returns `true` if another process has renewed it.
+    pub fn reload(&self, identity: &Identity) -> Result<bool, IdentityError> {
+        let held = self.read()?;
+        let newer = held.facts.certificate != identity.facts().certificate;
+        if newer {
+            identity.0.send_replace(Arc::new(held));
+        }
+        Ok(newer)
+    }
+
+    /// Replaces the certificate by a newer one, for which `ask` sends the request to a server.
+    ///
+    /// A power cut, or an answer that is lost, leaves a usable identity at each step. Returns
+    /// `false` if another process renews it at this moment or has done so.
+    pub async fn renew(
+        &self,
+        identity: &Identity,
+        unix: u64,
+        ask: impl AsyncFnOnce(String) -> Result<String, PoolError>,
+    ) -> Result<bool, IdentityError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |error| IdentityError::File { path, error }
+        };
+        let folder = fs::File::open(&self.identity).map_err(failed(&self.identity))?;
+        let Ok(_lock) = Flock::lock(folder, FlockArg::LockExclusiveNonblock) else { return Ok(false) };
+        if self.reload(identity)? {
+            return Ok(false);
+        }
+        let held = identity.held();
+        let path = self.identity.join(RENEWING);
+        let key = self.lasting_key(&path)?;
+        let csr_pem = request(&held.facts.name, &key)?;
+        let pem = ask(csr_pem).await?;
+        held.accepts(&pem, &key, unix)?;
+        write(&self.identity.join(CERTIFICATE), &pem, 0o644)
+            .and_then(|()| fs::rename(&path, self.identity.join(KEY)))
+            .and_then(|()| fs::File::open(&self.identity)?.sync_all())
+            .map_err(failed(&self.identity))?;
+        self.reload(identity)
+    }
+
+    /// Returns `true` if this process writes the identity: it has the user who owns the folder.
+    pub fn is_ours(&self) -> bool {
+        use std::os::unix::fs::MetadataExt as _;
+        fs::metadata(&self.identity).is_ok_and(|m| m.uid() == nix::unistd::geteuid().as_raw())
     }
 
     /// Returns the key of a join that has not succeeded yet, or makes one.
@@ -152,8 +216,12 @@ impl Home {
     /// A server that has issued a certificate for it gives the name to no other key: the key must
     /// outlive a lost reply.
     fn joining_key(&self) -> Result<rcgen::KeyPair, IdentityError> {
-        let path = self.identity.join(JOINING);
-        let known = fs::read_to_string(&path).ok();
+        self.lasting_key(&self.identity.join(JOINING))
+    }
+
+    /// Returns the key in a file, or makes one and writes it there.
+    fn lasting_key(&self, path: &Path) -> Result<rcgen::KeyPair, IdentityError> {
+        let known = fs::read_to_string(path).ok();
         if let Some(key) = known.and_then(|pem| rcgen::KeyPair::from_pem(&pem).ok()) {
             return Ok(key);
         }
@@ -161,8 +229,8 @@ impl Home {
             .map_err(|e| IdentityError::Tls(format!("certificate request: {e}")))?;
         let folder = fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.identity);
         folder
-            .and_then(|()| write(&path, &key.serialize_pem(), 0o600))
-            .map_err(|error| IdentityError::File { path, error })?;
+            .and_then(|()| write(path, &key.serialize_pem(), 0o600))
+            .map_err(|error| IdentityError::File { path: path.to_owned(), error })?;
         Ok(key)
     }
 
@@ -222,17 +290,115 @@ fn write(path: &Path, text: &str, mode: u32) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// Credentials of this client.
-#[derive(Clone)]
-pub struct Identity {
+/// Facts of a client's certificate.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Facts {
+    /// Name of the client in the pool; empty if the certificate names none.
+    pub name: String,
+    /// Begin of the certificate, in seconds since 1970.
+    pub begins_unix: u64,
+    /// End of the certificate, in seconds since 1970.
+    pub expires_unix: u64,
+    /// SHA-256 of the certificate.
+    pub certificate: [u8; 32],
+}
+
+impl Facts {
+    fn of(der: &CertificateDer<'_>) -> Self {
+        let mut facts = Self { certificate: sha256(der), ..Self::default() };
+        let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return facts };
+        let unix = |time: x509_parser::time::ASN1Time| u64::try_from(time.timestamp()).unwrap_or(0);
+        facts.begins_unix = unix(parsed.validity().not_before);
+        facts.expires_unix = unix(parsed.validity().not_after);
+        if let Ok(Some(names)) = parsed.subject_alternative_name() {
+            let client = names.value.general_names.iter().find_map(|name| match name {
+                x509_parser::extensions::GeneralName::DNSName(name) => join::client_of(name),
+                _ => None,
+            });
+            facts.name = client.unwrap_or_default().to_owned();
+        }
+        facts
+    }
+}
+
+/// An identity as read from its files.
+struct Held {
     tls: Arc<ClientConfig>,
+    facts: Facts,
+    roots: Arc<RootCertStore>,
+}
+
+impl Held {
+    /// Checks that a renewed certificate is of this client, pool and key, and has not expired.
+    ///
+    /// A server that sends another one must not cost this client its identity.
+    fn accepts(&self, pem: &str, key: &rcgen::KeyPair, unix: u64) -> Result<(), IdentityError> {
+        let wrong = |why: String| IdentityError::Tls(format!("the renewed certificate is not used: {why}"));
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| wrong(e.to_string()))?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(&der).map_err(|e| wrong(e.to_string()))?;
+        if parsed.public_key().raw != key.subject_public_key_info() {
+            return Err(wrong("it is for another key".into()));
+        }
+        let facts = Facts::of(&der);
+        if facts.name != self.facts.name {
+            return Err(wrong(format!("it names {:?}", facts.name)));
+        }
+        if facts.expires_unix <= unix {
+            return Err(wrong("it has expired, or the clocks of client and server differ".into()));
+        }
+        let verifier = WebPkiClientVerifier::builder_with_provider(self.roots.clone(), provider())
+            .build()
+            .map_err(|e| wrong(e.to_string()))?;
+        let now = UnixTime::since_unix_epoch(std::time::Duration::from_secs(unix));
+        verifier.verify_client_cert(&der, &[], now).map_err(|e| wrong(e.to_string()))?;
+        Ok(())
+    }
+}
+
+/// Credentials of this client, which a renewal replaces for all that share them.
+#[derive(Clone)]
+pub struct Identity(Arc<watch::Sender<Arc<Held>>>);
+
+/// Notice of the next change of an [`Identity`].
+pub struct Replaced(watch::Receiver<Arc<Held>>);
+
+impl Replaced {
+    /// Returns when the identity is replaced.
+    pub async fn changed(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
 }
 
 impl Identity {
+    fn held(&self) -> Arc<Held> {
+        self.0.borrow().clone()
+    }
+
     /// Returns the TLS configuration for connections to servers of the pool.
     pub fn tls(&self) -> Arc<ClientConfig> {
-        self.tls.clone()
+        self.held().tls.clone()
     }
+
+    /// Returns the facts of the present certificate.
+    pub fn facts(&self) -> Facts {
+        self.held().facts.clone()
+    }
+
+    /// Subscribes to replacements from now on.
+    pub fn replaced(&self) -> Replaced {
+        Replaced(self.0.subscribe())
+    }
+}
+
+/// Makes a certificate request of a client.
+fn request(name: &str, key: &rcgen::KeyPair) -> Result<String, IdentityError> {
+    let failed = |e: rcgen::Error| IdentityError::Tls(format!("certificate request: {e}"));
+    let mut params = rcgen::CertificateParams::new(vec![join::client(name)]).map_err(failed)?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(rcgen::DnType::CommonName, name);
+    params.serialize_request(key).and_then(|csr| csr.pem()).map_err(failed)
 }
 
 /// Returns the name that the certificate of every server of the pool has.
@@ -356,12 +522,8 @@ pub async fn join_pool(
     if !join::is_name(&name) {
         return Err(IdentityError::Name(name));
     }
-    let certified = |e: rcgen::Error| IdentityError::Tls(format!("certificate request: {e}"));
     let key = home.joining_key()?;
-    let mut params = rcgen::CertificateParams::new(vec![join::client(&name)]).map_err(certified)?;
-    params.distinguished_name = rcgen::DistinguishedName::new();
-    params.distinguished_name.push(rcgen::DnType::CommonName, name.as_str());
-    let csr_pem = params.serialize_request(&key).and_then(|csr| csr.pem()).map_err(certified)?;
+    let csr_pem = request(&name, &key)?;
 
     let pinned = Pinned { authority: parsed.authority, provider: provider() };
     let mut tls =
@@ -376,6 +538,7 @@ pub async fn join_pool(
             client_name: name,
             machine_id: crate::paths::machine_id(),
             boot_id: crate::paths::hex(&crate::paths::boot_id()),
+            renews: true,
         },
     )
     .await?;
@@ -489,5 +652,101 @@ mod tests {
         assert_eq!(impostor, Err(rustls::CertificateError::BadSignature.into()));
         let another = believes(|own| own, false).unwrap_err().to_string();
         assert!(another.contains("not of the pool that the join token is for"), "{another}");
+    }
+
+    /// A pool's authority that issues certificates for keys and names of the test's choice.
+    struct Pool(Issuer<'static, KeyPair>, String);
+
+    impl Pool {
+        fn new() -> Self {
+            let mut params = CertificateParams::new(vec![]).unwrap();
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+            let key = KeyPair::generate().unwrap();
+            let pem = params.self_signed(&key).unwrap().pem();
+            Self(Issuer::new(params, key), pem)
+        }
+
+        fn issue(&self, name: &str, key: &impl rcgen::PublicKeyData, days: i64) -> String {
+            let mut params = CertificateParams::new(vec![join::client(name)]).unwrap();
+            params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+            let now = std::time::UNIX_EPOCH + std::time::Duration::from_secs(NOW);
+            let day = std::time::Duration::from_secs(24 * 3600);
+            params.not_before = (now - day * 100).into();
+            params.not_after = match days {
+                0.. => (now + day * days as u32).into(),
+                _ => (now - day * -days as u32).into(),
+            };
+            params.signed_by(key, &self.0).unwrap().pem()
+        }
+    }
+
+    const NOW: u64 = 1_900_000_000;
+
+    fn requested(csr_pem: &str) -> impl rcgen::PublicKeyData {
+        use x509_parser::prelude::FromDer as _;
+        let der = x509_parser::pem::parse_x509_pem(csr_pem.as_bytes()).unwrap().1.contents;
+        let (_, csr) = x509_parser::certification_request::X509CertificationRequest::from_der(&der).unwrap();
+        Asked(csr.certification_request_info.subject_pki.subject_public_key.data.to_vec())
+    }
+
+    /// The public key of a request.
+    struct Asked(Vec<u8>);
+
+    impl rcgen::PublicKeyData for Asked {
+        fn der_bytes(&self) -> &[u8] {
+            &self.0
+        }
+
+        fn algorithm(&self) -> &'static rcgen::SignatureAlgorithm {
+            &rcgen::PKCS_ECDSA_P256_SHA256
+        }
+    }
+
+    #[tokio::test]
+    async fn a_renewal_keeps_a_usable_identity_whatever_happens() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home { identity: folder.path().to_owned(), servers: Vec::new() };
+        let (pool, foreign) = (Pool::new(), Pool::new());
+        let key = KeyPair::generate().unwrap();
+        home.store(&pool.issue("vm-1", &key, 5), &key.serialize_pem(), &pool.1, Vec::new()).unwrap();
+        let identity = home.load().unwrap();
+        let first = identity.facts();
+        assert_eq!((first.name.as_str(), first.expires_unix), ("vm-1", NOW + 5 * 24 * 3600));
+
+        let unreachable = async |_| Err(PoolError::new(crate::pool::Trouble::Unreachable, "cut"));
+        assert!(home.renew(&identity, NOW, unreachable).await.is_err());
+        let asked = fs::read(folder.path().join(RENEWING)).unwrap();
+        let other = KeyPair::generate().unwrap();
+        let wrong = [pool.issue("vm-1", &other, 90), "garbage".to_owned()];
+        for pem in wrong {
+            assert!(home.renew(&identity, NOW, async |_| Ok(pem)).await.is_err());
+        }
+        for (issuer, name, days, why) in [
+            (&foreign, "vm-1", 90, "BadSignature"),
+            (&pool, "vm-2", 90, "it names"),
+            (&pool, "vm-1", -1, "expired"),
+        ] {
+            let ask = async |csr: String| Ok(issuer.issue(name, &requested(&csr), days));
+            let error = home.renew(&identity, NOW, ask).await.unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+        assert_eq!((identity.facts(), home.load().unwrap().facts()), (first.clone(), first.clone()));
+        assert_eq!(fs::read(folder.path().join(RENEWING)).unwrap(), asked, "the key of a lost reply");
+
+        let ask = async |csr: String| Ok(pool.issue("vm-1", &requested(&csr), 90));
+        assert!(home.renew(&identity, NOW, ask).await.unwrap());
+        let second = identity.facts();
+        assert_eq!(second.expires_unix, NOW + 90 * 24 * 3600);
+        assert_eq!(fs::read(folder.path().join(KEY)).unwrap(), asked);
+
+        // Power fails after the certificate is written and before its key is in place.
+        let third = KeyPair::generate().unwrap();
+        fs::write(folder.path().join(RENEWING), third.serialize_pem()).unwrap();
+        fs::write(folder.path().join(CERTIFICATE), pool.issue("vm-1", &third, 91)).unwrap();
+        assert!(home.reload(&identity).unwrap());
+        assert_ne!(identity.facts(), second);
+        let ask = async |csr: String| Ok(pool.issue("vm-1", &requested(&csr), 92));
+        assert!(home.renew(&identity, NOW, ask).await.unwrap());
+        assert_eq!(home.load().unwrap().facts().expires_unix, NOW + 92 * 24 * 3600);
     }
 }

@@ -26,6 +26,7 @@ pub mod notice;
 pub mod paths;
 pub mod peer;
 pub mod pool;
+pub mod renewal;
 pub mod settings;
 pub mod survey;
 pub mod units;

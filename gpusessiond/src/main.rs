@@ -24,12 +24,14 @@ use gpusessiond::notice;
 use gpusessiond::paths;
 use gpusessiond::peer;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
+use gpusessiond::renewal::{self, Renewer};
 use gpusessiond::settings::Settings;
 use gpusessiond::units::control_address;
 use nix::sys::socket::{SockType, getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
 use zbus::OwnedObjectPath;
@@ -437,12 +439,14 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     tokio::spawn(logins.clone().serve(login_listener));
     let connection =
         zbus::connection::Builder::system().build().await.context("cannot connect to the system bus")?;
+    let standing = watch::Sender::new(None);
     let api = bus::Parts {
         leases,
         settings: settings.clone(),
         sessions: Some(sessions),
         store: Some(Store),
         lease_fds: inherited.returned.lease_fds,
+        identity: standing.subscribe(),
     };
     let bus = Bus::start(connection, api).await.context(
         "cannot own org.gpusession1 on the bus; if its policy is not loaded: systemctl reload dbus",
@@ -471,6 +475,13 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     // reason.
     let working = async {
         let identity = identity(&home, &config, &engine).await?;
+        let clock = Arc::new(renewal::wall);
+        let mut renewer = Renewer::new(home.clone(), identity.clone(), clock, standing);
+        if renewer.expired() {
+            // With this certificate, servers answer nothing but its renewal.
+            renewer.look().await;
+        }
+        tokio::spawn(renewer.follow());
         tokio::join!(follow_servers(&home, &identity, &engine, &settings), follow_status(&engine)).0
     };
     let code = tokio::select! {

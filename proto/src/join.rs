@@ -6,7 +6,8 @@
 //! * every server's certificate carries [`any_server`] and [`server`]`(name)`; a client that knows
 //!   only an address verifies the first, a client that expects a certain server the second;
 //! * a client's certificate carries [`client`]`(name)`, an administrator's
-//!   [`administrator`]`(name)`.
+//!   [`administrator`]`(name)`;
+//! * a renewed client certificate also carries [`identity`]: the key with which the client joined.
 //!
 //! A joining client does not know the pool's authority yet. The server sends it as the last
 //! certificate of its chain. The client accepts it if its SHA-256 (of the DER) is
@@ -48,6 +49,21 @@ pub fn administrator(name: &str) -> String {
 /// Returns the administrator whose certificate has this DNS name.
 pub fn administrator_of(dns_name: &str) -> Option<&str> {
     dns_name.strip_suffix(DOMAIN)?.strip_suffix(".administrator.").filter(|name| is_name(name))
+}
+
+/// Returns the DNS name of an identity in a renewed certificate of a client.
+///
+/// An identity is the SHA-256 of the public key with which the client joined.
+pub fn identity(first_key: &[u8; 32]) -> String {
+    let text = data_encoding::BASE32_NOPAD.encode(first_key).to_ascii_lowercase();
+    format!("i-{text}.identity.{DOMAIN}")
+}
+
+/// Returns the identity that this DNS name of a certificate holds.
+pub fn identity_of(dns_name: &str) -> Option<[u8; 32]> {
+    let text = dns_name.strip_suffix(DOMAIN)?.strip_suffix(".identity.")?.strip_prefix("i-")?;
+    let key = data_encoding::BASE32_NOPAD.decode(text.to_ascii_uppercase().as_bytes()).ok()?;
+    key.try_into().ok()
 }
 
 /// Returns `true` if `name` is valid for a server or a client.

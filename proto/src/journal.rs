@@ -104,6 +104,20 @@ events! {
         "A program of user @GPUSESSION_USER@ ran on GPUs of the lease @GPUSESSION_LEASE@ and reports that it lost\n\
          them: @GPUSESSION_REASON@.\n\
          Its CUDA calls return CUDA_ERROR_DEVICE_UNAVAILABLE; the next program gets a new worker, if the lease still exists.";
+    /// A certificate was renewed.
+    IdentityRenewed = 0x3b1f7c0a52c946d8a0e5d94c7e61b823: BOTH, "A certificate was renewed", "gpusession(1)",
+        "A client or a server of the pool has a new certificate. Leases, programs and connections continue.";
+    /// A certificate expires soon.
+    IdentityExpiring = 0x9d4e2b61f70a4c35b8c21f6a0d93e754: BOTH, "A certificate expires soon", "gpusession-status(1)",
+        "A certificate of the pool expires soon, although daemons and servers renew theirs: @GPUSESSION_REASON@.\n\
+         Without a valid certificate, a client gets no GPUs and its leases end.\n\
+         On the client, `gpusession status` shows the date; check that gpusessiond runs and reaches a server.";
+    /// A certificate has expired.
+    IdentityExpired = 0x61c8a7e94f1b4d02937d05be2c48fa16: BOTH, "A certificate has expired", "gpusession-status(1)",
+        "A certificate of the pool has expired: @GPUSESSION_REASON@.\n\
+         gpusessiond renews an expired certificate for the time renew_grace of the servers (30 days).\n\
+         Later, `gpuserver clients forget NAME` on each server and `gpusession join` with a new token give the client a new one.\n\
+         If no certificate can have expired, compare the clocks of client and server.";
     /// A login session began.
     SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: CLIENT, "A login session began", "pam_gpusession(8)",
         "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. It holds the user's leases of class \"session\" until it ends.";

@@ -21,14 +21,35 @@ pub fn fingerprint(der: &[u8]) -> [u8; 32] {
 pub fn holder(der: &[u8]) -> Option<Holder> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let names = certificate.subject_alternative_name().ok()??;
-    let (role, name) = names.value.general_names.iter().find_map(|name| {
-        let x509_parser::extensions::GeneralName::DNSName(name) = name else { return None };
+    let names = names.value.general_names.iter().filter_map(|name| match name {
+        x509_parser::extensions::GeneralName::DNSName(name) => Some(*name),
+        _ => None,
+    });
+    let (role, name) = names.clone().find_map(|name| {
         let client = join::client_of(name).map(|name| (Role::Client, name));
         client.or_else(|| Some((Role::Administrator, join::administrator_of(name)?)))
     })?;
-    let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
-    let key = fingerprint(certificate.public_key().raw);
-    Some(Holder { role, name: name.into(), issued_unix: begins + CLOCK_SKEW_GRACE.as_secs(), key })
+    let (begins, ends) = (certificate.validity().not_before, certificate.validity().not_after);
+    let identity = names.clone().find_map(join::identity_of);
+    Some(Holder {
+        role,
+        name: name.into(),
+        issued_unix: u64::try_from(begins.timestamp()).ok()? + CLOCK_SKEW_GRACE.as_secs(),
+        expires_unix: u64::try_from(ends.timestamp()).ok()?,
+        identity: identity.unwrap_or_else(|| fingerprint(certificate.public_key().raw)),
+    })
+}
+
+/// Returns the end of a certificate's life, in seconds since 1970.
+pub fn expiry(der: &[u8]) -> Option<u64> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    u64::try_from(certificate.validity().not_after.timestamp()).ok()
+}
+
+/// Formats the day of a time in seconds since 1970, such as 2031-02-03.
+pub fn day(unix: u64) -> String {
+    let time = i64::try_from(unix).ok().and_then(|s| time::OffsetDateTime::from_unix_timestamp(s).ok());
+    time.map_or_else(|| format!("{unix} s after 1970"), |time| time.date().to_string())
 }
 
 /// Role of a certificate's holder, other than a server.
@@ -49,6 +70,15 @@ pub struct Holder {
     pub name: String,
     /// Issue time in seconds since 1970.
     pub issued_unix: u64,
-    /// SHA-256 of its public key.
-    pub key: [u8; 32],
+    /// End of the certificate, in seconds since 1970.
+    pub expires_unix: u64,
+    /// SHA-256 of the public key with which it joined; renewed certificates carry it.
+    pub identity: [u8; 32],
+}
+
+impl Holder {
+    /// Returns `true` if the certificate has expired.
+    pub fn expired(&self, unix: u64) -> bool {
+        unix > self.expires_unix
+    }
 }

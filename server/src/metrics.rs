@@ -54,6 +54,11 @@ const PROGRAMS: Metric = Metric("gpusession_programs", "gauge", "Running program
 const WORKERS: Metric = Metric("gpusession_workers", "gauge", "Worker processes by state");
 const ISOLATION: Metric =
     Metric("gpusession_server_isolation", "gauge", "1 for the present isolation of the workers");
+const IDENTITY: Metric = Metric(
+    "gpusession_identity_expires_seconds",
+    "gauge",
+    "Time until the certificate of the server, the authority or a client expires",
+);
 const PARKED: Metric =
     Metric("gpusession_parked_bytes", "gauge", "Host memory that holds parked device memory");
 const ENDED_LEASES: Metric =
@@ -149,6 +154,14 @@ async fn text(pool: &Pool) -> String {
     let level = pool.supervisor().isolation().level.as_str();
     out.add(server, ISOLATION, [(vec![("level", level.into())], 1.0)]);
     out.add(server, PARKED, [(vec![], pool.parking().parked_bytes() as f64)]);
+
+    let unix = pool.unix();
+    let identities = pool.identities().into_iter().map(|i| {
+        let mut labels = vec![("role", i.role.to_string())];
+        labels.extend((i.role == "client").then_some(("client", i.name)));
+        (labels, i.expires_unix as f64 - unix as f64)
+    });
+    out.add(server, IDENTITY, identities);
 
     let totals = pool.accounting().totals();
     let of_client = |value: fn(&crate::accounting::Totals) -> f64| {

@@ -21,6 +21,7 @@ use tracing::{error, info, warn};
 
 use crate::accounting::Accounting;
 use crate::cache::{Cache, TRIM_INTERVAL};
+use crate::certificate::holder;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
@@ -34,6 +35,7 @@ use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
 use crate::pool::ca::{Authority, AuthorityError};
 use crate::pool::grpc::Service;
+use crate::pool::tls::{ServerCertificate, server_tls};
 use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
 use crate::supervise::handover::{Left, Store};
@@ -84,7 +86,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
 
     let _lock = store::lock(&config.state_dir).context("state_dir")?;
     let authority = open_authority(&config)?;
-    let tls = authority.server_tls(&config.name, random.as_ref())?;
+    let shown = ServerCertificate::new(&authority, &config.name, clock.unix(), random.as_ref())?;
+    let shown = Arc::new(shown);
+    let tls = server_tls(&authority, shown.clone(), clock.clone())?;
     let host = tokio::select! {
         host = Host::discover(&config, !left.workers.is_empty()) => host?,
         end = stop.wait() => return Ok(end),
@@ -131,8 +135,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     let (control_address, data_address) = (facts.control, facts.data);
     let registry = Arc::new(registry);
+    let identity = (authority, shown);
     let pool =
-        Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
+        Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), identity, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
     if let Some(why) = pool.registry().draining().await {
         warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
@@ -463,7 +468,7 @@ async fn serve_control(
     let (accepted, connections) = mpsc::channel(64);
     // Dropping the set ends the task together with this function.
     let mut accepting = JoinSet::new();
-    accepting.spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
+    accepting.spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted, pool.clone()));
     let (service, administration) = (Service(pool.clone()), admin::remote::Service(pool));
     let served = tonic::transport::Server::builder()
         // A client counts as watching while its connection exists; keepalive detects a lost one.
@@ -487,6 +492,7 @@ async fn accept_control(
     listener: TcpListener,
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
+    pool: Arc<Pool>,
 ) {
     let (clients, holders) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Holders::default());
     let strangers = PeerSlots::new(MAX_STRANGERS, QUEUE_GRACE);
@@ -494,6 +500,7 @@ async fn accept_control(
     let serve = |socket: TcpStream, peer: SocketAddr, mut handshake| {
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
         let (clients, holders, strangers) = (clients.clone(), holders.clone(), strangers.clone());
+        let unix = pool.unix();
         async move {
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
@@ -502,7 +509,9 @@ async fn accept_control(
             };
             let why = match shaken {
                 Ok(Ok(stream)) => {
-                    let place = match shown(&stream) {
+                    // The holder of an expired certificate may only renew it.
+                    let valid = |der: &&[u8]| holder(der).is_none_or(|h| !h.expired(unix));
+                    let place = match shown(&stream).filter(valid) {
                         None => strangers.enter(peer.ip()).await.map(Place::stranger),
                         Some(certificate) => holders.enter(certificate).and_then(|holding| {
                             Some(Place::Known(clients.try_acquire_owned().ok()?, holding))

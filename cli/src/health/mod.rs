@@ -253,6 +253,7 @@ pub mod testing {
             boot_allocation_complete: true,
             configuration: vec![],
             environment: Default::default(),
+            identity: None,
             leases: vec![],
             servers: vec![],
             sessions: vec![],

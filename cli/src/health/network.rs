@@ -28,7 +28,9 @@ pub const CHECKS: &[Check<Facts>] = &[
 ];
 
 /// Remaining life of a certificate below which a check warns.
-const EXPIRES_SOON: u64 = 30 * 24 * 3600;
+///
+/// The daemon renews earlier.
+const EXPIRES_SOON: u64 = 14 * 24 * 3600;
 /// Difference of clocks that is a warning, and one that breaks certificates of new pools.
 const SKEW_WARNING: u64 = 5;
 const SKEW_FAULT: u64 = 300;
@@ -93,10 +95,14 @@ fn certificate(facts: &Facts) -> Finding {
         );
     }
     match ends - now {
-        left if left < 0 => Finding::fault(format!("the certificate ended {} ago", span(left)), rejoin),
-        left if (left as u64) < EXPIRES_SOON => {
-            Finding::warning(format!("the certificate ends in {}", span(left)), rejoin)
-        }
+        left if left < 0 => Finding::fault(
+            format!("the certificate ended {} ago", span(left)),
+            format!("systemctl restart gpusession, which renews it for 30 days; later {rejoin}"),
+        ),
+        left if (left as u64) < EXPIRES_SOON => Finding::warning(
+            format!("the certificate ends in {}, and is not renewed", span(left)),
+            "journalctl -u gpusession, which has the reason; a server has to be reachable and up to date",
+        ),
         left => Finding::ok(format!("the certificate is valid for another {}", span(left))),
     }
 }

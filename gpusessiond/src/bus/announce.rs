@@ -25,6 +25,7 @@ pub struct ManagerView {
     pub extra: u32,
     pub lease_ttl: u64,
     pub idle_timeout: u64,
+    pub identity_expires: u64,
 }
 
 /// Defines a function that sends PropertiesChanged for each row whose value differs between views.
@@ -61,6 +62,7 @@ announce! { manager, MANAGER, Manager, ManagerView;
     leases_max_changed: |m: &ManagerView| m.extra,
     lease_t_t_l_u_sec_changed: |m: &ManagerView| m.lease_ttl,
     default_idle_timeout_u_sec_changed: |m: &ManagerView| m.idle_timeout,
+    identity_expires_u_sec_changed: |m: &ManagerView| m.identity_expires,
 }
 
 announce! { lease, LEASE, Lease, LeaseView;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gpusession_bus::describe::{Described, Device, Failure, Lease, SCHEMA, Server, Session};
+use gpusession_bus::describe::{Described, Device, Failure, Identity, Lease, SCHEMA, Server, Session};
 use gpusession_common::words::Class;
 
 use super::Shared;
@@ -29,6 +29,11 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Described {
         boot_allocation_complete: shared.boot_complete(),
         configuration: config.files.clone(),
         environment: config.environment.clone(),
+        identity: shared.identity.borrow().as_ref().map(|standing| Identity {
+            name: standing.facts.name.clone(),
+            expires_usec: standing.facts.expires_unix.saturating_mul(1_000_000),
+            trouble: (!standing.trouble.is_empty()).then(|| standing.trouble.clone()),
+        }),
         leases: snapshot.leases.iter().filter(|l| shown(&l.facts)).map(|l| lease(l, clock, uid)).collect(),
         servers: snapshot.servers.iter().map(|s| server(s, clock)).collect(),
         sessions: snapshot.sessions.iter().map(|s| session(s)).collect(),

@@ -543,6 +543,12 @@ impl Manager {
         shortest(&self.shared.snapshot(), |s| s.idle_timeout_usec)
     }
 
+    // 0 before this client has joined a pool.
+    #[zbus(property, name = "IdentityExpiresUSec")]
+    fn identity_expires_usec(&self) -> u64 {
+        self.shared.identity_expires_usec()
+    }
+
     #[zbus(property)]
     fn boot_allocation_complete(&self) -> bool {
         self.shared.boot_complete()

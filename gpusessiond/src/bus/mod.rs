@@ -36,6 +36,7 @@ pub use server::Server;
 use crate::handover::Store;
 use crate::leases::{LeaseState, Leases, Snapshot};
 use crate::login::Sessions;
+use crate::renewal::Standing;
 use crate::settings::Settings;
 
 /// Longest `Who` and `Why`, in bytes.
@@ -47,6 +48,8 @@ pub struct Shared {
     pub(crate) settings: Arc<Settings>,
     pub(crate) sessions: Option<Arc<Sessions>>,
     pub(crate) store: Option<Store>,
+    /// This client's certificate; `None` before it has joined.
+    pub(crate) identity: watch::Receiver<Option<Standing>>,
     /// Number of calls in progress per uid.
     pub(crate) calls: Mutex<HashMap<u32, usize>>,
     /// Latest published snapshot: replies wait for it, so that the objects that they name exist.
@@ -79,6 +82,11 @@ impl Shared {
         }
     }
 
+    /// Returns the end of this client's certificate; 0 before it has joined.
+    pub(crate) fn identity_expires_usec(&self) -> u64 {
+        self.identity.borrow().as_ref().map_or(0, |s| s.facts.expires_unix.saturating_mul(1_000_000))
+    }
+
     pub(crate) fn boot_complete(&self) -> bool {
         *self.boot_complete.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -94,6 +102,8 @@ pub struct Parts {
     pub store: Option<Store>,
     /// Lease descriptors of an earlier daemon, by their request's key.
     pub lease_fds: HashMap<String, OwnedFd>,
+    /// Standing of this client's certificate.
+    pub identity: watch::Receiver<Option<Standing>>,
 }
 
 /// The running API.
@@ -107,13 +117,14 @@ impl Bus {
     ///
     /// The publisher runs as long as the lease manager.
     pub async fn start(connection: Connection, parts: Parts) -> zbus::Result<Self> {
-        let Parts { leases, settings, sessions, store, lease_fds } = parts;
+        let Parts { leases, settings, sessions, store, lease_fds, identity } = parts;
         let shared = Arc::new(Shared {
             published: watch::channel(Arc::new(Snapshot::default())).0,
             leases,
             settings,
             sessions,
             store,
+            identity,
             calls: Mutex::default(),
             boot_complete: Mutex::new(false),
             creating: Mutex::default(),

@@ -68,6 +68,7 @@ impl Publisher {
 
     pub async fn run(mut self) {
         let mut settings = self.shared.settings.subscribe();
+        let mut identity = self.shared.identity.clone();
         loop {
             let result = tokio::select! {
                 update = self.updates.recv() => match update {
@@ -75,6 +76,7 @@ impl Publisher {
                     None => return,
                 },
                 Ok(()) = settings.changed() => self.show_manager().await,
+                Ok(()) = identity.changed() => self.show_manager().await,
             };
             if let Err(error) = result {
                 warn!("D-Bus: cannot publish a change: {error}");
@@ -269,6 +271,7 @@ impl Publisher {
             extra: self.shared.settings.get().access.extra_leases,
             lease_ttl: shortest(&snapshot, |s| s.lease_ttl_usec),
             idle_timeout: shortest(&snapshot, |s| s.idle_timeout_usec),
+            identity_expires: self.shared.identity_expires_usec(),
         };
         let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
         let object = self.connection.object_server().interface::<_, Manager>(PATH).await?;

@@ -193,6 +193,7 @@ pub async fn serve_on(connection: zbus::Connection, engine: &Engine, settings: A
         sessions: None,
         store: None,
         lease_fds: Default::default(),
+        identity: tokio::sync::watch::Sender::new(None).subscribe(),
     };
     Bus::start(connection, parts).await.unwrap()
 }

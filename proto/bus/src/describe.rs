@@ -29,10 +29,25 @@ pub struct Described {
     pub configuration: Vec<PathBuf>,
     /// Variables of logins.
     pub environment: BTreeMap<String, String>,
+    /// `None` before the client has joined a pool, and from older daemons.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<Identity>,
     pub leases: Vec<Lease>,
     pub servers: Vec<Server>,
     #[serde(default)]
     pub sessions: Vec<Session>,
+}
+
+/// This client's certificate of the pool.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Identity {
+    /// Name of the client.
+    pub name: String,
+    /// Microseconds since the epoch at which the certificate ends.
+    pub expires_usec: u64,
+    /// Why the latest renewal failed.
+    pub trouble: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]

@@ -84,6 +84,7 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
                     leases: 0,
                     silent_usec: None,
                     joined_unix: c.record.joined_unix,
+                    expires_unix: c.record.expires_unix,
                     certificate_sha256: c.record.certificate,
                 })
                 .collect();

@@ -12,11 +12,15 @@ use tonic::Code;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
 use crate::admin::{self, Ask, MAX_ANSWER, Refusal};
+use crate::certificate;
+use crate::clock::{Clock as _, SystemClock};
 use crate::config;
 use crate::net::host_port;
 
 /// Time that a connection may take, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time before the end of an administrator's certificate from which each use warns, in seconds.
+const EXPIRES_SOON: u64 = 30 * 24 * 3600;
 const PORT: u16 = 7601;
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 
@@ -63,6 +67,7 @@ impl Remote {
         let authority = authority.map(|at| &bundle[at..]).ok_or_else(|| {
             Refusal::new("no-identity", format!("{shown}: not a file from `gpuserver admin create`"))
         })?;
+        warn_of_end(&bundle, &shown.to_string());
         let tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(authority))
             .identity(Identity::from_pem(&bundle, &bundle))
@@ -101,6 +106,20 @@ impl Remote {
             hint: "check that gpuserver runs there, that its port is open, and that the file is for its pool"
                 .into(),
         }
+    }
+}
+
+/// Warns an administrator whose certificate ends within 30 days.
+fn warn_of_end(bundle: &str, shown: &str) {
+    let own = x509_parser::pem::parse_x509_pem(bundle.as_bytes()).ok();
+    let Some(ends) = own.and_then(|(_, pem)| certificate::expiry(&pem.contents)) else { return };
+    let unix = SystemClock.unix();
+    if unix <= ends && ends < unix + EXPIRES_SOON {
+        eprintln!(
+            "gpuserver: {shown}: this certificate expires on {}; `gpuserver admin revoke NAME` and \
+             `gpuserver admin create NAME` on a server of the pool make a new one",
+            certificate::day(ends)
+        );
     }
 }
 

@@ -13,6 +13,7 @@ use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::leases::{LeaseRow, QueueRow};
 use crate::admin::answer::status::{PsRow, StatusView};
 use crate::admin::answer::tokens::{TokenRow, TokenView};
+use crate::certificate::day;
 
 /// Creates a table without lines.
 pub fn table(header: &[&str]) -> Table {
@@ -102,6 +103,13 @@ pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     writeln!(out, "  authority  {}", s.authority_sha256)?;
     if !s.isolation.is_empty() {
         writeln!(out, "  isolation  {}", s.isolation)?;
+    }
+    if s.certificate_expires_unix != 0 {
+        let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
+        writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;
+    }
+    for warning in &s.warnings {
+        writeln!(out, "  warning    {warning}")?;
     }
     writeln!(out, "  {} GPUs, {} leases, {} workers", s.gpus, s.leases, s.workers)?;
     Ok(())
@@ -529,7 +537,7 @@ pub fn administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyho
 /// Prints `gpuserver clients`.
 pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["CLIENT", "STATE", "LEASES", "LAST CALL", "JOINED"]);
+    let mut table = table(&["CLIENT", "STATE", "LEASES", "LAST CALL", "ISSUED", "EXPIRES"]);
     for r in rows {
         table.add_row([
             r.name,
@@ -537,6 +545,7 @@ pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> 
             r.leases.to_string(),
             r.silent_usec.map_or_else(|| "-".into(), |s| format!("{} ago", span(s))),
             date(r.joined_unix),
+            if r.expires_unix == 0 { "-".into() } else { day(r.expires_unix) },
         ]);
     }
     print(out, &table, n, "no clients: `gpuserver token create` creates a token with which a client can join")

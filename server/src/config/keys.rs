@@ -158,6 +158,8 @@ keys! {
         ///
         /// Of more than 2 million, the server deletes the oldest before.
         accounting_keep: Duration = "90d", DURATION, live;
+        /// Time in which a client can renew its certificate after the end of it; 0: none.
+        renew_grace: Duration = "30d", DURATION, live;
         /// Folder of leases, clients, tokens and the pool's authority; by default the
         /// StateDirectory= of the unit.
         ///

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use data_encoding::HEXLOWER;
 use serde::{Deserialize, Serialize};
 
-use super::ca::{Authority, AuthorityError};
+use super::ca::{ADMINISTRATOR_TTL, Authority, AuthorityError, Order};
 use crate::certificate::{Holder, Role};
 use crate::clock::Random;
 
@@ -71,7 +71,8 @@ impl Administrators {
         if self.0.get(name).is_some_and(|record| !record.revoked) {
             return Err(NotIssued::Exists(name.into()));
         }
-        let issued = authority.issue(csr_pem, Role::Administrator, name, random)?;
+        let order = Order { role: Role::Administrator, name, life: ADMINISTRATOR_TTL, identity: None };
+        let issued = authority.issue(csr_pem, &order, unix, random)?;
         self.put(name, &issued.fingerprint, unix);
         Ok(issued.pem)
     }
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     fn holder(role: Role, name: &str, issued_unix: u64) -> Holder {
-        Holder { role, name: name.into(), issued_unix, key: [0; 32] }
+        Holder { role, name: name.into(), issued_unix, expires_unix: u64::MAX, identity: [0; 32] }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Status};
 use tracing::{error, info, warn};
 
@@ -9,7 +10,7 @@ use super::administrators::NotAdmitted;
 use super::clients::{Refusal, Seen};
 use super::status::{beyond, refused, stored};
 use super::{Pool, locked, run_detached};
-use crate::certificate::Role;
+use crate::certificate::{Holder, Role, day};
 use crate::connections::Certificate;
 pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
@@ -18,6 +19,14 @@ impl Pool {
     /// Returns the administrator behind a call over the network.
     pub async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         let shown = peer(request).and_then(Peer::certificate);
+        if let Some(holder) = shown.and_then(|c| c.holder.as_ref()).filter(|h| h.expired(self.clock.unix())) {
+            return Err(Status::permission_denied(format!(
+                "the certificate of administrator {0:?} expired on {1}; on a server of the pool, `gpuserver admin revoke {0}` \
+                 and `gpuserver admin create {0}` make a new one",
+                holder.name,
+                day(holder.expires_unix)
+            )));
+        }
         let admitted = {
             let mut all = locked(&self.administrators);
             let certificate = shown.map(|c| (&c.fingerprint, c.holder.as_ref()));
@@ -44,24 +53,34 @@ impl Pool {
 
     /// Returns the client of a certificate, whichever server of the pool it joined through.
     async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
-        let client = {
+        let unix = self.clock.unix();
+        let (client, what) = {
             let mut clients = locked(&self.clients);
-            let known = clients.identify(&certificate.fingerprint);
+            let known = clients.identify(&certificate.fingerprint, unix);
             let holder = certificate.holder.as_ref().filter(|holder| holder.role == Role::Client);
-            if let (Ok(name), Some(holder)) = (&known, holder)
-                && clients.note_key(name, &holder.key)
-            {
-                self.client_file.changed();
+            match (known, holder) {
+                (Ok((name, false)), holder) => {
+                    if holder.is_some_and(|h| clients.complete(&certificate.fingerprint, h)) {
+                        self.client_file.changed();
+                    }
+                    return Ok(name);
+                }
+                (Ok((name, true)), _) => {
+                    self.client_file.changed();
+                    (name, "uses its renewed certificate")
+                }
+                (Err(Refusal::Unknown), Some(holder)) => {
+                    clients.introduce(&certificate.fingerprint, holder, unix)?;
+                    self.client_file.changed();
+                    (
+                        holder.name.clone(),
+                        "new on this server; another server of the pool issued its certificate",
+                    )
+                }
+                (Err(refusal), _) => return Err(refusal),
             }
-            let (Err(Refusal::Unknown), Some(holder)) = (&known, holder) else { return known };
-            clients.introduce(&certificate.fingerprint, holder)?;
-            self.client_file.changed();
-            holder.name.clone()
         };
-        info!(
-            gpusession_client = client,
-            "client {client}: new on this server; it joined through another server of the pool"
-        );
+        info!(gpusession_client = client, "client {client}: {what}");
         if let Err(e) = self.store_clients().await {
             error!("client {client}: cannot be stored: {e}; this server forgets it when it exits");
         }
@@ -81,12 +100,44 @@ impl Pool {
         self.client_within(request, " keeps").await
     }
 
+    /// Returns the client behind a request for a newer certificate, and its present certificate.
+    ///
+    /// An expired certificate serves for the configured `renew_grace`.
+    pub(super) async fn renewing<'a, T: Sync>(
+        &self,
+        request: &'a Request<T>,
+    ) -> Result<(String, &'a Certificate), Status> {
+        let certificate = presented(request)?;
+        let grace = self.config().renew_grace.as_secs();
+        let client = self.client_until(certificate, " renews", grace).await?;
+        Ok((client, certificate))
+    }
+
     async fn client_within<T: Sync>(&self, request: &Request<T>, calls: &str) -> Result<String, Status> {
-        let Some(certificate) = peer(request).and_then(Peer::certificate) else {
-            return Err(Status::unauthenticated(
-                "this call needs a client certificate of the pool; get one with `gpusession join`",
-            ));
-        };
+        self.client_until(presented(request)?, calls, 0).await
+    }
+
+    /// Returns the client of a certificate that expired at most `grace` seconds ago.
+    async fn client_until(
+        &self,
+        certificate: &Certificate,
+        calls: &str,
+        grace: u64,
+    ) -> Result<String, Status> {
+        let late = |h: &&Holder| h.expired(self.clock.unix().saturating_sub(grace));
+        if let Some(holder) = certificate.holder.as_ref().filter(late) {
+            let why = expired(holder, self.config().renew_grace.as_secs());
+            if let Some(more) = self.quiet.may() {
+                warn!(
+                    message_id = Said::IdentityExpired.id(),
+                    gpusession_client = holder.name,
+                    gpusession_reason = why,
+                    "client {}: call refused: {why}{more}",
+                    holder.name
+                );
+            }
+            return Err(Status::unauthenticated(why));
+        }
         let client = self.identify(certificate).await.map_err(refused)?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
@@ -141,6 +192,26 @@ impl Pool {
             }
         }
     }
+}
+
+/// Describes an expired certificate of a client, and the remedy.
+fn expired(holder: &Holder, grace: u64) -> String {
+    format!(
+        "the certificate of client {0:?} expired on {1}; gpusessiond renews it until {2}, later an administrator runs \
+         `gpuserver clients forget {0}` on each server of the pool, and the machine joins again with a new token",
+        holder.name,
+        day(holder.expires_unix),
+        day(holder.expires_unix.saturating_add(grace))
+    )
+}
+
+/// Returns the certificate of the peer that calls.
+fn presented<T>(request: &Request<T>) -> Result<&Certificate, Status> {
+    peer(request).and_then(Peer::certificate).ok_or_else(|| {
+        Status::unauthenticated(
+            "this call needs a client certificate of the pool; get one with `gpusession join`",
+        )
+    })
 }
 
 /// Returns the peer of a request's connection.

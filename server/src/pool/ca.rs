@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::join;
@@ -10,21 +9,28 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
 };
-use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
+use rustls::sign::CertifiedKey;
 use time::OffsetDateTime;
 
-use crate::certificate::{CLOCK_SKEW_GRACE, Role, fingerprint};
-use crate::clock::{self, Random};
+use crate::certificate::{CLOCK_SKEW_GRACE, Role, expiry, fingerprint};
+use crate::clock::{self, Clock as _, Random, SystemClock};
 use crate::store::{self, StoreError};
 
 // prose: ok: a unit of time
 const DAY: Duration = Duration::from_secs(24 * 3600);
-const AUTHORITY_YEARS: u32 = 20;
-const MEMBER_YEARS: u32 = 5;
-const ADMINISTRATOR_YEARS: u32 = 1;
+// prose: ok: a unit of time
+const YEAR: Duration = Duration::from_secs(365 * DAY.as_secs());
+const AUTHORITY_TTL: Duration = Duration::from_secs(20 * YEAR.as_secs());
+/// Life of a client's certificate: its daemon renews it before the last third.
+pub const CLIENT_TTL: Duration = Duration::from_secs(90 * DAY.as_secs());
+/// Life of the certificate of a client that does not renew it: one of an earlier version.
+pub const LASTING_TTL: Duration = Duration::from_secs(5 * YEAR.as_secs());
+/// Life of a server's certificate, which the server itself renews.
+pub const SERVER_TTL: Duration = Duration::from_secs(30 * DAY.as_secs());
+/// Life of an administrator's certificate.
+pub const ADMINISTRATOR_TTL: Duration = YEAR;
 
 /// Error of the authority.
 #[derive(Debug, thiserror::Error)]
@@ -81,16 +87,32 @@ pub struct Issued {
     pub pem: String,
     /// SHA-256 of the certificate, by which the server recognises it.
     pub fingerprint: [u8; 32],
+    /// End of the certificate, in seconds since 1970.
+    pub expires_unix: u64,
+}
+
+/// The certificate that a client or an administrator gets.
+#[derive(Debug, Clone, Copy)]
+pub struct Order<'a> {
+    /// Role of the holder.
+    pub role: Role,
+    /// Name of the holder in the pool.
+    pub name: &'a str,
+    /// Time from the issue to the end.
+    pub life: Duration,
+    /// Identity that a renewed certificate carries; `None`: the requested key is the identity.
+    pub identity: Option<&'a [u8; 32]>,
 }
 
 fn folder(state_dir: &Path) -> PathBuf {
     state_dir.join("ca")
 }
 
-fn validity(params: &mut CertificateParams, years: u32) {
-    let now = OffsetDateTime::now_utc();
+fn validity(params: &mut CertificateParams, unix: u64, life: Duration) {
+    let now = i64::try_from(unix).ok().and_then(|unix| OffsetDateTime::from_unix_timestamp(unix).ok());
+    let now = now.unwrap_or(OffsetDateTime::UNIX_EPOCH);
     params.not_before = now - CLOCK_SKEW_GRACE;
-    params.not_after = now + DAY * 365 * years;
+    params.not_after = now + life;
 }
 
 fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
@@ -108,7 +130,7 @@ impl Authority {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
         named(&mut params, &format!("gpusession pool {pool}"), random);
-        validity(&mut params, AUTHORITY_YEARS);
+        validity(&mut params, SystemClock.unix(), AUTHORITY_TTL);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let certificate = params.self_signed(&key)?;
@@ -182,67 +204,67 @@ impl Authority {
         fingerprint(&self.der)
     }
 
+    /// Returns the end of the authority's certificate, in seconds since 1970.
+    pub fn expires_unix(&self) -> u64 {
+        expiry(&self.der).unwrap_or(u64::MAX)
+    }
+
+    /// Returns the authority's certificate.
+    pub fn der(&self) -> &CertificateDer<'static> {
+        &self.der
+    }
+
     /// Signs a certificate request, of which only the public key is used.
     pub fn issue(
         &self,
         csr_pem: &str,
-        role: Role,
-        name: &str,
+        order: &Order<'_>,
+        unix: u64,
         random: &dyn Random,
     ) -> Result<Issued, AuthorityError> {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)
             .map_err(|e| AuthorityError::Request(e.to_string()))?;
-        let (dns_name, years) = match role {
-            Role::Client => (join::client(name), MEMBER_YEARS),
-            Role::Administrator => (join::administrator(name), ADMINISTRATOR_YEARS),
-        };
-        let mut params = CertificateParams::new(vec![dns_name])?;
-        named(&mut params, name, random);
-        validity(&mut params, years);
+        let mut names = vec![match order.role {
+            Role::Client => join::client(order.name),
+            Role::Administrator => join::administrator(order.name),
+        }];
+        names.extend(order.identity.map(join::identity));
+        let mut params = CertificateParams::new(names)?;
+        named(&mut params, order.name, random);
+        validity(&mut params, unix, order.life);
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = CertificateSigningRequestParams { params, public_key: request.public_key }
             .signed_by(&self.issuer)?;
-        Ok(Issued { pem: certificate.pem(), fingerprint: fingerprint(certificate.der()) })
+        let der = certificate.der();
+        let expires_unix = expiry(der).unwrap_or(0);
+        Ok(Issued { pem: certificate.pem(), fingerprint: fingerprint(der), expires_unix })
     }
 
-    /// Returns the TLS configuration of the control port, with a new certificate for this server.
-    ///
-    /// It accepts clients of this pool, and clients without a certificate, which can only join.
-    pub fn server_tls(
+    /// Makes a key and a certificate for a server; returns them with the certificate's end.
+    pub fn server_key(
         &self,
         name: &str,
+        unix: u64,
         random: &dyn Random,
-    ) -> Result<rustls::ServerConfig, AuthorityError> {
+    ) -> Result<(CertifiedKey, u64), AuthorityError> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::new(vec![join::any_server(), join::server(name)])?;
         named(&mut params, name, random);
-        validity(&mut params, MEMBER_YEARS);
+        validity(&mut params, unix, SERVER_TTL);
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = params.signed_by(&key, &self.issuer)?;
         store::write_bytes(&self.folder.join("server.pem"), certificate.pem().as_bytes(), 0o644)?;
-        let mut roots = RootCertStore::empty();
-        roots.add(self.der.clone())?;
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone())
-            .allow_unauthenticated()
-            .build()
-            .map_err(|e| rustls::Error::General(e.to_string()))?;
         let key = PrivateKeyDer::try_from(key.serialize_der())
             .map_err(|e| rustls::Error::General(e.to_string()))?;
-        let mut config = rustls::ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(vec![certificate.der().clone(), self.der.clone()], key)?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        // Connections are long-lived, so tickets for later ones are useless.
-        config.send_tls13_tickets = 0;
-        config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
-        Ok(config)
+        let chain = vec![certificate.der().clone(), self.der.clone()];
+        let provider = rustls::crypto::ring::default_provider();
+        let shown = CertifiedKey::from_der(chain, key, &provider)?;
+        Ok((shown, expiry(certificate.der()).unwrap_or(0)))
     }
 }
 
@@ -271,7 +293,9 @@ mod tests {
         let mut wish = CertificateParams::new(vec![join::any_server()]).unwrap();
         wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
-        let issued = again.issue(&csr, Role::Client, "vm-1", &SystemRandom).unwrap();
+        let order = |role, name| Order { role, name, life: CLIENT_TTL, identity: None };
+        let now = SystemClock.unix();
+        let issued = again.issue(&csr, &order(Role::Client, "vm-1"), now, &SystemRandom).unwrap();
         let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
         let text = String::from_utf8_lossy(&der).into_owned();
         assert!(text.contains("vm-1.client.gpusession.internal"));
@@ -279,18 +303,21 @@ mod tests {
         assert_eq!(issued.fingerprint, fingerprint(&der));
         let whose = holder(&der).unwrap();
         assert_eq!((whose.role, whose.name.as_str()), (Role::Client, "vm-1"));
-        assert_eq!(whose.key, requested_key(&csr).unwrap());
-        assert!(whose.issued_unix.abs_diff(clock::Clock::unix(&clock::SystemClock)) < 60, "{whose:?}");
-        let issued = again.issue(&csr, Role::Administrator, "alice", &SystemRandom).unwrap();
+        assert_eq!(whose.identity, requested_key(&csr).unwrap());
+        assert_eq!((whose.issued_unix, whose.expires_unix), (now, now + CLIENT_TTL.as_secs()));
+        let renewal = Order { identity: Some(&[7; 32]), ..order(Role::Client, "vm-1") };
+        let renewed = again.issue(&csr, &renewal, now + 60, &SystemRandom).unwrap();
+        let renewed = holder(&CertificateDer::from_pem_slice(renewed.pem.as_bytes()).unwrap()).unwrap();
+        assert_eq!((renewed.name.as_str(), renewed.identity), ("vm-1", [7; 32]));
+        let issued = again.issue(&csr, &order(Role::Administrator, "alice"), now, &SystemRandom).unwrap();
         let whose = holder(&CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap()).unwrap();
         assert_eq!((whose.role, whose.name.as_str()), (Role::Administrator, "alice"));
         assert_eq!(holder(&again.der), None);
         assert_eq!(holder(b"garbage"), None);
         assert!(matches!(
-            again.issue("garbage", Role::Client, "vm-1", &SystemRandom),
+            again.issue("garbage", &order(Role::Client, "vm-1"), now, &SystemRandom),
             Err(AuthorityError::Request(_))
         ));
-        again.server_tls("gpu1", &SystemRandom).unwrap();
     }
 
     #[test]

@@ -16,12 +16,21 @@ use crate::clock::Moment;
 /// gone.
 pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Time for which a replaced certificate stays valid after the first call with its successor.
+///
+/// Other processes that use the identity read the successor within that time.
+pub const OVERLAP_GRACE: Duration = Duration::from_secs(3600);
+/// Time before the end of a client's certificate from which the server warns.
+///
+/// A daemon renews earlier, so that this one does not.
+pub const EXPIRY_WINDOW: Duration = Duration::from_secs(14 * 24 * 3600);
+
 /// A client as stored on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientRecord {
     /// SHA-256 of the client's certificate, in hex.
     pub certificate: String,
-    /// SHA-256 of the client's public key, in hex: its identity.
+    /// SHA-256 of the public key with which the client joined, in hex: its identity.
     ///
     /// Empty in records of earlier versions.
     #[serde(default)]
@@ -32,6 +41,50 @@ pub struct ClientRecord {
     pub revoked: bool,
     /// Issue time of the certificate, in seconds since 1970.
     pub joined_unix: u64,
+    /// End of the certificate, in seconds since 1970; 0 in records of earlier versions.
+    #[serde(default)]
+    pub expires_unix: u64,
+    /// A renewed certificate that the client has not used yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<Dated>,
+    /// The certificate before the present one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous: Option<Previous>,
+}
+
+/// A certificate and its time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dated {
+    /// SHA-256 of the certificate, in hex.
+    pub certificate: String,
+    /// Issue time, in seconds since 1970.
+    pub issued_unix: u64,
+    /// End, in seconds since 1970.
+    pub expires_unix: u64,
+}
+
+impl Dated {
+    /// Describes a certificate.
+    pub fn new(certificate: &[u8; 32], issued_unix: u64, expires_unix: u64) -> Self {
+        Self { certificate: data_encoding::HEXLOWER.encode(certificate), issued_unix, expires_unix }
+    }
+}
+
+/// A certificate that its successor has replaced.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Previous {
+    /// SHA-256 of the certificate, in hex.
+    pub certificate: String,
+    /// End of its use, in seconds since 1970.
+    pub until_unix: u64,
+}
+
+impl ClientRecord {
+    fn certificates(&self) -> impl Iterator<Item = &String> {
+        let next = self.next.as_ref().map(|c| &c.certificate);
+        let previous = self.previous.as_ref().map(|c| &c.certificate);
+        [Some(&self.certificate), next, previous].into_iter().flatten()
+    }
 }
 
 /// Part of the clients' state that survives a restart.
@@ -82,6 +135,11 @@ pub enum Refusal {
          `gpuserver clients forget {0}` on each server of the pool, then join again; else join under another name with --name"
     )]
     Taken(String),
+    /// Another process has renewed the identity, so this certificate is an older one.
+    #[error(
+        "client {0:?} has a newer certificate already; its processes read that one from their identity's folder"
+    )]
+    Renewed(String),
     /// The call names no boot.
     #[error("the request does not say which boot of the client it comes from")]
     NoBoot,
@@ -131,14 +189,25 @@ impl Clients {
     /// Creates the table with the clients of an earlier run.
     pub fn new(saved: Saved<'_>) -> Self {
         let (records, forgotten) = (saved.clients.into_owned(), saved.forgotten.into_owned());
-        let by_certificate = records.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
+        let all = |(name, record): (&String, &ClientRecord)| {
+            record.certificates().map(|c| (c.clone(), name.clone())).collect::<Vec<_>>()
+        };
+        let by_certificate = records.iter().flat_map(all).collect();
         Self { records, forgotten, by_certificate, presence: HashMap::new() }
     }
 
-    /// Records the key of a client whose record is of an earlier version; `true` if it was.
-    pub fn note_key(&mut self, name: &str, key: &[u8; 32]) -> bool {
-        let record = self.records.get_mut(name).filter(|record| record.key.is_empty());
-        record.map(|record| record.key = data_encoding::HEXLOWER.encode(key)).is_some()
+    /// Completes a record of an earlier version by the facts of its certificate; `true` if it was.
+    pub fn complete(&mut self, certificate: &[u8; 32], holder: &Holder) -> bool {
+        let certificate = data_encoding::HEXLOWER.encode(certificate);
+        let Some(record) = self.records.get_mut(&holder.name) else { return false };
+        if record.certificate != certificate || (!record.key.is_empty() && record.expires_unix != 0) {
+            return false;
+        }
+        if record.key.is_empty() {
+            record.key = data_encoding::HEXLOWER.encode(&holder.identity);
+        }
+        record.expires_unix = holder.expires_unix;
+        true
     }
 
     /// Returns the part of the state that must survive a restart.
@@ -146,15 +215,73 @@ impl Clients {
         Saved { clients: Cow::Borrowed(&self.records), forgotten: Cow::Borrowed(&self.forgotten) }
     }
 
-    /// Returns the name of the client with this certificate.
-    pub fn identify(&self, certificate: &[u8; 32]) -> Result<String, Refusal> {
-        let name =
-            self.by_certificate.get(&data_encoding::HEXLOWER.encode(certificate)).ok_or(Refusal::Unknown)?;
-        match self.records.get(name) {
-            Some(record) if record.revoked => Err(Refusal::Revoked(name.clone())),
-            Some(_) => Ok(name.clone()),
-            None => Err(Refusal::Unknown),
+    /// Returns the name of the client with this certificate, and whether the table changed.
+    ///
+    /// The first call with a renewed certificate makes it the client's present one.
+    pub fn identify(&mut self, certificate: &[u8; 32], unix: u64) -> Result<(String, bool), Refusal> {
+        let certificate = data_encoding::HEXLOWER.encode(certificate);
+        let name = self.by_certificate.get(&certificate).ok_or(Refusal::Unknown)?.clone();
+        let record = self.records.get_mut(&name).ok_or(Refusal::Unknown)?;
+        if record.revoked {
+            return Err(Refusal::Revoked(name));
         }
+        if record.certificate == certificate {
+            return Ok((name, false));
+        }
+        if let Some(next) = record.next.take_if(|next| next.certificate == certificate) {
+            self.succeed(&name, next, unix);
+            return Ok((name, true));
+        }
+        match &record.previous {
+            Some(previous) if previous.certificate == certificate && unix < previous.until_unix => {
+                Ok((name, false))
+            }
+            _ => Err(Refusal::Unknown),
+        }
+    }
+
+    /// Makes a newer certificate of the same identity the present one of `name`.
+    fn succeed(&mut self, name: &str, newer: Dated, unix: u64) {
+        let Some(record) = self.records.get_mut(name) else { return };
+        for old in record.certificates() {
+            self.by_certificate.remove(old);
+        }
+        let old = std::mem::replace(&mut record.certificate, newer.certificate.clone());
+        record.joined_unix = newer.issued_unix;
+        record.expires_unix = newer.expires_unix;
+        record.next = None;
+        record.previous = Some(Previous { certificate: old, until_unix: unix + OVERLAP_GRACE.as_secs() });
+        for known in record.certificates() {
+            self.by_certificate.insert(known.clone(), name.into());
+        }
+    }
+
+    /// Returns the identity of a client whose present certificate this is.
+    ///
+    /// Only that one is renewed: another process may have renewed an older one already.
+    pub fn may_renew(&self, name: &str, certificate: &[u8; 32]) -> Result<[u8; 32], Refusal> {
+        let record = self.records.get(name).ok_or(Refusal::Unknown)?;
+        if record.certificate != data_encoding::HEXLOWER.encode(certificate) {
+            return Err(Refusal::Renewed(name.into()));
+        }
+        let identity = data_encoding::HEXLOWER.decode(record.key.as_bytes()).ok();
+        identity.and_then(|key| key.try_into().ok()).ok_or(Refusal::Unknown)
+    }
+
+    /// Notes a renewed certificate; the present one stays valid until the client uses it.
+    pub fn renew(&mut self, name: &str, next: Dated) {
+        let Some(record) = self.records.get_mut(name) else { return };
+        self.by_certificate.insert(next.certificate.clone(), name.into());
+        if let Some(unused) = record.next.replace(next) {
+            self.by_certificate.remove(&unused.certificate);
+        }
+    }
+
+    /// Lists the clients whose certificates end by `unix`, and when.
+    pub fn ending(&self, unix: u64) -> Vec<(String, u64)> {
+        let ends = |r: &ClientRecord| !r.revoked && r.expires_unix != 0 && r.expires_unix <= unix;
+        let listed = self.records.iter().filter(|(_, r)| ends(r));
+        listed.map(|(name, r)| (name.clone(), r.expires_unix)).collect()
     }
 
     /// Adds a client that joined through another server of the pool.
@@ -162,8 +289,8 @@ impl Clients {
     /// The pool's authority has signed its certificate, and [`identify`](Self::identify) does not
     /// know it. A certificate stays invalid if a later one of the same key replaced it, if the name
     /// was forgotten here, or if another key has the name.
-    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder) -> Result<(), Refusal> {
-        let Holder { name: client, issued_unix, key, .. } = holder;
+    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, unix: u64) -> Result<(), Refusal> {
+        let Holder { name: client, issued_unix, expires_unix, identity, .. } = holder;
         let known = self.records.get(client);
         if known.is_some_and(|record| record.revoked) {
             return Err(Refusal::Revoked(client.clone()));
@@ -172,8 +299,12 @@ impl Clients {
         if newest.is_some_and(|newest| *issued_unix <= newest) {
             return Err(Refusal::Unknown);
         }
-        self.may_join(client, key)?;
-        self.join(client, certificate, key, "", *issued_unix);
+        self.may_join(client, identity)?;
+        let newer = Dated::new(certificate, *issued_unix, *expires_unix);
+        match self.records.contains_key(client) {
+            true => self.succeed(client, newer, unix),
+            false => self.join(client, newer, identity, ""),
+        }
         Ok(())
     }
 
@@ -191,17 +322,22 @@ impl Clients {
     }
 
     /// Makes a certificate the only valid one of `name`.
-    pub fn join(&mut self, name: &str, certificate: &[u8; 32], key: &[u8; 32], machine_id: &str, unix: u64) {
-        let certificate = data_encoding::HEXLOWER.encode(certificate);
+    pub fn join(&mut self, name: &str, dated: Dated, key: &[u8; 32], machine_id: &str) {
+        let certificate = dated.certificate.clone();
         let record = ClientRecord {
-            certificate: certificate.clone(),
+            certificate: dated.certificate,
             key: data_encoding::HEXLOWER.encode(key),
             machine_id: machine_id.into(),
             revoked: false,
-            joined_unix: unix,
+            joined_unix: dated.issued_unix,
+            expires_unix: dated.expires_unix,
+            next: None,
+            previous: None,
         };
         if let Some(old) = self.records.insert(name.into(), record) {
-            self.by_certificate.remove(&old.certificate);
+            for old in old.certificates() {
+                self.by_certificate.remove(old);
+            }
         }
         self.by_certificate.insert(certificate, name.into());
     }
@@ -295,6 +431,9 @@ impl Clients {
             machine_id: String::new(),
             revoked: false,
             joined_unix: unix,
+            expires_unix: 0,
+            next: None,
+            previous: None,
         };
         self.records.entry(name.into()).or_insert_with(unseen).revoked = true;
         known
@@ -307,7 +446,9 @@ impl Clients {
         self.presence.remove(name);
         let record = self.records.remove(name);
         if let Some(record) = &record {
-            self.by_certificate.remove(&record.certificate);
+            for certificate in record.certificates() {
+                self.by_certificate.remove(certificate);
+            }
         }
         let joined = record.as_ref().map_or(0, |r| r.joined_unix);
         self.forgotten.insert(name.into(), unix.max(joined));
@@ -336,29 +477,43 @@ mod tests {
 
     const T: Moment = Duration::from_secs(1000);
 
+    fn dated(certificate: u8, issued_unix: u64) -> Dated {
+        Dated::new(&[certificate; 32], issued_unix, issued_unix + 100)
+    }
+
+    fn holder(name: &str, issued_unix: u64, identity: [u8; 32]) -> Holder {
+        let expires_unix = issued_unix + 100;
+        Holder { role: Role::Client, name: name.into(), issued_unix, expires_unix, identity }
+    }
+
+    /// Returns the client of a certificate, as its call at this time.
+    fn called(clients: &mut Clients, certificate: u8, unix: u64) -> Result<String, Refusal> {
+        clients.identify(&[certificate; 32], unix).map(|(name, _)| name)
+    }
+
     fn joined() -> Clients {
         let mut clients = Clients::default();
-        clients.join("vm-1", &[1; 32], &[11; 32], "m1", 5);
+        clients.join("vm-1", dated(1, 5), &[11; 32], "m1");
         clients
     }
 
     #[test]
     fn certificates() {
         let mut clients = joined();
-        assert_eq!(clients.identify(&[1; 32]), Ok("vm-1".into()));
-        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
-        clients.join("vm-1", &[2; 32], &[11; 32], "m1", 6);
+        assert_eq!(called(&mut clients, 1, 9), Ok("vm-1".into()));
+        assert_eq!(called(&mut clients, 2, 9), Err(Refusal::Unknown));
+        clients.join("vm-1", dated(2, 6), &[11; 32], "m1");
         assert_eq!(
-            clients.identify(&[1; 32]),
+            called(&mut clients, 1, 9),
             Err(Refusal::Unknown),
             "a later join replaces the certificate"
         );
         assert!(clients.revoke("vm-1", 6) && !clients.revoke("vm-2", 6));
         let mut clients = Clients::new(clients.save());
-        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Revoked("vm-1".into())));
+        assert_eq!(called(&mut clients, 2, 9), Err(Refusal::Revoked("vm-1".into())));
         assert!(matches!(clients.may_join("vm-1", &[11; 32]), Err(Refusal::Revoked(_))));
         assert!(clients.forget("vm-1", 7));
-        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
+        assert_eq!(called(&mut clients, 2, 9), Err(Refusal::Unknown));
         assert_eq!(clients.may_join("vm-1", &[12; 32]), Ok(()));
     }
 
@@ -369,38 +524,39 @@ mod tests {
         assert_eq!(clients.may_join("vm-1", &[12; 32]), taken, "however long vm-1 is silent");
         assert_eq!(clients.may_join("vm-1", &[11; 32]), Ok(()), "its own key: the reply was lost");
         assert_eq!(clients.may_join("vm-2", &[12; 32]), Ok(()));
-        let old =
-            r#"{"clients":{"vm-3":{"certificate":"00","machine_id":"m3","revoked":false,"joined_unix":1}}}"#;
-        let mut clients = Clients::new(serde_json::from_str(old).unwrap());
+        let old = r#"{"clients":{"vm-3":{"certificate":"CERT","machine_id":"m3","revoked":false,"joined_unix":1}}}"#;
+        let old = old.replace("CERT", &"00".repeat(32));
+        let mut clients = Clients::new(serde_json::from_str(&old).unwrap());
         assert_eq!(clients.may_join("vm-3", &[13; 32]), Err(Refusal::Taken("vm-3".into())));
-        assert!(clients.note_key("vm-3", &[13; 32]) && !clients.note_key("vm-3", &[14; 32]));
+        let vm3 = |key| holder("vm-3", 1, [key; 32]);
+        assert!(clients.complete(&[0; 32], &vm3(13)) && !clients.complete(&[0; 32], &vm3(14)));
+        assert_eq!(clients.list(T)[0].record.expires_unix, 101);
         assert_eq!(clients.may_join("vm-3", &[13; 32]), Ok(()));
     }
 
     #[test]
     fn clients_that_joined_with_another_server_are_introduced() {
-        let of =
-            |name: &str, issued_unix, key| Holder { role: Role::Client, name: name.into(), issued_unix, key };
+        let of = holder;
         let vm = |name: &str, issued_unix| of(name, issued_unix, [11; 32]);
         let mut clients = joined();
-        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5)), Ok(()));
-        assert_eq!(clients.identify(&[9; 32]), Ok("vm-9".into()));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), 9), Ok(()));
+        assert_eq!(called(&mut clients, 9, 9), Ok("vm-9".into()));
         // The newest certificate of a name is the valid one.
-        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5)), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6)), Ok(()));
-        assert_eq!(clients.identify(&[9; 32]), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5)), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5), 9), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6), 9), Ok(()));
+        assert_eq!(called(&mut clients, 9, 9 + OVERLAP_GRACE.as_secs()), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), 9), Err(Refusal::Unknown));
         let taken = Err(Refusal::Taken("vm-9".into()));
-        assert_eq!(clients.introduce(&[6; 32], &of("vm-9", 7, [12; 32])), taken, "another identity");
+        assert_eq!(clients.introduce(&[6; 32], &of("vm-9", 7, [12; 32]), 9), taken, "another identity");
         clients.seen("vm-9", "b1", "m1", T).unwrap();
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7)), Ok(()), "a newer one of the same");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), 9), Ok(()), "a newer one of the same");
         assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1", 9));
         let mut clients = Clients::new(clients.save());
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7)), Err(Refusal::Unknown), "forgotten");
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9)), Ok(()), "joined anew");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), 9), Err(Refusal::Unknown), "forgotten");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), 9), Ok(()), "joined anew");
         let revoked = Err(Refusal::Revoked("vm-1".into()));
         assert_eq!(
-            clients.introduce(&[6; 32], &vm("vm-1", 99)),
+            clients.introduce(&[6; 32], &vm("vm-1", 99), 9),
             revoked,
             "until an administrator forgets it"
         );
@@ -444,5 +600,49 @@ mod tests {
         assert!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT / 2).is_err());
         assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT), Ok(Seen::NewBoot));
         assert_eq!(clients.list(T + SUSPECT_TIMEOUT)[0].silent, Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn a_renewed_certificate_replaces_the_older_one_at_its_first_call() {
+        let mut clients = joined();
+        assert_eq!(clients.may_renew("vm-1", &[1; 32]), Ok([11; 32]));
+        clients.renew("vm-1", dated(2, 50));
+        assert_eq!(called(&mut clients, 1, 60), Ok("vm-1".into()), "the reply may be lost");
+        // Asked again: the first answer's certificate was never used.
+        clients.renew("vm-1", dated(3, 61));
+        let mut clients = Clients::new(clients.save());
+        assert_eq!(called(&mut clients, 2, 62), Err(Refusal::Unknown));
+        assert_eq!(clients.identify(&[3; 32], 70), Ok(("vm-1".into(), true)));
+        assert_eq!(clients.identify(&[3; 32], 70), Ok(("vm-1".into(), false)));
+        let mut clients = Clients::new(clients.save());
+        let overlap = 70 + OVERLAP_GRACE.as_secs();
+        assert_eq!(called(&mut clients, 1, overlap - 1), Ok("vm-1".into()), "other processes have it");
+        assert_eq!(called(&mut clients, 1, overlap), Err(Refusal::Unknown));
+        assert_eq!(clients.may_renew("vm-1", &[1; 32]), Err(Refusal::Renewed("vm-1".into())));
+        assert_eq!(clients.may_renew("vm-1", &[3; 32]), Ok([11; 32]), "the identity stays");
+        let record = &clients.list(T)[0].record;
+        assert_eq!((record.joined_unix, record.expires_unix), (61, 161));
+        assert_eq!(clients.ending(160), []);
+        assert_eq!(clients.ending(161), [("vm-1".to_owned(), 161)]);
+        // Revoked and forgotten clients lose the renewed certificate too.
+        clients.renew("vm-1", dated(4, 90));
+        clients.revoke("vm-1", 91);
+        assert_eq!(called(&mut clients, 4, 92), Err(Refusal::Revoked("vm-1".into())));
+        clients.forget("vm-1", 93);
+        for certificate in [1, 3, 4] {
+            assert_eq!(called(&mut clients, certificate, 94), Err(Refusal::Unknown));
+        }
+        assert_eq!(clients.by_certificate.len(), 0);
+    }
+
+    #[test]
+    fn another_server_takes_a_renewed_certificate_and_keeps_the_older_one_for_a_while() {
+        let mut clients = joined();
+        assert_eq!(clients.introduce(&[2; 32], &holder("vm-1", 50, [11; 32]), 60), Ok(()));
+        assert_eq!(called(&mut clients, 2, 61), Ok("vm-1".into()));
+        assert_eq!(called(&mut clients, 1, 61), Ok("vm-1".into()));
+        assert_eq!(called(&mut clients, 1, 60 + OVERLAP_GRACE.as_secs()), Err(Refusal::Unknown));
+        let older = clients.introduce(&[1; 32], &holder("vm-1", 5, [11; 32]), 60 + OVERLAP_GRACE.as_secs());
+        assert_eq!(older, Err(Refusal::Unknown));
     }
 }

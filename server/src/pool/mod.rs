@@ -6,11 +6,13 @@ pub mod ca;
 pub mod clients;
 mod describe;
 pub mod grpc;
+pub mod identities;
 pub mod idle_actions;
 pub mod parking;
 pub mod readings;
 mod reload;
 mod status;
+pub mod tls;
 pub mod tokens;
 pub mod watch;
 
@@ -34,7 +36,9 @@ use self::ca::Authority;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
 use self::grpc::watch::workers_ready;
+use self::identities::Warned;
 use self::parking::Parking;
+use self::tls::ServerCertificate;
 use self::tokens::{TokenRecord, Tokens};
 use self::watch::Watches;
 use crate::accounting::{Accounting, Kind, Record};
@@ -98,6 +102,9 @@ pub struct Pool {
     monitor: Monitor,
     accounting: Accounting,
     authority: Authority,
+    certificate: Arc<ServerCertificate>,
+    /// Warnings about certificates.
+    warned: Mutex<Warned>,
     tokens: Mutex<Tokens>,
     token_file: Shared,
     clients: Mutex<Clients>,
@@ -140,7 +147,7 @@ impl Pool {
         registry: Arc<dyn Registry>,
         supervisor: Supervisor,
         monitor: Monitor,
-        authority: Authority,
+        (authority, certificate): (Authority, Arc<ServerCertificate>),
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
@@ -156,6 +163,8 @@ impl Pool {
             supervisor,
             monitor,
             authority,
+            certificate,
+            warned: Mutex::default(),
             token_file: Shared::new(files.tokens),
             client_file: Shared::new(files.clients),
             administrators: Mutex::new(store::read(&files.administrators)?),
@@ -289,6 +298,11 @@ impl Pool {
     /// Returns the time since the host started.
     pub fn now(&self) -> Moment {
         self.clock.now()
+    }
+
+    /// Returns the seconds since 1970.
+    pub fn unix(&self) -> u64 {
+        self.clock.unix()
     }
 
     /// Sends an event to a client's daemon, if it watches.
@@ -484,6 +498,7 @@ impl Pool {
             self.ended(std::slice::from_ref(lease), &why);
         }
         self.warn_of_ends(unix).await;
+        self.watch_identities(unix);
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
             if !self.registry.holds(&lease).await {

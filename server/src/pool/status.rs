@@ -21,6 +21,7 @@ pub(super) fn refused(refusal: Refusal) -> Status {
         // The client may try again after a moment.
         Refusal::SecondMachine(_) => Status::aborted(text),
         Refusal::Taken(_) => Status::already_exists(text),
+        Refusal::Renewed(_) => Status::failed_precondition(text),
         Refusal::NoBoot => Status::invalid_argument(text),
     }
 }

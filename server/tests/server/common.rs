@@ -244,6 +244,7 @@ impl Server {
             client_name: name.into(),
             machine_id: machine.into(),
             boot_id: "b1".into(),
+            renews: true,
         };
         let channel = self.connect_from(None, from).await.expect("a connection");
         let reply = EnrolmentClient::new(channel).join(request).await?.into_inner();

@@ -5,6 +5,7 @@ mod administration;
 mod common;
 mod garbage;
 mod health;
+mod identities;
 mod mps;
 mod restart;
 mod sharing;
@@ -867,6 +868,7 @@ async fn encryption_off(networks: &str, encrypted: bool) {
         client_name: "vm-1".into(),
         machine_id: "m".into(),
         boot_id: "b1".into(),
+        renews: false,
     };
     let channel = server.connect(None).await.unwrap();
     let reply = gpusession_proto::control::enrolment_client::EnrolmentClient::new(channel)

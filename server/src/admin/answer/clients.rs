@@ -21,6 +21,9 @@ pub struct ClientRow {
     pub silent_usec: Option<u64>,
     /// Time at which it joined, in seconds since 1970.
     pub joined_unix: u64,
+    /// End of its certificate, in seconds since 1970; 0: unknown.
+    #[serde(default)]
+    pub expires_unix: u64,
     /// SHA-256 of its certificate.
     pub certificate_sha256: String,
 }
@@ -41,6 +44,7 @@ pub(in crate::admin) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
             name: c.name,
             silent_usec: c.silent.map(micros),
             joined_unix: c.record.joined_unix,
+            expires_unix: c.record.expires_unix,
             certificate_sha256: c.record.certificate,
         })
         .collect();

@@ -39,6 +39,15 @@ pub struct StatusView {
     /// Isolation of workers, and what is missing.
     #[serde(default)]
     pub isolation: String,
+    /// End of the server's certificate, which it renews itself, in seconds since 1970; 0: unknown.
+    #[serde(default)]
+    pub certificate_expires_unix: u64,
+    /// End of the authority's certificate, in seconds since 1970; 0: unknown.
+    #[serde(default)]
+    pub authority_expires_unix: u64,
+    /// Warnings about certificates that end soon or have ended.
+    #[serde(default)]
+    pub warnings: Vec<String>,
     /// Number of served GPUs.
     pub gpus: usize,
     /// Number of leases.
@@ -129,7 +138,7 @@ pub struct PsRow {
 }
 
 pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
-    let facts = pool.facts();
+    let (facts, unix) = (pool.facts(), pool.unix());
     show(serde_json::to_value(StatusView {
         name: facts.config.name.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
@@ -145,6 +154,9 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         cuda_version: facts.cuda_version,
         authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
         isolation: pool.supervisor().isolation().to_string(),
+        certificate_expires_unix: pool.certificate_expires_unix(),
+        authority_expires_unix: pool.authority_expires_unix(),
+        warnings: pool.ending(unix).iter().map(|e| e.warning(unix)).collect(),
         gpus: pool.registry().gpus().await.len(),
         leases: pool.registry().count().await,
         workers: pool.supervisor().workers().len(),

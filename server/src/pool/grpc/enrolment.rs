@@ -9,7 +9,8 @@ use tracing::{error, info, warn};
 use super::Service;
 use crate::certificate::Role;
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::ca::{AuthorityError, requested_key};
+use crate::pool::ca::{AuthorityError, CLIENT_TTL, LASTING_TTL, Order, requested_key};
+use crate::pool::clients::Dated;
 use crate::pool::locked;
 use crate::pool::status::{bounded, refused, stored};
 
@@ -48,7 +49,10 @@ impl Enrolment for Service {
             let unfit = |e: AuthorityError| refuse(Status::invalid_argument(e.to_string()));
             let key = requested_key(&wish.csr_pem).map_err(unfit)?;
             clients.may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
-            let issued = pool.authority.issue(&wish.csr_pem, Role::Client, &name, pool.random.as_ref());
+            let life = if wish.renews { CLIENT_TTL } else { LASTING_TTL };
+            let order = Order { role: Role::Client, name: &name, life, identity: None };
+            let unix = pool.clock.unix();
+            let issued = pool.authority.issue(&wish.csr_pem, &order, unix, pool.random.as_ref());
             let issued = issued.map_err(|e| match e {
                 AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
                 e => {
@@ -58,7 +62,8 @@ impl Enrolment for Service {
             })?;
             tokens.consume(&token);
             pool.token_file.changed();
-            clients.join(&name, &issued.fingerprint, &key, &wish.machine_id, pool.clock.unix());
+            let dated = Dated::new(&issued.fingerprint, unix, issued.expires_unix);
+            clients.join(&name, dated, &key, &wish.machine_id);
             pool.client_file.changed();
             issued
         };

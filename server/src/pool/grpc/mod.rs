@@ -2,6 +2,7 @@
 //! certificate may only join.
 
 mod enrolment;
+mod identity;
 mod leases;
 mod server;
 pub(in crate::pool) mod watch;
@@ -81,6 +82,13 @@ impl PoolService for Service {
         request: Request<wire::ReadingsRequest>,
     ) -> Result<Response<wire::ReadingsReply>, Status> {
         leases::readings(&self.0, request).await
+    }
+
+    async fn renew_identity(
+        &self,
+        request: Request<wire::RenewIdentityRequest>,
+    ) -> Result<Response<wire::RenewIdentityReply>, Status> {
+        identity::renew(&self.0, request).await
     }
 
     async fn describe(

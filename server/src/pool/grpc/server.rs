@@ -47,6 +47,7 @@ pub(super) async fn describe(
         loads: devices.iter().map(|g| load(&g.gpu.uuid)).collect(),
         leases: Some(pool.registry.count().await as u32),
         waiting: Some(pool.registry.waiting().await.len() as u32),
+        renews_identities: true,
         programs: Some(pool.supervisor.programs(true).len() as u32),
     }))
 }

@@ -1,0 +1,54 @@
+//! The call by which a client renews its certificate.
+
+use std::sync::Arc;
+
+use gpusession_proto::control as wire;
+use gpusession_proto::journal::Event as Said;
+use tonic::{Request, Response, Status};
+use tracing::{error, info};
+
+use crate::certificate::{Role, day};
+use crate::pool::ca::{AuthorityError, CLIENT_TTL, Order};
+use crate::pool::clients::Dated;
+use crate::pool::status::{refused, stored};
+use crate::pool::{Pool, locked};
+
+/// Most renewals of one client in a second: each costs a signature and a write to disk.
+const MOST: u64 = 4;
+
+pub(super) async fn renew(
+    pool: &Arc<Pool>,
+    request: Request<wire::RenewIdentityRequest>,
+) -> Result<Response<wire::RenewIdentityReply>, Status> {
+    let (client, present) = pool.renewing(&request).await?;
+    let present = present.fingerprint;
+    if !locked(&pool.rates).allow(&format!("{client} renewals"), MOST, pool.clock.now()) {
+        return Err(Status::resource_exhausted("too many renewals of this client; try again later"));
+    }
+    let csr_pem = request.into_inner().csr_pem;
+    let (pem, expires_unix) = {
+        let mut clients = locked(&pool.clients);
+        let identity = clients.may_renew(&client, &present).map_err(refused)?;
+        let unix = pool.clock.unix();
+        let order = Order { role: Role::Client, name: &client, life: CLIENT_TTL, identity: Some(&identity) };
+        let issued = pool.authority.issue(&csr_pem, &order, unix, pool.random.as_ref());
+        let issued = issued.map_err(|e| match e {
+            AuthorityError::Request(_) => Status::invalid_argument(e.to_string()),
+            e => {
+                error!("renewal of {client}: {e}");
+                Status::internal("the server could not issue a certificate; see its journal")
+            }
+        })?;
+        clients.renew(&client, Dated::new(&issued.fingerprint, unix, issued.expires_unix));
+        pool.client_file.changed();
+        (issued.pem, issued.expires_unix)
+    };
+    pool.store_clients().await.map_err(stored)?;
+    info!(
+        message_id = Said::IdentityRenewed.id(),
+        gpusession_client = client,
+        "client {client}: certificate renewed until {}",
+        day(expires_unix)
+    );
+    Ok(Response::new(wire::RenewIdentityReply { certificate_pem: pem }))
+}
