@@ -399,7 +399,7 @@ async fn status(json: bool, wait: bool) -> Result<i32> {
         raw["no_gpu_reason"] = json!(reason);
         print(&raw.to_string());
     } else {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64);
+        let now = gpusessiond::renewal::wall() * 1_000_000;
         print(&show::status(&described, reason.as_deref(), now));
     }
     Ok(0)
