@@ -2,20 +2,29 @@
 //!
 //! A frame in the log fixes a transfer's place in the order; the frame's position names the
 //! transfer.
+//!
+//! Each lane numbers its chunks for the life of the link. Its sender keeps a chunk, or can read it
+//! again, until the other end has acknowledged the number. So a lane that breaks continues on
+//! another connection, with the chunk that the other end lacks.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{
-    CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, Header, UP_LANES, op,
+    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, Header, UP_LANES, op,
 };
-use gpusession_proto::preface::{Refusal, refusal_len};
-use zerocopy::IntoBytes;
 
+use crate::flight::Ended;
 use crate::link::{Link, LinkLost};
 use crate::threads;
-use crate::transport::{Transport, Wait};
+use crate::transport::Transport;
+
+mod down;
+mod up;
+
+pub use self::down::{Detached, DownTransfers, On};
+pub use self::up::Sent;
+use self::up::UpQueue;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -41,562 +50,107 @@ impl HostRange {
     }
 }
 
-/// Returns a chunk's header: the transfer, the offset in it, and the bytes without padding.
-pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Header {
+/// Returns a chunk's header: its number in the lane, the transfer, the offset in it, and the bytes
+/// without padding.
+pub fn chunk_header(number: u64, transfer: u64, offset: u64, len: usize, status: i32) -> Header {
     Header {
         len: (len.next_multiple_of(8) as u32).into(),
         op: op::CHUNK.into(),
         flags: 0.into(),
         thread: (status as u32).into(),
-        number: 0.into(),
+        number: (number as u32).into(),
         seq: transfer.into(),
         ack: (len as u64).into(),
         ctx: offset.into(),
     }
 }
 
+/// Returns the bytes without padding of the chunk with this number; an error if the header is
+/// another frame's.
+pub fn chunk_len(header: &Header, number: u64) -> Result<usize, BadFrame> {
+    let len = header.ack.get() as usize;
+    if header.op.get() != op::CHUNK || len > CHUNK || len.next_multiple_of(8) != header.body_len() {
+        return Err(BadFrame("not a chunk"));
+    }
+    if header.number.get() != number as u32 {
+        return Err(BadFrame("a chunk out of order"));
+    }
+    Ok(len)
+}
+
 /// Lanes of one link, in both directions.
 pub struct Lanes {
     up: Arc<UpQueue>,
-    transports: Vec<Arc<Transport>>,
+    open: Arc<Open>,
 }
 
-/// Pieces that wait for a lane to the device.
-///
-/// A free lane takes the oldest piece. So no lane idles while pieces wait, and a transfer's pieces
-/// never wait behind those of a later one.
+/// Present connections of all lanes.
 #[derive(Default)]
-struct UpQueue {
-    pieces: Mutex<VecDeque<Piece>>,
-    changed: Condvar,
+struct Open {
+    state: Mutex<Connections>,
 }
 
-struct Piece {
-    transfer: u64,
-    offset: u64,
-    range: HostRange,
-    sent: Arc<Sent>,
+#[derive(Default)]
+struct Connections {
+    /// Connections by lane.
+    present: HashMap<u16, Arc<Transport>>,
+    closed: bool,
 }
 
-/// Progress of a transfer to the device.
-pub struct Sent {
-    left: Mutex<Left>,
-    changed: Condvar,
-}
-
-struct Left {
-    /// Number of chunks that a lane still has to read.
-    chunks: usize,
-    failed: bool,
-}
-
-impl Sent {
-    fn new(chunks: usize) -> Self {
-        Self { left: Mutex::new(Left { chunks, failed: false }), changed: Condvar::new() }
+impl Open {
+    /// Makes a connection the present one of its lane.
+    fn install(&self, lane: u16, transport: Transport) -> Arc<Transport> {
+        let transport = Arc::new(transport);
+        let mut state = lock(&self.state);
+        if state.closed {
+            transport.shutdown();
+        }
+        state.present.insert(lane, transport.clone());
+        transport
     }
 
-    fn piece_done(&self, ok: bool) {
-        let mut left = lock(&self.left);
-        left.chunks -= 1;
-        left.failed |= !ok;
-        if left.chunks == 0 {
-            self.changed.notify_all();
-        }
-    }
-
-    /// Waits until the program may change the source again; `false` if the link was lost before.
-    ///
-    /// A lost link, too, leaves other lanes reading their chunks of the source for a moment.
-    pub fn wait(&self) -> bool {
-        let mut left = lock(&self.left);
-        while left.chunks > 0 {
-            left = self.changed.wait(left).unwrap_or_else(PoisonError::into_inner);
-        }
-        !left.failed
+    fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        state.present.values().for_each(|transport| transport.shutdown());
     }
 }
 
 impl Lanes {
     pub(crate) fn open(link: &Arc<Link>) -> Result<Self, LinkLost> {
         let threads_error = |e| LinkLost(format!("cannot start a thread for a lane: {e}"));
-        let up = Arc::<UpQueue>::default();
-        let mut transports = Vec::new();
-        let mut open = |lane| -> Result<Arc<Transport>, LinkLost> {
-            let transport = Arc::new(link.open_lane(lane)?);
-            transports.push(transport.clone());
-            Ok(transport)
+        let returns = link.returns();
+        let (up, open) = (Arc::new(UpQueue::new(returns)), Arc::<Open>::default());
+        let connect = |lane| match link.open_lane(lane) {
+            Ok(transport) => Ok(Some(open.install(lane, transport))),
+            // Its thread tries again.
+            Err(Ended::Broken(_)) if returns => Ok(None),
+            Err(Ended::Broken(e)) => Err(LinkLost(format!("lane {lane}: {e}"))),
+            Err(Ended::Fatal(reason)) => Err(LinkLost(reason)),
         };
-        for i in 0..UP_LANES {
-            let transport = open(FIRST_UP_LANE + i)?;
-            let (queue, weak) = (up.clone(), Arc::downgrade(link));
-            threads::spawn("gpusession-up", move || queue.serve(&transport, &weak)).map_err(threads_error)?;
-        }
-        for i in 0..DOWN_LANES {
-            let transport = open(FIRST_DOWN_LANE + i)?;
-            let (transfers, weak) = (link.down.clone(), Arc::downgrade(link));
-            threads::spawn("gpusession-down", move || receive(&transport, &transfers, &weak))
+        for lane in FIRST_UP_LANE..FIRST_UP_LANE + UP_LANES {
+            let first = connect(lane)?;
+            let (queue, open, link) = (up.clone(), open.clone(), Arc::downgrade(link));
+            threads::spawn("gpusession-up", move || up::serve(lane, &queue, &open, first, &link))
                 .map_err(threads_error)?;
         }
-        Ok(Self { up, transports })
+        for lane in FIRST_DOWN_LANE..FIRST_DOWN_LANE + DOWN_LANES {
+            let first = connect(lane)?;
+            let (transfers, open, link) = (link.down.clone(), open.clone(), Arc::downgrade(link));
+            let serve = move || down::serve(lane, &transfers, &open, first, &link, returns);
+            threads::spawn("gpusession-down", serve).map_err(threads_error)?;
+        }
+        Ok(Self { up, open })
     }
 
     /// Ends all lanes, so that no thread of theirs uses the program's memory for long.
     pub(crate) fn shutdown(&self) {
-        self.transports.iter().for_each(|transport| transport.shutdown());
+        self.open.close();
+        self.up.fail_all();
     }
 
     /// Queues a transfer to the device.
-    pub fn send(&self, transfer: u64, range: HostRange) -> Arc<Sent> {
-        let chunks = range.len.div_ceil(CHUNK);
-        let sent = Arc::new(Sent::new(chunks));
-        let mut pieces = lock(&self.up.pieces);
-        for offset in (0..range.len).step_by(CHUNK) {
-            let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
-            pieces.push_back(Piece { transfer, offset: offset as u64, range: piece, sent: sent.clone() });
-        }
-        drop(pieces);
-        self.up.changed.notify_all();
-        sent
-    }
-}
-
-impl UpQueue {
-    fn serve(&self, transport: &Transport, link: &Weak<Link>) {
-        let mut failed = false;
-        loop {
-            let piece = {
-                let mut pieces = lock(&self.pieces);
-                loop {
-                    if let Some(piece) = pieces.pop_front() {
-                        break piece;
-                    }
-                    pieces = self.changed.wait(pieces).unwrap_or_else(PoisonError::into_inner);
-                }
-            };
-            if !failed {
-                let header = chunk_header(piece.transfer, piece.offset, piece.range.len, 0);
-                // SAFETY: the range's creator promised that it stays mapped until `sent` reports
-                // the piece below.
-                let bytes =
-                    unsafe { std::slice::from_raw_parts(piece.range.address as *const u8, piece.range.len) };
-                let padding = [0; 8];
-                let pad = piece.range.len.next_multiple_of(8) - piece.range.len;
-                let done = transport.send_parts(&[header.as_bytes(), bytes, &padding[..pad]]);
-                if let Err(e) = done {
-                    failed = true;
-                    if let Some(link) = link.upgrade() {
-                        link.lose(&format!("bulk connection to {} lost: {e}", link.server));
-                    }
-                }
-            }
-            piece.sent.piece_done(!failed);
-        }
-    }
-}
-
-/// Transfers from the device that have not ended.
-#[derive(Default)]
-pub struct DownTransfers {
-    open: Mutex<Open>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Open {
-    transfers: HashMap<u64, Down>,
-    lost: bool,
-}
-
-/// Stream of a transfer; a default stream's handle is the same in every context.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct On {
-    pub ctx: u64,
-    /// Handle of the stream, 0 for the legacy default stream.
-    pub stream: u64,
-    /// Whether it is ordered with its context's default stream.
-    pub blocking: bool,
-}
-
-/// Transfer from the device without a waiting thread.
-#[derive(Clone, Copy)]
-pub struct Detached {
-    /// Position of its frame in the log.
-    pub seq: u64,
-    pub on: On,
-    range: HostRange,
-}
-
-impl Detached {
-    /// Returns `true` if it writes to any of these bytes.
-    pub fn fills(&self, address: usize, len: usize) -> bool {
-        self.range.overlaps(address, len)
-    }
-}
-
-struct Down {
-    range: HostRange,
-    left: usize,
-    status: i32,
-    on: On,
-    /// Whether no thread asks for the result, so that the entry goes when the data has landed.
-    detached: bool,
-    /// Number of threads that write into the range right now.
-    writing: usize,
-    /// Transfers into some of the same bytes whose data is older.
-    older: Vec<u64>,
-    /// Addresses and lengths of bytes that have newer data already; this transfer skips them.
-    newer: Vec<(usize, usize)>,
-}
-
-/// Part of a piece's bytes that goes into the program's memory.
-struct Part {
-    /// Offset in the piece.
-    offset: usize,
-    address: usize,
-    len: usize,
-}
-
-/// Where the bytes of a piece go.
-enum Place {
-    /// The transfer has failed or was canceled.
-    Nowhere,
-    /// All bytes, to this address.
-    Whole(usize),
-    /// Only these parts; the other bytes have newer data.
-    Parts(Vec<Part>),
-}
-
-/// Returns what a piece at `address` may write, apart from bytes with `newer` data.
-fn place(address: usize, len: usize, newer: &[(usize, usize)]) -> Place {
-    let end = address + len;
-    let mut taken: Vec<_> = newer
-        .iter()
-        .map(|(at, len)| (*at.max(&address), (at + len).min(end)))
-        .filter(|(from, to)| from < to)
-        .collect();
-    if taken.is_empty() {
-        return Place::Whole(address);
-    }
-    taken.sort_unstable();
-    let (mut parts, mut at) = (Vec::new(), address);
-    for (from, to) in taken.into_iter().chain([(end, end)]) {
-        if at < from {
-            parts.push(Part { offset: at - address, address: at, len: from - at });
-        }
-        at = at.max(to);
-    }
-    Place::Parts(parts)
-}
-
-/// `CUDA_ERROR_DEVICE_UNAVAILABLE`
-const UNAVAILABLE: i32 = 46;
-
-impl DownTransfers {
-    /// Announces a transfer before its frame can be answered.
-    ///
-    /// For a `detached` one a later [`DownTransfers::wait_detached`] waits. `older` are the
-    /// transfers of [`DownTransfers::overlapping`] whose data must not replace this one's.
-    pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool, older: Vec<u64>) {
-        let mut open = lock(&self.open);
-        let (left, status) = (range.len, if open.lost { UNAVAILABLE } else { 0 });
-        let down = Down { range, left, status, on, detached, writing: 0, older, newer: Vec::new() };
-        open.transfers.insert(transfer, down);
-    }
-
-    /// Returns the detached transfers under way that write to any of these bytes.
-    pub fn overlapping(&self, address: usize, len: usize) -> Vec<Detached> {
-        let open = lock(&self.open);
-        let filling = open.transfers.iter().filter(|(_, t)| t.detached && t.range.overlaps(address, len));
-        filling.map(|(seq, t)| Detached { seq: *seq, on: t.on, range: t.range }).collect()
-    }
-
-    /// Waits for a transfer that is not detached, and returns its `CUresult`.
-    pub fn wait(&self, transfer: u64) -> i32 {
-        let mut open = lock(&self.open);
-        loop {
-            match open.transfers.get(&transfer) {
-                None => return UNAVAILABLE,
-                Some(t) if t.writing == 0 && (t.left == 0 || t.status != 0) => {
-                    let status = t.status;
-                    open.transfers.remove(&transfer);
-                    return status;
-                }
-                Some(_) => open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
-    }
-
-    /// Removes a transfer whose frame the driver refused; after the return no thread writes to its
-    /// range.
-    pub fn cancel(&self, transfer: u64) {
-        let mut open = lock(&self.open);
-        while let Some(t) = open.transfers.get_mut(&transfer) {
-            t.status = UNAVAILABLE;
-            if t.writing == 0 {
-                open.transfers.remove(&transfer);
-                return;
-            }
-            open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Waits at most `patience` until the detached transfers that `wanted` selects have landed.
-    ///
-    /// `false`: some have not. Small ones come with frames, which the caller must read meanwhile.
-    pub fn wait_detached(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
-        let mut open = lock(&self.open);
-        let unsettled = |open: &Open| {
-            open.transfers.iter().any(|(seq, t)| {
-                t.detached
-                    && (t.status == 0 || t.writing > 0)
-                    && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
-            })
-        };
-        if !unsettled(&open) {
-            return true;
-        }
-        open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
-        !unsettled(&open)
-    }
-
-    /// Returns `true` if a detached transfer is in progress.
-    pub fn any(&self) -> bool {
-        lock(&self.open).transfers.values().any(|t| t.detached)
-    }
-
-    /// Lands a small transfer, which comes in one piece.
-    pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
-        // An empty piece would count as being written for ever.
-        if status != 0 || bytes.is_empty() {
-            return self.piece_done(transfer, 0, status);
-        }
-        let parts = match self.begin_piece(transfer, 0, bytes.len()) {
-            Err(_) | Ok(Place::Nowhere) => return,
-            Ok(Place::Whole(address)) => vec![Part { offset: 0, address, len: bytes.len() }],
-            Ok(Place::Parts(parts)) => parts,
-        };
-        // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
-        // stays mapped until `piece_done`.
-        unsafe { write_parts(bytes, &parts) };
-        self.piece_done(transfer, bytes.len(), 0);
-    }
-
-    /// Returns where a piece goes, and marks its transfer as being written unless that is nowhere.
-    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> std::io::Result<Place> {
-        let mut open = lock(&self.open);
-        loop {
-            let Some(t) = open.transfers.get(&transfer).filter(|t| t.status == 0) else {
-                return Ok(Place::Nowhere);
-            };
-            let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
-            let offset = usize::try_from(offset).ok().filter(inside).filter(|_| len <= t.left);
-            let Some(offset) = offset else {
-                return Err(std::io::Error::other("data beyond the end of a transfer"));
-            };
-            let address = t.range.address + offset;
-            let older = t.older.clone();
-            let writing = |seq: &u64| open.transfers.get(seq).is_some_and(|old| old.writing > 0);
-            if older.iter().any(writing) {
-                // Its bytes must be in the memory first.
-                open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            }
-            for seq in older {
-                if let Some(old) = open.transfers.get_mut(&seq) {
-                    old.newer.push((address, len));
-                }
-            }
-            let Some(t) = open.transfers.get_mut(&transfer) else { return Ok(Place::Nowhere) };
-            t.writing += 1;
-            return Ok(place(address, len, &t.newer));
-        }
-    }
-
-    fn piece_done(&self, transfer: u64, len: usize, status: i32) {
-        let mut open = lock(&self.open);
-        let Some(t) = open.transfers.get_mut(&transfer) else { return };
-        if len > 0 {
-            t.writing -= 1;
-            t.left -= len;
-        }
-        if status != 0 && t.status == 0 {
-            t.status = status;
-        }
-        if t.writing == 0 {
-            if t.detached && (t.left == 0 || t.status != 0) {
-                open.transfers.remove(&transfer);
-            }
-            self.changed.notify_all();
-        }
-    }
-
-    pub(crate) fn fail_all(&self) {
-        let mut open = lock(&self.open);
-        open.lost = true;
-        for t in open.transfers.values_mut() {
-            t.status = UNAVAILABLE;
-        }
-        open.transfers.retain(|_, t| !t.detached || t.writing > 0);
-        self.changed.notify_all();
-    }
-}
-
-/// Writes parts of a piece into the program's memory.
-///
-/// # Safety
-/// The parts lie within `bytes`, and in memory of the program that is mapped and writable.
-unsafe fn write_parts(bytes: &[u8], parts: &[Part]) {
-    for part in parts {
-        let from = bytes[part.offset..part.offset + part.len].as_ptr();
-        // SAFETY: by the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(from, part.address as *mut u8, part.len) };
-    }
-}
-
-/// Receives chunks directly into the program's memory.
-fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) {
-    let result = (|| -> std::io::Result<()> {
-        // Bytes that are dropped, at least in part.
-        let mut aside = Vec::new();
-        loop {
-            let mut head = [0; HEADER];
-            transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
-            // A refusal comes instead of the first chunk: its length has the high bit set.
-            if let Some(len) = refusal_len([head[0], head[1], head[2], head[3]]) {
-                let mut refusal = head.to_vec();
-                refusal.resize((4 + len).max(HEADER), 0);
-                transport.recv_exact(&mut refusal[HEADER..], Wait::Spin(Duration::ZERO))?;
-                let refusal = Refusal::read(&refusal);
-                return Err(
-                    refusal.map_or_else(|| std::io::ErrorKind::InvalidData.into(), std::io::Error::other)
-                );
-            }
-            let header = Header::parse(&head).map_err(std::io::Error::other)?;
-            let len = header.ack.get() as usize;
-            if header.op.get() != op::CHUNK || len.next_multiple_of(8) != header.body_len() || len > CHUNK {
-                return Err(std::io::Error::other("a frame on a lane is not a chunk"));
-            }
-            let (transfer, status) = (header.seq.get(), header.thread.get() as i32);
-            if status != 0 {
-                transfers.piece_done(transfer, 0, status);
-                continue;
-            }
-            let address = match transfers.begin_piece(transfer, header.ctx.get(), len)? {
-                Place::Whole(address) => address,
-                beside => {
-                    aside.resize(CHUNK, 0);
-                    let body = &mut aside[..header.body_len()];
-                    let done = transport.recv_exact(body, Wait::Spin(Duration::ZERO));
-                    if let Place::Parts(parts) = beside {
-                        if done.is_ok() {
-                            // SAFETY: as below.
-                            unsafe { write_parts(body, &parts) };
-                        }
-                        transfers.piece_done(transfer, len, if done.is_ok() { 0 } else { UNAVAILABLE });
-                    }
-                    done?;
-                    continue;
-                }
-            };
-            // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
-            // stays mapped until `piece_done`.
-            let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
-            let mut padding = [0; 8];
-            let done = transport.recv_exact(target, Wait::Spin(std::time::Duration::ZERO)).and_then(|()| {
-                transport.recv_exact(
-                    &mut padding[..header.body_len() - len],
-                    Wait::Spin(std::time::Duration::ZERO),
-                )
-            });
-            transfers.piece_done(transfer, len, if done.is_ok() { 0 } else { UNAVAILABLE });
-            done?;
-        }
-    })();
-    if let (Err(e), Some(link)) = (result, link.upgrade()) {
-        link.lose(&format!("bulk connection to {} lost: {e}", link.server));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const STREAM: On = On { ctx: 1, stream: 2, blocking: true };
-
-    fn expect(transfers: &DownTransfers, seq: u64, memory: &mut [u8], older: Vec<u64>) {
-        // SAFETY: each test's memory outlives its transfers.
-        let range = unsafe { HostRange::new(memory.as_mut_ptr() as usize, memory.len()) };
-        transfers.expect(seq, range, STREAM, true, older);
-    }
-
-    #[test]
-    fn older_data_never_replaces_newer_data() {
-        let transfers = DownTransfers::default();
-        let mut memory = [0; 16];
-        expect(&transfers, 1, &mut memory, Vec::new());
-        let found = transfers.overlapping(memory.as_ptr() as usize + 15, 1);
-        assert_eq!(found.iter().map(|t| t.seq).collect::<Vec<_>>(), [1]);
-        expect(&transfers, 2, &mut memory[4..8], vec![1]);
-        expect(&transfers, 3, &mut memory[6..10], vec![1, 2]);
-        transfers.land(3, 0, &[3; 4]);
-        transfers.land(2, 0, &[2; 4]);
-        transfers.land(1, 0, &[1; 16]);
-        assert_eq!(memory, [1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]);
-        assert!(!transfers.any(), "every transfer has ended");
-    }
-
-    #[test]
-    fn data_in_order_is_written_whole() {
-        let transfers = DownTransfers::default();
-        let mut memory = [0; 8];
-        expect(&transfers, 1, &mut memory, Vec::new());
-        expect(&transfers, 2, &mut memory, vec![1]);
-        transfers.land(1, 0, &[1; 8]);
-        transfers.land(2, 0, &[2; 8]);
-        assert_eq!(memory, [2; 8]);
-        assert!(transfers.overlapping(memory.as_ptr() as usize, 8).is_empty());
-    }
-
-    #[test]
-    fn newer_data_waits_for_a_lane_that_still_writes_older_data() {
-        let transfers = DownTransfers::default();
-        let mut memory = [0; 8];
-        expect(&transfers, 1, &mut memory, Vec::new());
-        expect(&transfers, 2, &mut memory[..4], vec![1]);
-        assert!(matches!(transfers.begin_piece(1, 0, 8), Ok(Place::Whole(_))));
-        std::thread::scope(|scope| {
-            let newer = scope.spawn(|| transfers.begin_piece(2, 0, 4));
-            transfers.piece_done(1, 8, 0);
-            assert!(matches!(newer.join().unwrap(), Ok(Place::Whole(_))));
-        });
-    }
-
-    #[test]
-    fn parts_are_what_newer_data_leaves() {
-        let left = |newer: &[(usize, usize)]| match place(100, 10, newer) {
-            Place::Parts(parts) => parts.iter().map(|p| (p.offset, p.address, p.len)).collect(),
-            _ => vec![(0, 100, 10)],
-        };
-        assert_eq!(left(&[(90, 10), (110, 5)]), [(0, 100, 10)]);
-        assert_eq!(left(&[(95, 7), (108, 9)]), [(2, 102, 6)]);
-        assert_eq!(left(&[(104, 2), (103, 2)]), [(0, 100, 3), (6, 106, 4)]);
-        assert_eq!(left(&[(0, 200)]), []);
-    }
-
-    #[test]
-    fn source_stays_until_no_lane_reads_it() {
-        let sent = Arc::new(Sent::new(3));
-        let waiting = {
-            let sent = sent.clone();
-            std::thread::spawn(move || sent.wait())
-        };
-        sent.piece_done(true);
-        sent.piece_done(false);
-        assert!(!waiting.is_finished(), "a lane still reads the last chunk");
-        sent.piece_done(true);
-        assert!(!waiting.join().unwrap(), "the link was lost");
-        let sent = Sent::new(1);
-        sent.piece_done(true);
-        assert!(sent.wait());
+    pub fn send(&self, transfer: u64, range: HostRange) -> Sent {
+        UpQueue::send(&self.up, transfer, range)
     }
 }

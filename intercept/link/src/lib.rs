@@ -14,6 +14,7 @@
     )
 )]
 
+pub mod flight;
 pub mod grant;
 pub mod lanes;
 pub mod link;

@@ -16,17 +16,18 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use gpusession_proto::changes;
-use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
+use gpusession_proto::frame::{BadFrame, HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
 
 use self::comeback::Outage;
+use crate::flight::Ended;
 use crate::lanes::{Detached, DownTransfers, Lanes};
 use crate::log::Log;
 use crate::resume::{self, SessionKey};
 use crate::threads;
-use crate::transport::{Transport, Wait};
+use crate::transport::{Transport, Wait, Watch};
 use crate::worker_end::ACKNOWLEDGED_EVERY;
 
 mod comeback;
@@ -169,8 +170,8 @@ enum Stop {
     Fatal(String),
 }
 
-impl From<gpusession_proto::frame::BadFrame> for Stop {
-    fn from(bad: gpusession_proto::frame::BadFrame) -> Self {
+impl From<BadFrame> for Stop {
+    fn from(bad: BadFrame) -> Self {
         Self::Fatal(bad.to_string())
     }
 }
@@ -194,7 +195,7 @@ pub struct Link {
     received: AtomicU64,
     /// Number of the latest frame that the worker has acknowledged.
     acknowledged: AtomicU64,
-    /// Whether a broken connection may come back: not once bulk lanes exist.
+    /// Whether a broken connection may come back.
     returns: AtomicBool,
     /// Whether an outage lasts, for the sender.
     broken: AtomicBool,
@@ -243,7 +244,8 @@ impl Link {
         hello: impl FnOnce(&mut Writer<'_>),
     ) -> Result<(Arc<Self>, Reply), LinkLost> {
         let attempts: [AtomicU32; LANES as usize] = std::array::from_fn(|_| AtomicU32::new(1));
-        let (transport, address, attempt) = connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT)?;
+        let (transport, address, attempt) =
+            connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT, &Watch::PATIENT)?;
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
         let sending =
@@ -288,7 +290,7 @@ impl Link {
             };
             let grace = Duration::from_secs(seconds.min(MAX_GRACE));
             link.session.get_or_init(|| Session { secret, key: SessionKey::new(&secret), grace });
-            link.begin_to_return(grace);
+            link.begin_to_return(grace)?;
         }
         let sender = threads::spawn("gpusession-send", {
             let link = link.clone();
@@ -400,7 +402,7 @@ impl Link {
     /// Returns the bulk lanes; the first call opens them.
     pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, LinkLost> {
         let lanes = self.lanes.get_or_init(|| {
-            self.stay()?;
+            self.wait_out()?;
             Lanes::open(self).map_err(|e| self.lose(&e.0))
         });
         if let (Ok(lanes), Err(_)) = (lanes, self.check()) {
@@ -411,19 +413,29 @@ impl Link {
 
     /// Opens a further connection to the same worker, which proves knowledge of the greeting's
     /// secret.
-    pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, LinkLost> {
+    pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, Ended> {
         let mut endpoint = self.endpoint.clone();
         endpoint.addresses = vec![lock(&self.address).to_string()];
-        let attempts = self.attempts.get(usize::from(lane)).ok_or_else(|| LinkLost("no such lane".into()))?;
-        let (transport, _, _) = connect(&endpoint, lane, 0, attempts, CONNECT_TIMEOUT)?;
-        let session = self.session.get().ok_or_else(|| LinkLost("lane before the greeting".into()))?;
+        let attempts = self.attempts.get(usize::from(lane)).ok_or(BadFrame("no such lane"))?;
+        let session = self.session.get().ok_or(BadFrame("a lane before the greeting"))?;
+        let watch = if self.returns() { Watch::CLOSE } else { Watch::PATIENT };
+        let connected = connect(&endpoint, lane, 0, attempts, CONNECT_TIMEOUT, &watch);
+        let (transport, _, _) = connected.map_err(|e| match e.error.downcast() {
+            Ok(Refusal { reason, .. }) => Ended::Fatal(format!("{}: {reason}", e.place)),
+            Err(error) => Ended::Broken(io::Error::new(error.kind(), format!("{}: {error}", e.place))),
+        })?;
         let mut buf = Vec::new();
         let caller = Caller { thread: 0, ctx: 0 };
         let mut w = Writer::new(&mut buf, &header(op::LANE, 0, caller, u64::from(lane), 0));
         w.bytes(blake3::keyed_hash(&session.secret, &lane.to_le_bytes()).as_bytes());
         w.finish();
-        transport.send(&buf).map_err(|e| LinkLost(format!("lane {lane}: {e}")))?;
+        transport.send(&buf)?;
         Ok(transport)
+    }
+
+    /// Returns `true` if a broken connection may come back.
+    pub(crate) fn returns(&self) -> bool {
+        self.returns.load(Ordering::SeqCst)
     }
 
     fn append(
@@ -849,6 +861,7 @@ fn connect(
     flags: u16,
     attempts: &AtomicU32,
     timeout: Duration,
+    watch: &Watch,
 ) -> Result<(Transport, SocketAddr, u32), ConnectError> {
     let mut last = io::Error::other("it has no address");
     let mut place = format!("server {}", endpoint.server);
@@ -867,11 +880,11 @@ fn connect(
                 let tls = if endpoint.fingerprint.is_some() { FLAG_TLS } else { 0 };
                 let preface = Preface::new(endpoint.worker, &endpoint.key, lane, attempt, flags | tls);
                 socket.write_all(preface.as_bytes())?;
-                let mut transport = match endpoint.fingerprint {
+                let transport = match endpoint.fingerprint {
                     None => Transport::plain(socket),
                     Some(fingerprint) => Transport::tls_client(socket, crate::tls::pinned(fingerprint)?),
                 }?;
-                transport.watch()?;
+                transport.watch(watch)?;
                 Ok(transport)
             });
             match connected {

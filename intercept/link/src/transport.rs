@@ -5,6 +5,7 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,12 +26,23 @@ pub enum Wait {
     AtMost(Duration, Duration),
 }
 
-/// A watched peer without acknowledgement for this time is lost.
-///
-/// It is a little longer than a worker waits for a lost client.
-const SILENCE_TIMEOUT: Duration = Duration::from_secs(65);
-/// Time between two checks of a watched peer while a thread waits for it.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+/// How soon a peer that falls silent counts as lost, in seconds.
+pub struct Watch {
+    /// Time without acknowledgement of sent bytes.
+    silence: u64,
+    /// Time of rest before the kernel asks, and between two checks while a thread waits.
+    idle: u32,
+    /// Time between the kernel's questions, and their number.
+    probes: (u32, u32),
+}
+
+impl Watch {
+    /// The stream is lost with its connection: a little longer than a worker waits for its client.
+    pub const PATIENT: Self = Self { silence: 65, idle: 15, probes: (10, 5) };
+    /// The stream continues on another connection, so that a wrong suspicion costs little.
+    pub const CLOSE: Self = Self { silence: 10, idle: 5, probes: (2, 3) };
+}
+
 /// Timeout of each step of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -38,8 +50,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Transport {
     socket: TcpStream,
     tls: Option<Tls>,
-    /// Whether [`Transport::watch`] has run.
-    watched: bool,
+    /// [`Watch::silence`], 0 before [`Transport::watch`].
+    silence: AtomicU64,
+    /// Time between two checks.
+    check: AtomicU64,
 }
 
 struct Tls {
@@ -110,7 +124,7 @@ impl Transport {
     /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
-        Ok(Self { socket, tls: None, watched: false })
+        Ok(Self { socket, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
     }
 
     /// Makes a TLS stream as the client; the configuration's verifier pins the worker's
@@ -155,7 +169,7 @@ impl Transport {
             incoming: Mutex::new(Ciphertext { buf: vec![0; 128 << 10], start: 0, end: 0 }),
             outgoing: Mutex::new(Vec::new()),
         };
-        Ok(Self { socket, tls: Some(tls), watched: false })
+        Ok(Self { tls: Some(tls), ..Self::plain(socket)? })
     }
 
     /// Lets a peer that vanishes end the stream with an error.
@@ -163,14 +177,21 @@ impl Transport {
     /// The kernel's probes find it on an idle stream, missing acknowledgements on a busy one. A
     /// peer that only does not read keeps the stream: it acknowledges, for hours if need be, that
     /// it has no room. TCP_USER_TIMEOUT would end such a stream, too, so it is no alternative.
-    pub fn watch(&mut self) -> io::Result<()> {
+    pub fn watch(&self, watch: &Watch) -> io::Result<()> {
+        let interval = Duration::from_secs(watch.idle.into());
         setsockopt(&self.socket, sockopt::KeepAlive, &true)?;
-        setsockopt(&self.socket, sockopt::TcpKeepIdle, &15)?;
-        setsockopt(&self.socket, sockopt::TcpKeepInterval, &10)?;
-        setsockopt(&self.socket, sockopt::TcpKeepCount, &5)?;
-        self.socket.set_write_timeout(Some(KEEPALIVE_INTERVAL))?;
-        self.watched = true;
+        setsockopt(&self.socket, sockopt::TcpKeepIdle, &watch.idle)?;
+        setsockopt(&self.socket, sockopt::TcpKeepInterval, &watch.probes.0)?;
+        setsockopt(&self.socket, sockopt::TcpKeepCount, &watch.probes.1)?;
+        self.socket.set_write_timeout(Some(interval))?;
+        self.socket.set_read_timeout(Some(interval))?;
+        self.silence.store(watch.silence, Ordering::Relaxed);
+        self.check.store(watch.idle.into(), Ordering::Relaxed);
         Ok(())
+    }
+
+    fn watched(&self) -> bool {
+        self.silence.load(Ordering::Relaxed) > 0
     }
 
     /// Returns an error if sent bytes are unacknowledged for too long.
@@ -190,7 +211,7 @@ impl Transport {
         };
         Errno::result(got)?;
         let silence = Duration::from_millis(info.tcpi_last_ack_recv.into());
-        if info.tcpi_unacked > 0 && silence >= SILENCE_TIMEOUT {
+        if info.tcpi_unacked > 0 && silence.as_secs() >= self.silence.load(Ordering::Relaxed) {
             return Err(io::Error::other(format!("no acknowledgement for {} s", silence.as_secs())));
         }
         Ok(())
@@ -202,7 +223,7 @@ impl Transport {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => bytes = &bytes[n..],
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock && self.watched => self.heard()?,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && self.watched() => self.heard()?,
                 Err(e) => return Err(e),
             }
         }
@@ -251,7 +272,7 @@ impl Transport {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => IoSlice::advance_slices(&mut rest, n),
                 Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) if self.watched => self.heard()?,
+                Err(Errno::EAGAIN) if self.watched() => self.heard()?,
                 Err(e) => return Err(e.into()),
             }
         }
@@ -296,6 +317,7 @@ impl Transport {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                     Ok(n) => buf = &mut buf[n..],
                     Err(Errno::EINTR) => {}
+                    Err(Errno::EAGAIN) if self.watched() => self.heard()?,
                     Err(e) => return Err(e.into()),
                 }
             }
@@ -331,7 +353,8 @@ impl Transport {
                 std::hint::spin_loop();
                 continue;
             }
-            let most = sleep.or(self.watched.then_some(KEEPALIVE_INTERVAL));
+            let check = Duration::from_secs(self.check.load(Ordering::Relaxed));
+            let most = sleep.or(self.watched().then_some(check));
             let timeout =
                 most.map_or(PollTimeout::NONE, |d| PollTimeout::try_from(d).unwrap_or(PollTimeout::MAX));
             match poll(&mut [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)], timeout) {
@@ -354,6 +377,13 @@ impl Transport {
     pub fn writable(&self) -> bool {
         let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::POLLOUT)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(n) if n > 0)
+    }
+
+    /// Waits for the end of the stream without reading it.
+    pub fn wait_for_end(&self) {
+        // Errors need not be asked for.
+        let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::from_bits_retain(nix::libc::POLLRDHUP))];
+        while let Err(Errno::EINTR) = poll(&mut fds, PollTimeout::NONE) {}
     }
 
     /// Ends both directions at once; a thread that waits on the stream then returns.

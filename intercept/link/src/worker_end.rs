@@ -5,7 +5,7 @@
 //! ([`WorkerEnd::resume`]), or the reader gives up ([`WorkerEnd::next`]).
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -64,8 +64,6 @@ pub struct WorkerEnd {
     acknowledged: AtomicU64,
     /// Number of the latest frame to the program.
     sent: AtomicU64,
-    /// Whether a later connection may continue this one.
-    returns: AtomicBool,
     broken: OnceLock<&'static str>,
 }
 
@@ -117,7 +115,6 @@ impl WorkerEnd {
             received: AtomicU64::new(1),
             acknowledged: AtomicU64::new(0),
             sent: AtomicU64::new(0),
-            returns: AtomicBool::new(!grace.is_zero()),
             broken: OnceLock::new(),
         };
         (end, line)
@@ -128,13 +125,14 @@ impl WorkerEnd {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Makes the end of the present connection final, because the session has others.
-    pub fn stay(&self) {
-        self.returns.store(false, Ordering::SeqCst);
+    /// Returns `true` if a later connection may continue the present one.
+    pub fn returns(&self) -> bool {
+        !self.grace.is_zero()
     }
 
-    fn returns(&self) -> bool {
-        self.returns.load(Ordering::SeqCst)
+    /// Returns an attempt of the program to bring a connection back.
+    pub fn attempt(&self, lane: u16, number: u32) -> Attempt<'_> {
+        Attempt { key: &self.key, worker: self.worker, lane, number }
     }
 
     /// Numbers and sends complete frames; without a connection they wait in the log.
@@ -238,7 +236,7 @@ impl WorkerEnd {
     /// An earlier connection counts until then.
     pub fn resume(&self, number: u32, transport: Transport) -> io::Result<()> {
         let transport = Arc::new(transport);
-        let attempt = Attempt { key: &self.key, worker: self.worker, lane: 0, number };
+        let attempt = self.attempt(0, number);
         let claim = attempt.challenge(&transport)?;
         let refused = |reason: &str| {
             let _ = transport.send(&refusal(Code::State, reason));
@@ -258,7 +256,7 @@ impl WorkerEnd {
                 return refused(ELSEWHERE);
             }
             if !self.returns() {
-                return refused("a program with connections for bulk data cannot come back");
+                return refused("this worker does not wait for its program");
             }
             incoming.attempt = number;
             (incoming.received, std::mem::replace(&mut incoming.transport, transport.clone()))

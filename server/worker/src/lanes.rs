@@ -2,17 +2,23 @@
 //!
 //! Lanes to the device receive chunks into pinned slots, where the executor that replays the
 //! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
+//!
+//! A lane is a sequence of chunks that outlives its connections: see `link::lanes`. Each connection
+//! has a thread; a later one waits until the earlier one's thread has left the lane.
 #![expect(clippy::disallowed_methods, reason = "the driver has no event for a slot: it is polled")]
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use gpusession_link::lanes::chunk_header;
+use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
+use gpusession_link::lanes::{chunk_header, chunk_len};
+use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, ack};
 use gpusession_link::transport::{Transport, Wait};
-use gpusession_proto::frame::{CHUNK, DOWN_LANES, FIRST_DOWN_LANE, HEADER, Header, UP_LANES, op};
+use gpusession_proto::frame::{BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, UP_LANES};
+use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
@@ -49,6 +55,41 @@ struct Outgoing {
     failed: Status,
 }
 
+/// State of a lane over all its connections.
+#[derive(Default)]
+struct Lane {
+    place: Mutex<Place>,
+    /// The thread of one connection at a time uses the lane.
+    serving: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Place {
+    /// Highest attempt that was proven, 0 if none: only its connection counts.
+    attempt: u32,
+    connection: Option<Arc<Transport>>,
+    /// Whether that connection has ended.
+    ended: bool,
+    /// Number of the latest chunk from the client.
+    received: u64,
+    /// Chunks to the client.
+    flight: Flight<Outgoing>,
+}
+
+impl Place {
+    fn counts(&self) -> Counts {
+        Counts { received: self.received, ..self.flight.counts() }
+    }
+
+    fn serves(&self, attempt: u32) -> bool {
+        self.attempt == attempt && !self.ended
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[derive(Default)]
 struct Arrived {
     chunks: HashMap<u64, VecDeque<Chunk>>,
@@ -77,104 +118,230 @@ struct DownQueue {
 /// All bulk lanes of the admitted process.
 #[derive(Default)]
 pub struct Lanes {
+    /// Whether a lane that breaks may come back.
+    returns: bool,
+    /// Lanes in both directions, from number 1 on.
+    lanes: [Lane; (UP_LANES + DOWN_LANES) as usize],
     up: [OnceLock<UpLane>; UP_LANES as usize],
     down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
     opened: Condvar,
     opening: Mutex<()>,
-    /// Lanes that a connection has claimed, one bit each.
-    claimed: AtomicU64,
     received: AtomicU64,
     sent: AtomicU64,
 }
 
 impl Lanes {
-    /// Claims a lane for a connection.
-    ///
-    /// Returns `false` if the lane does not exist or another connection has claimed it.
-    pub fn claim(&self, lane: u16) -> bool {
-        let exists =
-            (1..=UP_LANES).contains(&lane) || (FIRST_DOWN_LANE..FIRST_DOWN_LANE + DOWN_LANES).contains(&lane);
-        exists && self.claimed.fetch_or(1 << lane, Ordering::Relaxed) & 1 << lane == 0
+    /// Creates the lanes of a process; `returns`: one that breaks may come back.
+    pub fn new(returns: bool) -> Self {
+        Self { returns, ..Self::default() }
     }
 
-    /// Serves a claimed lane until its connection ends.
+    fn lane(&self, number: u16) -> Option<&Lane> {
+        self.lanes.get(usize::from(number.checked_sub(1)?))
+    }
+
+    /// Claims a lane for its first connection.
+    ///
+    /// Returns `false` if the lane does not exist or another connection has claimed it.
+    pub fn claim(&self, number: u16, attempt: u32, transport: &Arc<Transport>) -> bool {
+        let Some(lane) = self.lane(number) else { return false };
+        let mut place = lock(&lane.place);
+        let free = place.attempt == 0;
+        if free {
+            (place.attempt, place.connection) = (attempt, Some(transport.clone()));
+        }
+        free
+    }
+
+    /// Lets the program continue a lane on a new connection, if it can prove that it is the one.
+    ///
+    /// An earlier connection counts until then.
+    pub fn come_back(&self, attempt: &Attempt<'_>, transport: &Arc<Transport>) -> io::Result<()> {
+        let refused = |reason: &str| {
+            let _ = transport.send(&refusal(Code::State, reason));
+            Err(io::Error::other(reason.to_owned()))
+        };
+        let lane = match self.lane(attempt.lane) {
+            Some(lane) if self.returns => lane,
+            _ => return refused("this worker has no such connection to bring back"),
+        };
+        let claim = attempt.challenge(transport)?;
+        let (mine, old) = {
+            let mut place = lock(&lane.place);
+            if attempt.number <= place.attempt {
+                return refused("a later connection has taken its place");
+            }
+            let mine = place.counts();
+            if !mine.fits(claim.counts.received) || !claim.counts.fits(mine.received) {
+                return refused(ELSEWHERE);
+            }
+            (place.attempt, place.ended) = (attempt.number, false);
+            (mine, place.connection.replace(transport.clone()))
+        };
+        // Ends the earlier connection's threads.
+        if let Some(old) = old {
+            old.shutdown();
+        }
+        self.down.wake();
+        transport.send(&attempt.welcome(transport, &claim, &mine)?)?;
+        let _serving = lock(&lane.serving);
+        let mut place = lock(&lane.place);
+        if place.serves(attempt.number) {
+            place.flight.restart(claim.counts.received);
+            self.down.take_back(&mut place);
+        }
+        Ok(())
+    }
+
+    /// Serves a claimed lane until the connection ends or a later one replaces it.
     pub fn serve(
         &self,
         driver: &Driver,
         contexts: &Contexts,
-        lane: u16,
+        number: u16,
+        attempt: u32,
         transport: &Transport,
     ) -> io::Result<()> {
-        let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
-        let first = contexts.primary(0).map_err(said)?;
-        // SAFETY: a primary context of this worker.
-        check(unsafe { (driver.call.cuCtxSetCurrent)(first) }).map_err(said)?;
-        if lane < FIRST_DOWN_LANE {
-            let index = (lane - 1) as usize;
-            let mine = match self.up[index].get() {
-                Some(mine) => mine,
-                None => {
-                    let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
-                    self.up[index].get_or_init(|| UpLane {
-                        slots,
-                        copying: Mutex::default(),
-                        waits_in: AtomicU64::new(0),
-                    })
-                }
-            };
-            let result = self.receive(driver, index, mine, transport);
-            self.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
-            self.arrival.notify_all();
-            result
-        } else {
-            {
-                let _one_at_a_time = self.opening.lock();
-                if self.down.slots.get().is_none() {
-                    let count = SLOTS_PER_LANE * DOWN_LANES as usize;
-                    let slots = Slots::new(driver, count, CHUNK).map_err(said)?;
-                    let _ = self.down.slots.set(slots);
-                }
+        let lane = self.lane(number).ok_or_else(|| io::Error::other("no such lane"))?;
+        let _serving = lock(&lane.serving);
+        if !lock(&lane.place).serves(attempt) {
+            return Ok(());
+        }
+        // A parked worker calls the driver only once there is something to do.
+        let enter = || {
+            let first = contexts.primary(0)?;
+            // SAFETY: a primary context of this worker.
+            check(unsafe { (driver.call.cuCtxSetCurrent)(first) })
+        };
+        let ended = self.carry(driver, &enter, number, lane, attempt, transport);
+        let mut place = lock(&lane.place);
+        if place.attempt != attempt {
+            return Ok(());
+        }
+        place.ended = true;
+        drop(place);
+        match ended {
+            Ended::Broken(e) if self.returns || e.kind() == io::ErrorKind::UnexpectedEof => Ok(()),
+            Ended::Broken(e) => Err(e),
+            Ended::Fatal(reason) => {
+                let _ = transport.send(&refusal(Code::Other, &reason));
+                Err(io::Error::other(reason))
             }
-            self.opened.notify_all();
-            self.down.serve(driver, transport)
         }
     }
 
-    fn receive(&self, driver: &Driver, index: usize, lane: &UpLane, transport: &Transport) -> io::Result<()> {
-        let sleep = Wait::Spin(Duration::ZERO);
-        loop {
-            let mut head = [0; HEADER];
-            match transport.recv(&mut head, sleep)? {
-                0 => return Ok(()),
-                n => transport.recv_exact(&mut head[n..], sleep)?,
+    fn carry(
+        &self,
+        driver: &Driver,
+        enter: &(dyn Fn() -> Result<(), Status> + Sync),
+        number: u16,
+        lane: &Lane,
+        attempt: u32,
+        transport: &Transport,
+    ) -> Ended {
+        let said = |s: Status| Ended::Fatal(format!("lane {number}: CUDA error {s}"));
+        if number >= FIRST_DOWN_LANE {
+            let opened = self.open_down(driver, enter);
+            return match opened {
+                Ok(()) => self.down.carry(driver, enter, lane, attempt, transport, self.returns),
+                Err(status) => said(status),
+            };
+        }
+        let index = usize::from(number - 1);
+        let mine = match self.open_up(driver, enter, index) {
+            Ok(mine) => mine,
+            Err(status) => return said(status),
+        };
+        let mut entered = false;
+        let ended = loop {
+            if let Err(ended) = self.receive(driver, index, mine, lane, attempt, transport, &mut || {
+                if !std::mem::replace(&mut entered, true) { enter() } else { Ok(()) }
+            }) {
+                break ended;
             }
-            let header = Header::parse(&head).map_err(io::Error::other)?;
-            let len = header.ack.get() as usize;
-            if header.op.get() != op::CHUNK || len > CHUNK || len.next_multiple_of(8) != header.body_len() {
-                return Err(io::Error::other("not a chunk"));
-            }
-            let slot = self.free_slot(driver, lane);
-            // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at
-            // most that.
-            let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
-            if let Err(e) = transport.recv_exact(target, sleep) {
-                lane.slots.give(slot);
-                return Err(e);
-            }
-            self.received.fetch_add(len as u64, Ordering::Relaxed);
-            let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
-            let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
-            if arrived.unwanted.contains(&header.seq.get()) {
-                drop(arrived);
-                lane.slots.give(chunk.slot);
-                continue;
-            }
-            arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
-            drop(arrived);
+        };
+        if !self.returns || matches!(ended, Ended::Fatal(_)) {
+            lock(&self.arrived).failed = true;
             self.arrival.notify_all();
         }
+        ended
+    }
+
+    fn open_up(
+        &self,
+        driver: &Driver,
+        enter: &dyn Fn() -> Result<(), Status>,
+        index: usize,
+    ) -> Result<&UpLane, Status> {
+        if let Some(mine) = self.up[index].get() {
+            return Ok(mine);
+        }
+        enter()?;
+        let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK)?;
+        let waits_in = AtomicU64::new(0);
+        Ok(self.up[index].get_or_init(|| UpLane { slots, copying: Mutex::default(), waits_in }))
+    }
+
+    fn open_down(&self, driver: &Driver, enter: &dyn Fn() -> Result<(), Status>) -> Result<(), Status> {
+        {
+            let _one_at_a_time = lock(&self.opening);
+            if self.down.slots.get().is_none() {
+                enter()?;
+                let count = SLOTS_PER_LANE * DOWN_LANES as usize;
+                let _ = self.down.slots.set(Slots::new(driver, count, CHUNK)?);
+            }
+        }
+        self.opened.notify_all();
+        Ok(())
+    }
+
+    /// Receives one chunk; its effect and its count happen under one lock.
+    #[expect(clippy::too_many_arguments, reason = "all parts of one lane")]
+    fn receive(
+        &self,
+        driver: &Driver,
+        index: usize,
+        mine: &UpLane,
+        lane: &Lane,
+        attempt: u32,
+        transport: &Transport,
+        enter: &mut dyn FnMut() -> Result<(), Status>,
+    ) -> Result<(), Ended> {
+        let header = next_header(transport)?;
+        let number = lock(&lane.place).received + 1;
+        let len = chunk_len(&header, number)?;
+        enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
+        let slot = self.free_slot(driver, mine);
+        // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at
+        // most that.
+        let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
+        if let Err(e) = transport.recv_exact(target, Wait::Spin(Duration::ZERO)) {
+            mine.slots.give(slot);
+            return Err(e.into());
+        }
+        {
+            let mut place = lock(&lane.place);
+            if !place.serves(attempt) {
+                mine.slots.give(slot);
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
+            place.received = number;
+            self.received.fetch_add(len as u64, Ordering::Relaxed);
+            let mut arrived = lock(&self.arrived);
+            if arrived.unwanted.contains(&header.seq.get()) {
+                mine.slots.give(slot);
+            } else {
+                let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
+                arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
+            }
+        }
+        self.arrival.notify_all();
+        if self.returns {
+            transport.send(&ack(number))?;
+        }
+        Ok(())
     }
 
     /// Returns a free slot, or waits for the one whose copy ends first.
@@ -184,7 +351,7 @@ impl Lanes {
                 return slot;
             }
             let oldest = {
-                let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut copying = lock(&lane.copying);
                 let oldest = copying.pop_front();
                 lane.waits_in.store(oldest.as_ref().map_or(0, |slot| slot.ctx), Ordering::SeqCst);
                 oldest
@@ -203,7 +370,7 @@ impl Lanes {
                 }
                 // All slots wait for an executor.
                 None => {
-                    let arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+                    let arrived = lock(&self.arrived);
                     let _ = self.arrival.wait_timeout(arrived, Duration::from_millis(1));
                 }
             }
@@ -212,7 +379,7 @@ impl Lanes {
 
     /// Waits for the next chunk of a transfer; `None` if a lane has failed.
     pub fn next_chunk(&self, transfer: u64) -> Option<Chunk> {
-        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arrived = lock(&self.arrived);
         loop {
             if let Some(chunks) = arrived.chunks.get_mut(&transfer) {
                 let chunk = chunks.pop_front();
@@ -232,7 +399,7 @@ impl Lanes {
 
     /// Drops the chunks of a transfer whose frame has failed, since they would block the lanes.
     pub fn discard(&self, transfer: u64) {
-        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arrived = lock(&self.arrived);
         if arrived.unwanted.len() == MAX_UNWANTED {
             arrived.unwanted.pop_front();
         }
@@ -250,7 +417,7 @@ impl Lanes {
     /// Takes back a chunk's slot, once the copy out of it is queued and its event recorded.
     pub fn copied(&self, chunk: Chunk) {
         if let Some(lane) = self.up[chunk.lane].get() {
-            lane.copying.lock().unwrap_or_else(PoisonError::into_inner).push_back(chunk.slot);
+            lock(&lane.copying).push_back(chunk.slot);
             self.arrival.notify_all();
         }
     }
@@ -260,7 +427,7 @@ impl Lanes {
     /// All work in that context is done; its events go with it.
     pub fn leave(&self, ctx: u64) {
         for lane in self.up.iter().filter_map(OnceLock::get) {
-            let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut copying = lock(&lane.copying);
             let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
             *copying = others;
             drop(copying);
@@ -271,7 +438,7 @@ impl Lanes {
         }
         self.arrival.notify_all();
         let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.slot.ctx == ctx);
-        while pending(&self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner)) {
+        while pending(&lock(&self.down.pieces)) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -287,7 +454,7 @@ impl Lanes {
 
     /// Returns `true` if no piece is on its way to the client.
     pub fn idle(&self) -> bool {
-        self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        lock(&self.down.pieces).is_empty()
     }
 
     /// Counts bytes that travelled in a frame instead of on a lane.
@@ -308,7 +475,7 @@ impl Lanes {
 
     /// Returns the slots of lanes to the client; waits until the first such lane opens.
     fn outgoing(&self) -> &Slots {
-        let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opening = lock(&self.opening);
         loop {
             if let Some(slots) = self.down.slots.get() {
                 return slots;
@@ -334,7 +501,7 @@ impl Lanes {
             let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
             let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
-            self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).push_back(piece);
+            lock(&self.down.pieces).push_back(piece);
             self.down.changed.notify_one();
             result?;
         }
@@ -343,50 +510,142 @@ impl Lanes {
 }
 
 impl DownQueue {
-    fn serve(&self, driver: &Driver, transport: &Transport) -> io::Result<()> {
-        let mut idle = 0u32;
-        loop {
-            let piece = {
-                let mut queue = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-                while queue.is_empty() {
-                    queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                }
-                // Takes any piece that is ready: a blocked stream must not delay the others.
-                let mut ready = None;
-                for i in 0..queue.len() {
-                    let state = match queue[i].failed {
-                        0 if queue[i].slot.event.is_null() => 0,
-                        // SAFETY: the slot's event is valid, since `leave` waits for pieces that
-                        // are still queued.
-                        0 => unsafe { (driver.call.cuEventQuery)(queue[i].slot.event) },
-                        failed => failed,
-                    };
-                    if state != status::NOT_READY {
-                        ready = Some((i, state));
-                        break;
-                    }
-                }
-                ready.and_then(|(i, state)| queue.remove(i).map(|piece| (piece, state)))
-            };
-            let Some((piece, state)) = piece else {
-                // Backs off from 2 to 64 us: kernels before the copy may run for a long time.
-                std::thread::sleep(Duration::from_micros(2 << idle.min(5)));
-                idle += 1;
-                continue;
-            };
-            idle = 0;
-            let len = if state == 0 { piece.len } else { 0 };
-            let header = chunk_header(piece.transfer, piece.offset, len, state);
-            // SAFETY: the device has filled the slot, which this thread owns; it has CHUNK bytes, a
-            // multiple of 8.
-            let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
-            let sent = transport.send_parts(&[header.as_bytes(), bytes]);
+    /// Lets threads of lanes look at their connections again.
+    fn wake(&self) {
+        // Under the lock: a thread that looked before must wait by now.
+        drop(lock(&self.pieces));
+        self.changed.notify_all();
+    }
+
+    /// Takes back the slots of chunks that the client has.
+    fn take_back(&self, place: &mut Place) {
+        while let Some(piece) = place.flight.arrived() {
             if let Some(slots) = self.slots.get() {
                 slots.give(piece.slot);
             }
+        }
+    }
+
+    /// Uses one connection of a lane until its end.
+    fn carry(
+        &self,
+        driver: &Driver,
+        enter: &(dyn Fn() -> Result<(), Status> + Sync),
+        lane: &Lane,
+        attempt: u32,
+        transport: &Transport,
+        returns: bool,
+    ) -> Ended {
+        std::thread::scope(|scope| {
+            let listen = || {
+                let ended = acknowledgements(transport, |number| {
+                    let mut place = lock(&lane.place);
+                    if !place.serves(attempt) {
+                        return Err(BadFrame("from an earlier connection"));
+                    }
+                    place.flight.acknowledge(number)?;
+                    self.take_back(&mut place);
+                    Ok(())
+                });
+                let mut place = lock(&lane.place);
+                place.ended |= place.attempt == attempt;
+                drop(place);
+                self.wake();
+                ended
+            };
+            let listener = std::thread::Builder::new().name("acknowledgements".into());
+            let listener = match listener.spawn_scoped(scope, listen) {
+                Ok(listener) => listener,
+                Err(e) => return Ended::Fatal(format!("cannot start a thread for a lane: {e}")),
+            };
+            let sent = self.send(driver, enter, lane, attempt, transport, returns);
+            transport.shutdown();
+            match (listener.join(), sent) {
+                (Ok(Ended::Fatal(reason)), _) => Ended::Fatal(reason),
+                (_, Err(ended)) | (Ok(ended), Ok(())) => ended,
+                (Err(_), Ok(())) => Ended::Fatal("the lane's thread failed".into()),
+            }
+        })
+    }
+
+    /// Sends chunks until the connection fails, or is no longer the lane's.
+    fn send(
+        &self,
+        driver: &Driver,
+        enter: &dyn Fn() -> Result<(), Status>,
+        lane: &Lane,
+        attempt: u32,
+        transport: &Transport,
+        returns: bool,
+    ) -> Result<(), Ended> {
+        let mut entered = false;
+        let mut idle = 0u32;
+        loop {
+            let mut place = lock(&lane.place);
+            if !place.serves(attempt) {
+                return Ok(());
+            }
+            if place.flight.is_carried() {
+                let mut queue = lock(&self.pieces);
+                if queue.is_empty() {
+                    drop(place);
+                    drop(self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner));
+                    continue;
+                }
+                if !entered {
+                    // The driver may let this thread wait.
+                    drop((queue, place));
+                    enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
+                    entered = true;
+                    continue;
+                }
+                let Some(piece) = ready(driver, &mut queue) else {
+                    drop((queue, place));
+                    // Backs off from 2 to 64 us: kernels before the copy may run for a long time.
+                    std::thread::sleep(Duration::from_micros(2 << idle.min(5)));
+                    idle += 1;
+                    continue;
+                };
+                place.flight.push(piece);
+            }
+            idle = 0;
+            let Some((number, piece)) = place.flight.begin() else { continue };
+            let len = if piece.failed == 0 { piece.len } else { 0 };
+            let header = chunk_header(number, piece.transfer, piece.offset, len, piece.failed);
+            // SAFETY: the device has filled the slot, which has CHUNK bytes, a multiple of 8. The
+            // flight owns it until `written` below at least.
+            let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
+            drop(place);
+            let sent = transport.send_parts(&[header.as_bytes(), bytes]);
+            let mut place = lock(&lane.place);
+            place.flight.written();
+            if !returns {
+                let _ = place.flight.acknowledge(number);
+            }
+            self.take_back(&mut place);
+            drop(place);
             sent?;
         }
     }
+}
+
+/// Takes any piece that is ready: a blocked stream must not delay the others.
+fn ready(driver: &Driver, queue: &mut VecDeque<Outgoing>) -> Option<Outgoing> {
+    for i in 0..queue.len() {
+        let piece = &mut queue[i];
+        let state = match piece.failed {
+            0 if piece.slot.event.is_null() => 0,
+            // SAFETY: the slot's event is valid, since `leave` waits for pieces that are still
+            // queued.
+            0 => unsafe { (driver.call.cuEventQuery)(piece.slot.event) },
+            failed => failed,
+        };
+        if state != status::NOT_READY {
+            piece.failed = state;
+            return queue.remove(i);
+        }
+    }
+    None
 }
 
 #[cfg(test)]

@@ -291,13 +291,12 @@ impl Worker {
                 if shown.map(blake3::Hash::from_bytes) != Some(proof) {
                     return Err(refuse(&transport, "lane without the secret of the first one".into()));
                 }
-                if !session.lanes.claim(lane) {
+                let (transport, attempt) = (Arc::new(transport), preface.attempt.get());
+                if !session.lanes.claim(lane, attempt, &transport) {
                     return Err(refuse(&transport, format!("lane {lane} does not exist or is open already")));
                 }
-                // The bytes that a lane held when it broke cannot be sent again.
-                session.replies.end.stay();
                 self.supervisor.tell(&FromWorker::Admitted { number, lane });
-                session.lanes.serve(session.driver, &session.contexts, lane, &transport)
+                session.lanes.serve(session.driver, &session.contexts, lane, attempt, &transport)
             }
             _ => Err(io::Error::other("unexpected first frame")),
         }
@@ -311,13 +310,20 @@ impl Worker {
         transport: Transport,
         control: &TcpStream,
     ) -> io::Result<()> {
-        let Some(session) = self.session.get().filter(|_| preface.lane.get() == 0) else {
+        let Some(session) = self.session.get() else {
             return Err(refuse(&transport, "this worker has no such connection to bring back".into()));
         };
         control.set_read_timeout(None)?;
-        session.replies.end.resume(preface.attempt.get(), transport)?;
-        self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
-        Ok(())
+        let (lane, attempt) = (preface.lane.get(), preface.attempt.get());
+        if lane == 0 {
+            session.replies.end.resume(attempt, transport)?;
+            self.supervisor.tell(&FromWorker::Admitted { number, lane });
+            return Ok(());
+        }
+        let transport = Arc::new(transport);
+        session.lanes.come_back(&session.replies.end.attempt(lane, attempt), &transport)?;
+        self.supervisor.tell(&FromWorker::Admitted { number, lane });
+        session.lanes.serve(session.driver, &session.contexts, lane, attempt, &transport)
     }
 
     fn hello(

@@ -3,16 +3,17 @@
 #[allow(dead_code, reason = "shared with other tests")]
 mod harness;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use gpusession_link::lanes::HostRange;
+use gpusession_link::lanes::{HostRange, On};
 use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack, frame as outside};
 use gpusession_link::transport::Transport;
 use gpusession_proto::frame::op;
 use gpusession_proto::preface::FLAG_RESUME;
 use gpusession_proto::supervise::FromWorker;
-use gpusession_test_support::relay::{Fate, Relay};
-use harness::{CALLER, Client, MIB, Machine, Options, Raw, WINDOW, Worker};
+use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
+use harness::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
 
 fn start(machine: &std::sync::Arc<Machine>, resume_grace_s: u32) -> Worker {
     Worker::start_with(machine, &Options { resume_grace_s, ..Options::default() })
@@ -123,28 +124,168 @@ fn a_worker_waits_no_longer_than_its_grace() {
     worker.ended();
 }
 
-#[test]
-fn a_program_with_bulk_lanes_ends_at_once() {
-    let machine = Machine::new();
-    let mut worker = start(&machine, 60);
-    let (client, relay) = through_a_relay(&worker, false);
-    client.call(op::ALLOC, &[WINDOW, 8 * MIB, 0]);
+/// Copies to the device on the lanes; the source changes as soon as the program may change it.
+fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
     let lanes = client.link.lanes().expect("lanes");
-    let bytes = vec![7u8; 8 << 20];
-    let begun = Instant::now();
-    relay.cut();
-    let call = client.link.begin_call(op::COPY_TO_DEVICE, CALLER, |w| {
-        [WINDOW, bytes.len() as u64, 0, 0].into_iter().for_each(|word| w.word(word));
+    let mut source = bytes.to_vec();
+    let words = [target, bytes.len() as u64, 0, 0];
+    let seq = client.link.post(op::COPY_TO_DEVICE, CALLER, |w| words.iter().for_each(|word| w.word(*word)));
+    // SAFETY: `source` outlives the transfer, whose end `wait` awaits.
+    let sent =
+        lanes.send(seq.expect("a link"), unsafe { HostRange::new(source.as_ptr() as usize, source.len()) });
+    assert!(sent.wait(), "the link is lost: {:?}", client.heard.0.lock().expect("a list"));
+    source.fill(0xee);
+}
+
+/// Begins to copy from the device on the lanes, behind the transfers `older`.
+fn begin_get(client: &Client, source: u64, target: &mut [u8], older: Vec<u64>) -> u64 {
+    client.link.lanes().expect("lanes");
+    let (address, len) = (target.as_mut_ptr() as usize, target.len());
+    let seq = client.link.post(op::COPY_FROM_DEVICE, CALLER, |w| {
+        // SAFETY: the caller waits for the transfer before it drops the target.
+        let range = unsafe { HostRange::new(address, len) };
+        client.link.down.expect(
+            w.seq(),
+            range,
+            On { ctx: 0, stream: 0, blocking: true },
+            !older.is_empty(),
+            older,
+        );
+        [source, len as u64, 0, 0].into_iter().for_each(|word| w.word(word));
     });
-    if let Ok(call) = call {
-        // SAFETY: `bytes` outlives the transfer, whose end `wait` awaits.
-        let sent = lanes.send(call.seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
-        assert!(!sent.wait());
-        client.link.finish_call(call).expect_err("the link is lost");
+    seq.expect("a link")
+}
+
+/// Fate of each connection under a seed: more than half of the first ones break.
+fn fate(seed: u64, connection: u32) -> Fate {
+    const CUT_CONNECTIONS: u32 = 90;
+    let mut random = Random::new(seed << 16 | u64::from(connection) | 1 << 40);
+    for _ in 0..8 {
+        random.next();
     }
+    let place = Place::ALL[random.below(Place::ALL.len() as u64) as usize];
+    let unit = random.below(7) as u32;
+    let cut = |least: u32| Some(Cut { unit: unit.max(least), place, reset: unit.is_multiple_of(2) });
+    match (connection, random.below(5)) {
+        // Preface, greeting, acknowledgement of the greeting's reply.
+        (0, 0..3) => Fate { up: cut(3), down: None },
+        (0, _) => Fate { up: None, down: cut(1) },
+        (CUT_CONNECTIONS.., _) | (_, 0) => Fate::default(),
+        (_, 1..3) => Fate { up: cut(0), down: None },
+        (_, _) => Fate { up: None, down: cut(0) },
+    }
+}
+
+/// Moves bulk data both ways with random lengths, and compares every byte.
+fn moves_bulk_data(client: &Client, rounds: u64, random: &mut Random) {
+    const ROOM: u64 = 16 * MIB;
+    client.call(op::ALLOC, &[WINDOW, ROOM, 0]);
+    let mut device = vec![0; ROOM as usize];
+    put_bulk(client, WINDOW, &device);
+    for round in 0..rounds {
+        for _ in 0..3 {
+            let at = 8 * random.below(ROOM / 16);
+            let len = (random.below(5 * MIB) + 65_537) as usize;
+            let bytes: Vec<u8> =
+                (0..len.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(len).collect();
+            put_bulk(client, WINDOW + at, &bytes);
+            device[at as usize..at as usize + len].copy_from_slice(&bytes);
+        }
+        let (from, len) = (random.below(MIB), (random.below(12 * MIB) + 65_537) as usize);
+        let mut host = vec![0; len];
+        // Two copies into some of the same bytes: those of the second one stay.
+        let first = begin_get(client, WINDOW + from, &mut host, Vec::new());
+        let (skip, part) = (len / 3, (len / 2).max(65_600).min(len - len / 3));
+        let second = begin_get(client, WINDOW, &mut host[skip..skip + part], vec![first]);
+        let status = client.link.down.wait(first);
+        assert_eq!(status, 0, "{:?}", client.heard.0.lock().expect("a list"));
+        client.link.wait_detached(|t| t.seq == second);
+        assert!(!client.link.down.any(), "the link is lost");
+        let mut expected = device[from as usize..from as usize + len].to_vec();
+        expected[skip..skip + part].copy_from_slice(&device[..part]);
+        assert!(host == expected, "round {round}: {len} bytes from {from}, {part} at {skip}");
+    }
+}
+
+#[test]
+fn bulk_data_arrives_once_wherever_connections_break() {
+    const SEEDS: u64 = 4;
+    let machine = Machine::new();
+    let (mut cuts, mut connections) = ([0; Place::ALL.len()], 0);
+    for seed in 0..SEEDS {
+        // The seed of a failure is the last one that this prints.
+        println!("seed {seed}");
+        let mut worker = start(&machine, 60);
+        let relay = Relay::start(worker.address, move |connection| fate(seed, connection));
+        let mut endpoint = worker.endpoint(false);
+        endpoint.addresses = vec![relay.address.to_string()];
+        let client = Client::open(&endpoint).expect("the worker admits the client");
+        moves_bulk_data(&client, 12, &mut Random::new(seed + 5));
+        connections += relay.connections();
+        cuts.iter_mut().zip(relay.cuts()).for_each(|(all, more)| *all += more);
+        assert!(client.heard.0.lock().expect("a list").is_empty());
+        client.link.close();
+        assert_eq!(worker.ended_within(Duration::from_secs(5)), "the client's process exited");
+    }
+    println!("{connections} connections, cuts by place: {cuts:?}");
+    assert!(connections > 30 * SEEDS as u32 && cuts.iter().all(|count| *count > 10), "{cuts:?}");
+}
+
+#[test]
+fn encrypted_bulk_data_outlives_its_connections() {
+    let machine = Machine::new();
+    let worker = start(&machine, 60);
+    let (client, relay) = through_a_relay(&worker, true);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                relay.cut();
+                std::thread::park_timeout(Duration::from_millis(300));
+            }
+        });
+        moves_bulk_data(&client, 12, &mut Random::new(1));
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(relay.connections() > 40, "{}", relay.connections());
+}
+
+#[test]
+fn an_idle_program_with_bulk_lanes_comes_back() {
+    let machine = Machine::new();
+    let worker = start(&machine, 60);
+    let (client, relay) = through_a_relay(&worker, false);
+    moves_bulk_data(&client, 1, &mut Random::new(2));
+    for _ in 0..3 {
+        let before = relay.connections();
+        relay.cut();
+        // All lanes connect again without a call of the program.
+        let until = Instant::now() + harness::PATIENCE;
+        while relay.connections() < before + 17 {
+            assert!(Instant::now() < until, "{} of 17 connections", relay.connections() - before);
+            std::thread::yield_now();
+        }
+    }
+    let bytes = client.get(WINDOW, 8);
+    put_bulk(&client, WINDOW, &vec![9; 1 << 20]);
+    assert_ne!(client.get(WINDOW, 8), bytes);
+}
+
+#[test]
+fn a_worker_without_grace_ends_with_any_connection() {
+    let machine = Machine::new();
+    let mut worker = start(&machine, 0);
+    let (client, relay) = through_a_relay(&worker, false);
+    put_bulk_once(&client);
+    relay.cut();
     worker.ended();
     assert!(client.try_call(op::MEM_INFO, &[]).is_err(), "for good");
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+fn put_bulk_once(client: &Client) {
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    put_bulk(client, WINDOW, &vec![1; 1 << 20]);
+    assert_eq!(client.get(WINDOW, 8), [1; 8]);
 }
 
 #[test]

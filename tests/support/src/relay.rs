@@ -91,7 +91,7 @@ impl Relay {
         std::thread::spawn(move || {
             for program in listener.incoming() {
                 let (Ok(program), Ok(worker)) = (program, TcpStream::connect(worker)) else { continue };
-                let fate = fate(serving.connections.fetch_add(1, Ordering::SeqCst));
+                let fate = fate(serving.connections.load(Ordering::SeqCst));
                 let ends = Arc::new([program, worker]);
                 for end in ends.iter() {
                     let _ = end.set_nodelay(true);
@@ -100,6 +100,8 @@ impl Relay {
                 open.retain(|ends| ends.strong_count() > 0);
                 open.push(Arc::downgrade(&ends));
                 drop(open);
+                // Only now: a connection that counts can be cut.
+                serving.connections.fetch_add(1, Ordering::SeqCst);
                 for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
                     let (ends, state) = (ends.clone(), serving.clone());
                     std::thread::spawn(move || {

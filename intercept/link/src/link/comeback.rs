@@ -5,6 +5,7 @@
 //! the worker no longer waits; then the link is lost.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,7 +13,10 @@ use std::time::{Duration, Instant};
 use gpusession_proto::preface::{FLAG_RESUME, Refusal};
 
 use super::{Inbox, Line, Link, LinkLost, Stop, connect, lock};
+use crate::flight::Ended;
 use crate::resume::{Attempt, Counts, ELSEWHERE};
+use crate::threads;
+use crate::transport::{Transport, Watch};
 
 /// Time after the worker's own limit at which the link gives up.
 const MARGIN_GRACE: Duration = Duration::from_secs(5);
@@ -61,27 +65,68 @@ impl Failed {
     }
 }
 
+/// Failed attempts of one connection.
+#[derive(Default)]
+struct Tries {
+    failures: usize,
+    refused: Option<Instant>,
+}
+
+impl Tries {
+    /// Counts a failure and returns its reason: as an error if no further attempt makes sense.
+    fn note(&mut self, failed: Failed) -> Result<String, String> {
+        self.failures += 1;
+        match failed {
+            Failed::Refused { reason, sure } => {
+                let first = *self.refused.get_or_insert_with(Instant::now);
+                if sure || first.elapsed() >= REFUSAL_INTERVAL { Err(reason) } else { Ok(reason) }
+            }
+            Failed::Now(reason) => Ok(reason),
+        }
+    }
+
+    /// Returns `true` after the deadline; a machine that slept has tried nothing meanwhile.
+    fn are_over(&self, deadline: Instant) -> bool {
+        self.failures > 1 && Instant::now() >= deadline
+    }
+}
+
+/// A connection that has come back.
+struct Back {
+    transport: Transport,
+    address: SocketAddr,
+    attempt: u32,
+    /// Frames or chunks that the worker has.
+    received: u64,
+}
+
 impl Link {
     /// Lets the link come back from now on, if the worker waits for it.
     ///
     /// The worker waits once it knows that the greeting's reply has arrived.
-    pub(super) fn begin_to_return(&self, grace: Duration) {
-        if !grace.is_zero() {
-            self.returns.store(true, Ordering::SeqCst);
-            self.acknowledge(self.received.load(Ordering::Relaxed));
-        }
+    pub(super) fn begin_to_return(&self, grace: Duration) -> Result<(), LinkLost> {
+        let Some(link) = self.me.upgrade().filter(|_| !grace.is_zero()) else { return Ok(()) };
+        let failed = |what: &str, e: io::Error| LinkLost(format!("cannot {what} the connection: {e}"));
+        lock(&self.present).watch(&Watch::CLOSE).map_err(|e| failed("watch", e))?;
+        threads::spawn("gpusession-watch", move || link.watch()).map_err(|e| failed("watch", e))?;
+        self.returns.store(true, Ordering::SeqCst);
+        self.acknowledge(self.received.load(Ordering::Relaxed));
+        Ok(())
     }
 
-    /// Makes a later break final; waits for the end of an outage before.
-    pub(super) fn stay(&self) -> Result<(), LinkLost> {
-        let mut inbox = lock(&self.inbox);
-        while inbox.outage.is_some() {
-            self.check()?;
-            inbox = self.wait_for_change(inbox)?;
+    /// Notices the end of the log's connection while no thread reads it, until the link is lost.
+    fn watch(&self) {
+        /// Time for the thread that reads the connection to notice the end.
+        const READER_DELAY: Duration = Duration::from_millis(5);
+        while self.wait_out().and_then(|()| self.check()).is_ok() {
+            let transport = lock(&self.present).clone();
+            transport.wait_for_end();
+            // Bytes before the end count, such as the worker's reason.
+            let _ = self.poll();
+            if lock(&self.inbox).outage.is_none() {
+                std::thread::park_timeout(READER_DELAY);
+            }
         }
-        // Under the lock, so that an outage begins before or never.
-        self.returns.store(false, Ordering::SeqCst);
-        Ok(())
     }
 
     /// Begins an outage of the connection that `attempt` made, or loses the link.
@@ -92,7 +137,7 @@ impl Link {
             // Another thread has noticed it.
             return Ok(());
         }
-        if !self.returns.load(Ordering::SeqCst) {
+        if !self.returns() {
             drop(inbox);
             return Err(self.lose(&format!("connection to {} lost: {reason}", self.server)));
         }
@@ -176,66 +221,115 @@ impl Link {
         }
         lock(&self.sending).line = None;
         let Some(outage) = lock(&self.inbox).outage.clone() else { return };
-        let mut refused = None;
-        let mut failures = 0;
+        let mut tries = Tries::default();
         while self.lost.get().is_none() {
-            // The worker is most probably where it was.
-            let last = match self.attempt(failures > 0) {
+            match self.attempt(tries.failures > 0) {
                 Ok(()) => {
                     self.events.resumed(outage.since.elapsed());
                     return;
                 }
-                Err(Failed::Refused { reason, sure }) => {
-                    let first = *refused.get_or_insert_with(Instant::now);
-                    if sure || first.elapsed() >= REFUSAL_INTERVAL {
-                        self.lose(&format!("connection to {} lost: {reason}", self.server));
-                        return;
+                Err(failed) => match tries.note(failed) {
+                    Ok(last) if tries.are_over(self.deadline(&outage)) => {
+                        self.lose(&self.given_up(&outage, &last));
                     }
-                    reason
-                }
-                Err(Failed::Now(reason)) => reason,
-            };
-            failures += 1;
-            // A machine that slept has tried nothing meanwhile.
-            if failures > 1 && Instant::now() >= self.deadline(&outage) {
-                self.lose(&self.given_up(&outage, &last));
-                return;
-            }
-            let pause = PAUSES[(failures - 1).min(PAUSES.len() - 1)];
-            // Up to a quarter longer, so that programs do not come back in step.
-            let more = pause * (outage.since.elapsed().subsec_nanos() % 256) / 1024;
-            let until = Instant::now() + pause + more;
-            while self.lost.get().is_none() && Instant::now() < until {
-                std::thread::park_timeout(until - Instant::now());
+                    Ok(_) => self.pause(&tries, outage.since),
+                    Err(reason) => {
+                        self.lose(&format!("connection to {} lost: {reason}", self.server));
+                    }
+                },
             }
         }
     }
 
-    fn attempt(&self, everywhere: bool) -> Result<(), Failed> {
-        let mut endpoint = self.endpoint.clone();
-        if !everywhere {
-            endpoint.addresses = vec![lock(&self.address).to_string()];
+    /// Sleeps before the next attempt; ends early when the link is lost.
+    fn pause(&self, tries: &Tries, since: Instant) {
+        let pause = PAUSES[(tries.failures - 1).min(PAUSES.len() - 1)];
+        // Up to a quarter longer, so that programs do not come back in step.
+        let more = pause * (since.elapsed().subsec_nanos() % 256) / 1024;
+        let until = Instant::now() + pause + more;
+        while self.lost.get().is_none() && Instant::now() < until {
+            std::thread::park_timeout(until - Instant::now());
         }
-        let Some(session) = self.session.get() else { return Err(Failed::Now("not greeted".into())) };
-        let connected = connect(&endpoint, 0, FLAG_RESUME, &self.attempts[0], CONNECT_TIMEOUT);
-        // The server's refusals come in clear.
-        let (transport, address, number) = connected.map_err(|e| Failed::new(e.error, false))?;
-        let attempt = Attempt { key: &session.key, worker: endpoint.worker, lane: 0, number };
-        let mine = {
+    }
+
+    fn attempt(&self, everywhere: bool) -> Result<(), Failed> {
+        let mine = || {
             let sending = lock(&self.sending);
             let received = self.received.load(Ordering::Acquire);
             Counts { received, first: sending.log.first(), next: sending.log.next() }
         };
-        let back = attempt.come_back(&transport, &mine);
-        let worker = back.map_err(|e| match e.to_string() {
+        let back = self.reach(0, everywhere, &mine)?;
+        *lock(&self.address) = back.address;
+        self.install(Line { transport: Arc::new(back.transport), attempt: back.attempt }, back.received);
+        Ok(())
+    }
+
+    /// Connects a lane again, and agrees with the worker where both continue.
+    fn reach(&self, lane: u16, everywhere: bool, mine: &dyn Fn() -> Counts) -> Result<Back, Failed> {
+        let mut endpoint = self.endpoint.clone();
+        // The worker is most probably where it was.
+        if !everywhere {
+            endpoint.addresses = vec![lock(&self.address).to_string()];
+        }
+        let (Some(session), Some(attempts)) = (self.session.get(), self.attempts.get(usize::from(lane)))
+        else {
+            return Err(Failed::Now("not greeted".into()));
+        };
+        let connected = connect(&endpoint, lane, FLAG_RESUME, attempts, CONNECT_TIMEOUT, &Watch::CLOSE);
+        // The server's refusals come in clear.
+        let (transport, address, number) = connected.map_err(|e| Failed::new(e.error, false))?;
+        let attempt = Attempt { key: &session.key, worker: endpoint.worker, lane, number };
+        let worker = attempt.come_back(&transport, &mine()).map_err(|e| match e.to_string() {
             elsewhere if elsewhere == ELSEWHERE => {
                 Failed::Refused { reason: elsewhere, sure: self.encrypted }
             }
             _ => Failed::new(e, self.encrypted),
         })?;
-        *lock(&self.address) = address;
-        self.install(Line { transport: Arc::new(transport), attempt: number }, worker.received);
-        Ok(())
+        Ok(Back { transport, address, attempt: number, received: worker.received })
+    }
+
+    /// Brings a bulk lane back after the end of its connection: a new one, and the number of chunks
+    /// that the worker has received. `None` if the link is lost.
+    ///
+    /// The log's connection comes first. A lane that nothing `needs` may take any time.
+    pub(crate) fn lane_back(
+        &self,
+        lane: u16,
+        ended: Ended,
+        mine: &dyn Fn() -> Counts,
+        needs: &dyn Fn() -> bool,
+    ) -> Option<(Transport, u64)> {
+        let broken = match ended {
+            Ended::Broken(error) if self.returns() => error.to_string(),
+            Ended::Broken(error) => return self.lose_lane(&error.to_string()),
+            Ended::Fatal(reason) => return self.lose_lane(&reason),
+        };
+        let mut tries = Tries::default();
+        let mut outage = Outage { since: Instant::now(), reason: broken, progress: (0, 0) };
+        let mut log = lock(&self.inbox).attempt;
+        loop {
+            // The log's connection has most probably broken, too.
+            self.poll().and_then(|()| self.wait_out()).ok()?;
+            let now = lock(&self.inbox).attempt;
+            if std::mem::replace(&mut log, now) != now || !needs() {
+                outage.since = Instant::now();
+            }
+            match self.reach(lane, false, mine) {
+                Ok(back) => return Some((back.transport, back.received)),
+                Err(failed) => match tries.note(failed) {
+                    Ok(last) if tries.are_over(self.deadline(&outage)) => {
+                        self.lose(&self.given_up(&outage, &last));
+                    }
+                    Ok(_) => self.pause(&tries, outage.since),
+                    Err(reason) => return self.lose_lane(&reason),
+                },
+            }
+        }
+    }
+
+    fn lose_lane<T>(&self, reason: &str) -> Option<T> {
+        self.lose(&format!("bulk connection to {} lost: {reason}", self.server));
+        None
     }
 
     /// Continues on a new connection: sends what the worker lacks.

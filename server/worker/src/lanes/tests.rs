@@ -5,6 +5,8 @@ use std::thread::JoinHandle;
 
 use gpusession_proto::handle::{CTX, make};
 
+use gpusession_proto::frame::op;
+
 use super::*;
 use crate::driver::{Handle, fake};
 use crate::replies::tests::{Peer, transport};
@@ -28,15 +30,18 @@ impl Lab {
     /// Serves a lane, and returns the client's end of it.
     fn open(&self, lane: u16) -> (Peer, JoinHandle<io::Result<()>>) {
         let (transport, peer) = transport();
+        let transport = Arc::new(transport);
+        assert!(self.lanes.claim(lane, 1, &transport));
         let (driver, contexts, lanes) = (self.driver, self.contexts.clone(), self.lanes.clone());
-        (peer, std::thread::spawn(move || lanes.serve(driver, &contexts, lane, &transport)))
+        (peer, std::thread::spawn(move || lanes.serve(driver, &contexts, lane, 1, &transport)))
     }
 }
 
-fn send(peer: &mut Peer, transfer: u64, offset: u64, bytes: &[u8]) {
+/// Sends the chunk with this number on its lane.
+fn send(peer: &mut Peer, number: u64, transfer: u64, offset: u64, bytes: &[u8]) {
     let padding = [0; 8];
     let padded = bytes.len().next_multiple_of(8) - bytes.len();
-    let header = chunk_header(transfer, offset, bytes.len(), 0);
+    let header = chunk_header(number, transfer, offset, bytes.len(), 0);
     for part in [header.as_bytes(), bytes, &padding[..padded]] {
         peer.0.write_all(part).unwrap();
     }
@@ -45,11 +50,13 @@ fn send(peer: &mut Peer, transfer: u64, offset: u64, bytes: &[u8]) {
 #[test]
 fn lane_exists_and_has_one_connection() {
     let lanes = Lanes::default();
+    let transport = Arc::new(transport().0);
+    let claim = |lane| lanes.claim(lane, 1, &transport);
     for lane in [0, UP_LANES + DOWN_LANES + 1, 63, u16::MAX] {
-        assert!(!lanes.claim(lane), "{lane}");
+        assert!(!claim(lane), "{lane}");
     }
     for lane in 1..=UP_LANES + DOWN_LANES {
-        assert!(lanes.claim(lane) && !lanes.claim(lane), "{lane}");
+        assert!(claim(lane) && !claim(lane), "{lane}");
     }
 }
 
@@ -57,8 +64,8 @@ fn lane_exists_and_has_one_connection() {
 fn frame_finds_the_chunks_of_its_transfer() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
-    send(&mut peer, 7, 0, b"first");
-    send(&mut peer, 8, 100, b"of another frame");
+    send(&mut peer, 1, 7, 0, b"first");
+    send(&mut peer, 2, 8, 100, b"of another frame");
     let other = lab.lanes.next_chunk(8).unwrap();
     let chunk = lab.lanes.next_chunk(7).unwrap();
     assert_eq!((other.offset, other.len, chunk.offset, chunk.len), (100, 16, 0, 5));
@@ -72,7 +79,7 @@ fn slot_is_free_once_the_device_has_read_it() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
     for transfer in 1..=SLOTS_PER_LANE as u64 + 1 {
-        send(&mut peer, transfer, 0, &[transfer as u8; 8]);
+        send(&mut peer, transfer, transfer, 0, &[transfer as u8; 8]);
     }
     let mut chunk = lab.lanes.next_chunk(1).unwrap();
     chunk.slot.enter(lab.driver, &lab.contexts, CTX_0).unwrap();
@@ -93,14 +100,14 @@ fn slot_is_free_once_the_device_has_read_it() {
 fn failed_frame_leaves_its_lane_free() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
-    send(&mut peer, 5, 0, &[0; 8]);
+    send(&mut peer, 1, 5, 0, &[0; 8]);
     lab.lanes.copied(lab.lanes.next_chunk(5).unwrap());
     lab.lanes.discard(5);
     // More chunks than the lane has slots.
     for offset in 1..=3 * SLOTS_PER_LANE as u64 {
-        send(&mut peer, 5, 8 * offset, &[0; 8]);
+        send(&mut peer, 1 + offset, 5, 8 * offset, &[0; 8]);
     }
-    send(&mut peer, 6, 0, &[6; 8]);
+    send(&mut peer, 2 + 3 * SLOTS_PER_LANE as u64, 6, 0, &[6; 8]);
     assert_eq!(lab.lanes.next_chunk(6).unwrap().len, 8);
 }
 
@@ -112,7 +119,7 @@ fn frame_gives_up_when_a_lane_fails() {
         let lanes = lab.lanes.clone();
         std::thread::spawn(move || lanes.next_chunk(1).is_none())
     };
-    let mut header = chunk_header(1, 0, 8, 0);
+    let mut header = chunk_header(1, 1, 0, 8, 0);
     header.op = op::LAUNCH.into();
     peer.0.write_all(header.as_bytes()).unwrap();
     assert!(serving.join().unwrap().is_err());

@@ -1,0 +1,447 @@
+//! Lanes from the device.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use gpusession_proto::frame::{BadFrame, CHUNK};
+
+use super::{HostRange, Open as Connections, chunk_len, lock};
+use crate::flight::{Ended, next_header};
+use crate::link::Link;
+use crate::resume::{Counts, ack};
+use crate::transport::{Transport, Wait};
+
+/// Transfers from the device that have not ended.
+#[derive(Default)]
+pub struct DownTransfers {
+    open: Mutex<Open>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Open {
+    transfers: HashMap<u64, Down>,
+    lost: bool,
+}
+
+/// Stream of a transfer; a default stream's handle is the same in every context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct On {
+    pub ctx: u64,
+    /// Handle of the stream, 0 for the legacy default stream.
+    pub stream: u64,
+    /// Whether it is ordered with its context's default stream.
+    pub blocking: bool,
+}
+
+/// Transfer from the device without a waiting thread.
+#[derive(Clone, Copy)]
+pub struct Detached {
+    /// Position of its frame in the log.
+    pub seq: u64,
+    pub on: On,
+    range: HostRange,
+}
+
+impl Detached {
+    /// Returns `true` if it writes to any of these bytes.
+    pub fn fills(&self, address: usize, len: usize) -> bool {
+        self.range.overlaps(address, len)
+    }
+}
+
+struct Down {
+    range: HostRange,
+    left: usize,
+    status: i32,
+    on: On,
+    /// Whether no thread asks for the result, so that the entry goes when the data has landed.
+    detached: bool,
+    /// Number of threads that write into the range right now.
+    writing: usize,
+    /// Transfers into some of the same bytes whose data is older.
+    older: Vec<u64>,
+    /// Addresses and lengths of bytes that have newer data already; this transfer skips them.
+    newer: Vec<(usize, usize)>,
+}
+
+/// Part of a piece's bytes that goes into the program's memory.
+struct Part {
+    /// Offset in the piece.
+    offset: usize,
+    address: usize,
+    len: usize,
+}
+
+/// Where the bytes of a piece go.
+enum Place {
+    /// The transfer has failed or was canceled.
+    Nowhere,
+    /// All bytes, to this address.
+    Whole(usize),
+    /// Only these parts; the other bytes have newer data.
+    Parts(Vec<Part>),
+}
+
+/// Returns what a piece at `address` may write, apart from bytes with `newer` data.
+fn place(address: usize, len: usize, newer: &[(usize, usize)]) -> Place {
+    let end = address + len;
+    let mut taken: Vec<_> = newer
+        .iter()
+        .map(|(at, len)| (*at.max(&address), (at + len).min(end)))
+        .filter(|(from, to)| from < to)
+        .collect();
+    if taken.is_empty() {
+        return Place::Whole(address);
+    }
+    taken.sort_unstable();
+    let (mut parts, mut at) = (Vec::new(), address);
+    for (from, to) in taken.into_iter().chain([(end, end)]) {
+        if at < from {
+            parts.push(Part { offset: at - address, address: at, len: from - at });
+        }
+        at = at.max(to);
+    }
+    Place::Parts(parts)
+}
+
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`
+const UNAVAILABLE: i32 = 46;
+
+impl DownTransfers {
+    /// Announces a transfer before its frame can be answered.
+    ///
+    /// For a `detached` one a later [`DownTransfers::wait_detached`] waits. `older` are the
+    /// transfers of [`DownTransfers::overlapping`] whose data must not replace this one's.
+    pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool, older: Vec<u64>) {
+        let mut open = lock(&self.open);
+        let (left, status) = (range.len, if open.lost { UNAVAILABLE } else { 0 });
+        let down = Down { range, left, status, on, detached, writing: 0, older, newer: Vec::new() };
+        open.transfers.insert(transfer, down);
+    }
+
+    /// Returns the detached transfers under way that write to any of these bytes.
+    pub fn overlapping(&self, address: usize, len: usize) -> Vec<Detached> {
+        let open = lock(&self.open);
+        let filling = open.transfers.iter().filter(|(_, t)| t.detached && t.range.overlaps(address, len));
+        filling.map(|(seq, t)| Detached { seq: *seq, on: t.on, range: t.range }).collect()
+    }
+
+    /// Waits for a transfer that is not detached, and returns its `CUresult`.
+    pub fn wait(&self, transfer: u64) -> i32 {
+        let mut open = lock(&self.open);
+        loop {
+            match open.transfers.get(&transfer) {
+                None => return UNAVAILABLE,
+                Some(t) if t.writing == 0 && (t.left == 0 || t.status != 0) => {
+                    let status = t.status;
+                    open.transfers.remove(&transfer);
+                    return status;
+                }
+                Some(_) => open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Removes a transfer whose frame the driver refused; after the return no thread writes to its
+    /// range.
+    pub fn cancel(&self, transfer: u64) {
+        let mut open = lock(&self.open);
+        while let Some(t) = open.transfers.get_mut(&transfer) {
+            t.status = UNAVAILABLE;
+            if t.writing == 0 {
+                open.transfers.remove(&transfer);
+                return;
+            }
+            open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits at most `patience` until the detached transfers that `wanted` selects have landed.
+    ///
+    /// `false`: some have not. Small ones come with frames, which the caller must read meanwhile.
+    pub fn wait_detached(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
+        let mut open = lock(&self.open);
+        let unsettled = |open: &Open| {
+            open.transfers.iter().any(|(seq, t)| {
+                t.detached
+                    && (t.status == 0 || t.writing > 0)
+                    && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
+            })
+        };
+        if !unsettled(&open) {
+            return true;
+        }
+        open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
+        !unsettled(&open)
+    }
+
+    /// Returns `true` if a detached transfer is in progress.
+    pub fn any(&self) -> bool {
+        lock(&self.open).transfers.values().any(|t| t.detached)
+    }
+
+    /// Lands a small transfer, which comes in one piece.
+    pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
+        // An empty piece would count as being written for ever.
+        if status != 0 || bytes.is_empty() {
+            return self.piece_done(transfer, 0, status);
+        }
+        let parts = match self.begin_piece(transfer, 0, bytes.len()) {
+            Err(_) | Ok(Place::Nowhere) => return,
+            Ok(Place::Whole(address)) => vec![Part { offset: 0, address, len: bytes.len() }],
+            Ok(Place::Parts(parts)) => parts,
+        };
+        // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
+        // stays mapped until `piece_done`.
+        unsafe { write_parts(bytes, &parts) };
+        self.piece_done(transfer, bytes.len(), 0);
+    }
+
+    /// Returns where a piece goes, and marks its transfer as being written unless that is nowhere.
+    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> Result<Place, BadFrame> {
+        let mut open = lock(&self.open);
+        loop {
+            let Some(t) = open.transfers.get(&transfer).filter(|t| t.status == 0) else {
+                return Ok(Place::Nowhere);
+            };
+            let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
+            let offset = usize::try_from(offset).ok().filter(inside).filter(|_| len <= t.left);
+            let Some(offset) = offset else {
+                return Err(BadFrame("data beyond the end of a transfer"));
+            };
+            let address = t.range.address + offset;
+            let older = t.older.clone();
+            let writing = |seq: &u64| open.transfers.get(seq).is_some_and(|old| old.writing > 0);
+            if older.iter().any(writing) {
+                // Its bytes must be in the memory first.
+                open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            for seq in older {
+                if let Some(old) = open.transfers.get_mut(&seq) {
+                    old.newer.push((address, len));
+                }
+            }
+            let Some(t) = open.transfers.get_mut(&transfer) else { return Ok(Place::Nowhere) };
+            t.writing += 1;
+            return Ok(place(address, len, &t.newer));
+        }
+    }
+
+    fn piece_done(&self, transfer: u64, len: usize, status: i32) {
+        let mut open = lock(&self.open);
+        let Some(t) = open.transfers.get_mut(&transfer) else { return };
+        if len > 0 {
+            t.writing -= 1;
+            t.left -= len;
+        }
+        if status != 0 && t.status == 0 {
+            t.status = status;
+        }
+        if t.writing == 0 {
+            if t.detached && (t.left == 0 || t.status != 0) {
+                open.transfers.remove(&transfer);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// Gives up the writing of a piece that will come again.
+    fn piece_aborted(&self, transfer: u64) {
+        let mut open = lock(&self.open);
+        if let Some(t) = open.transfers.get_mut(&transfer) {
+            t.writing -= 1;
+            let failed = t.detached && t.status != 0 && t.writing == 0;
+            if failed {
+                open.transfers.remove(&transfer);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// Returns `true` if data of a transfer has still to land.
+    fn awaited(&self) -> bool {
+        !lock(&self.open).transfers.is_empty()
+    }
+
+    pub(crate) fn fail_all(&self) {
+        let mut open = lock(&self.open);
+        open.lost = true;
+        for t in open.transfers.values_mut() {
+            t.status = UNAVAILABLE;
+        }
+        open.transfers.retain(|_, t| !t.detached || t.writing > 0);
+        self.changed.notify_all();
+    }
+}
+
+/// Writes parts of a piece into the program's memory.
+///
+/// # Safety
+/// The parts lie within `bytes`, and in memory of the program that is mapped and writable.
+unsafe fn write_parts(bytes: &[u8], parts: &[Part]) {
+    for part in parts {
+        let from = bytes[part.offset..part.offset + part.len].as_ptr();
+        // SAFETY: by the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, part.address as *mut u8, part.len) };
+    }
+}
+
+/// Serves a lane until the link is lost, on one connection after the other.
+pub(super) fn serve(
+    lane: u16,
+    transfers: &DownTransfers,
+    open: &Connections,
+    first: Option<Arc<Transport>>,
+    link: &Weak<Link>,
+    returns: bool,
+) {
+    let (mut line, mut received) = (first, 0);
+    loop {
+        let ended = match &line {
+            Some(transport) => receive(transport, transfers, &mut received, returns),
+            None => Ended::Broken(std::io::ErrorKind::NotConnected.into()),
+        };
+        let Some(link) = link.upgrade() else { return };
+        let counts = || Counts { received, first: 1, next: 1 };
+        let Some((transport, _)) = link.lane_back(lane, ended, &counts, &|| transfers.awaited()) else {
+            return;
+        };
+        line = Some(open.install(lane, transport));
+    }
+}
+
+/// Receives chunks directly into the program's memory until the connection ends; counts them.
+fn receive(transport: &Transport, transfers: &DownTransfers, received: &mut u64, returns: bool) -> Ended {
+    // Bytes that are dropped, at least in part.
+    let mut aside = Vec::new();
+    let mut next = || -> Result<(), Ended> {
+        receive_chunk(transport, transfers, *received + 1, &mut aside)?;
+        *received += 1;
+        if returns {
+            transport.send(&ack(*received))?;
+        }
+        Ok(())
+    };
+    loop {
+        if let Err(ended) = next() {
+            return ended;
+        }
+    }
+}
+
+fn receive_chunk(
+    transport: &Transport,
+    transfers: &DownTransfers,
+    number: u64,
+    aside: &mut Vec<u8>,
+) -> Result<(), Ended> {
+    const SLEEP: Wait = Wait::Spin(Duration::ZERO);
+    let header = next_header(transport)?;
+    let len = chunk_len(&header, number)?;
+    let (transfer, status) = (header.seq.get(), header.thread.get() as i32);
+    if status != 0 {
+        transfers.piece_done(transfer, 0, status);
+        return Ok(());
+    }
+    if len == 0 {
+        return Err(BadFrame("a chunk without bytes").into());
+    }
+    let place = transfers.begin_piece(transfer, header.ctx.get(), len)?;
+    let done = match &place {
+        Place::Whole(address) => {
+            // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
+            // stays mapped until the end of the piece below.
+            let target = unsafe { std::slice::from_raw_parts_mut(*address as *mut u8, len) };
+            let mut padding = [0; 8];
+            transport
+                .recv_exact(target, SLEEP)
+                .and_then(|()| transport.recv_exact(&mut padding[..header.body_len() - len], SLEEP))
+        }
+        Place::Parts(_) | Place::Nowhere => {
+            aside.resize(CHUNK, 0);
+            transport.recv_exact(&mut aside[..header.body_len()], SLEEP)
+        }
+    };
+    match (&done, &place) {
+        (_, Place::Nowhere) => {}
+        (Err(_), _) => transfers.piece_aborted(transfer),
+        (Ok(()), place) => {
+            if let Place::Parts(parts) = place {
+                // SAFETY: as above.
+                unsafe { write_parts(aside, parts) };
+            }
+            transfers.piece_done(transfer, len, 0);
+        }
+    }
+    Ok(done?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAM: On = On { ctx: 1, stream: 2, blocking: true };
+
+    fn expect(transfers: &DownTransfers, seq: u64, memory: &mut [u8], older: Vec<u64>) {
+        // SAFETY: each test's memory outlives its transfers.
+        let range = unsafe { HostRange::new(memory.as_mut_ptr() as usize, memory.len()) };
+        transfers.expect(seq, range, STREAM, true, older);
+    }
+
+    #[test]
+    fn older_data_never_replaces_newer_data() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 16];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        let found = transfers.overlapping(memory.as_ptr() as usize + 15, 1);
+        assert_eq!(found.iter().map(|t| t.seq).collect::<Vec<_>>(), [1]);
+        expect(&transfers, 2, &mut memory[4..8], vec![1]);
+        expect(&transfers, 3, &mut memory[6..10], vec![1, 2]);
+        transfers.land(3, 0, &[3; 4]);
+        transfers.land(2, 0, &[2; 4]);
+        transfers.land(1, 0, &[1; 16]);
+        assert_eq!(memory, [1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]);
+        assert!(!transfers.any(), "every transfer has ended");
+    }
+
+    #[test]
+    fn data_in_order_is_written_whole() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 8];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory, vec![1]);
+        transfers.land(1, 0, &[1; 8]);
+        transfers.land(2, 0, &[2; 8]);
+        assert_eq!(memory, [2; 8]);
+        assert!(transfers.overlapping(memory.as_ptr() as usize, 8).is_empty());
+    }
+
+    #[test]
+    fn newer_data_waits_for_a_lane_that_still_writes_older_data() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 8];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory[..4], vec![1]);
+        assert!(matches!(transfers.begin_piece(1, 0, 8), Ok(Place::Whole(_))));
+        std::thread::scope(|scope| {
+            let newer = scope.spawn(|| transfers.begin_piece(2, 0, 4));
+            transfers.piece_done(1, 8, 0);
+            assert!(matches!(newer.join().unwrap(), Ok(Place::Whole(_))));
+        });
+    }
+
+    #[test]
+    fn parts_are_what_newer_data_leaves() {
+        let left = |newer: &[(usize, usize)]| match place(100, 10, newer) {
+            Place::Parts(parts) => parts.iter().map(|p| (p.offset, p.address, p.len)).collect(),
+            _ => vec![(0, 100, 10)],
+        };
+        assert_eq!(left(&[(90, 10), (110, 5)]), [(0, 100, 10)]);
+        assert_eq!(left(&[(95, 7), (108, 9)]), [(2, 102, 6)]);
+        assert_eq!(left(&[(104, 2), (103, 2)]), [(0, 100, 3), (6, 106, 4)]);
+        assert_eq!(left(&[(0, 200)]), []);
+    }
+}

@@ -1,0 +1,444 @@
+//! Lanes to the device.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use gpusession_proto::frame::{BadFrame, CHUNK, FIRST_UP_LANE, Header, UP_LANES};
+use zerocopy::IntoBytes as _;
+
+use super::{HostRange, Open, chunk_header, lock};
+use crate::flight::{Ended, Flight, acknowledgements};
+use crate::link::Link;
+use crate::transport::Transport;
+
+/// Time after the last byte for which a copy waits for acknowledgements before it keeps the bytes.
+const ACKNOWLEDGEMENT_WINDOW: Duration = Duration::from_micros(200);
+/// Most bytes that the link keeps of memory that belongs to the program again.
+const MAX_KEPT: usize = 16 * CHUNK;
+
+/// Pieces that wait for a lane to the device, and those under way on each.
+///
+/// A free lane takes the oldest piece. So no lane idles while pieces wait, and a transfer's pieces
+/// never wait behind those of a later one.
+pub(super) struct UpQueue {
+    state: Mutex<State>,
+    /// A lane has something to do.
+    work: Condvar,
+    /// A transfer has proceeded.
+    progress: Condvar,
+    /// Whether a lane that breaks comes back, so that pieces stay until they are acknowledged.
+    returns: bool,
+}
+
+#[derive(Default)]
+struct State {
+    pieces: VecDeque<Piece>,
+    lanes: [Lane; UP_LANES as usize],
+    /// Bytes of pieces whose source is [`Source::Kept`].
+    kept: usize,
+    lost: bool,
+}
+
+#[derive(Default)]
+struct Lane {
+    flight: Flight<Piece>,
+    /// Whether the present connection has ended.
+    ended: bool,
+}
+
+struct Piece {
+    transfer: u64,
+    offset: u64,
+    source: Source,
+    written: bool,
+    progress: Arc<Progress>,
+}
+
+#[derive(Clone)]
+enum Source {
+    Program(HostRange),
+    /// A copy, because the program may have changed its memory meanwhile.
+    Kept(Arc<[u8]>),
+}
+
+impl Source {
+    fn len(&self) -> usize {
+        match self {
+            Self::Program(range) => range.len,
+            Self::Kept(bytes) => bytes.len(),
+        }
+    }
+
+    /// # Safety
+    /// The program's memory stays mapped during the use.
+    unsafe fn bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: by the caller's promise.
+            Self::Program(range) => unsafe {
+                std::slice::from_raw_parts(range.address as *const u8, range.len)
+            },
+            Self::Kept(bytes) => bytes,
+        }
+    }
+}
+
+/// Counters of one transfer, which change under the queue's lock.
+struct Progress {
+    /// Number of pieces that no lane has written.
+    unwritten: AtomicUsize,
+    /// Number of pieces whose source a lane may still read.
+    open: AtomicUsize,
+    failed: AtomicBool,
+}
+
+/// Progress of a transfer to the device.
+pub struct Sent {
+    queue: Arc<UpQueue>,
+    progress: Arc<Progress>,
+}
+
+impl Sent {
+    /// Waits until the program may change the source again; `false` if the link was lost before.
+    ///
+    /// Of a chunk that the worker has not acknowledged soon after it was written, the link keeps a
+    /// copy.
+    pub fn wait(&self) -> bool {
+        let Self { queue, progress } = self;
+        let mut state = lock(&queue.state);
+        let mut until = None;
+        while progress.open.load(Ordering::Relaxed) > 0 {
+            if progress.unwritten.load(Ordering::Relaxed) > 0 {
+                state = queue.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let until = *until.get_or_insert_with(|| Instant::now() + ACKNOWLEDGEMENT_WINDOW);
+            let left = until.saturating_duration_since(Instant::now());
+            if !left.is_zero() {
+                state = queue.progress.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            } else if state.keep_one(progress) {
+                // Other lanes need the lock meanwhile.
+                drop(state);
+                state = lock(&queue.state);
+            } else {
+                state = queue.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        !progress.failed.load(Ordering::Relaxed)
+    }
+}
+
+impl State {
+    /// Keeps a copy of one piece of a transfer, if there is room and no lane is reading it.
+    fn keep_one(&mut self, progress: &Arc<Progress>) -> bool {
+        let room = MAX_KEPT - self.kept;
+        let mine = |piece: &&mut Piece| {
+            Arc::ptr_eq(&piece.progress, progress)
+                && matches!(piece.source, Source::Program(range) if range.len <= room)
+        };
+        let Some(piece) = self.lanes.iter_mut().flat_map(|lane| lane.flight.at_rest()).find(mine) else {
+            return false;
+        };
+        // SAFETY: the range's creator promised that it stays mapped until the count below.
+        let copy = unsafe { piece.source.bytes() }.into();
+        self.kept += piece.source.len();
+        piece.source = Source::Kept(copy);
+        progress.open.fetch_sub(1, Ordering::Relaxed);
+        true
+    }
+
+    /// Forgets a piece that no lane reads any more.
+    fn release(&mut self, piece: Piece, arrived: bool) {
+        if !piece.written {
+            piece.progress.unwritten.fetch_sub(1, Ordering::Relaxed);
+        }
+        if !arrived {
+            piece.progress.failed.store(true, Ordering::Relaxed);
+        }
+        match piece.source {
+            Source::Program(_) => drop(piece.progress.open.fetch_sub(1, Ordering::Relaxed)),
+            Source::Kept(bytes) => self.kept -= bytes.len(),
+        }
+    }
+
+    /// Releases the pieces of a lane that have arrived, or all if the link is lost.
+    fn settle(&mut self, lane: usize) {
+        while let Some(piece) = self.lanes[lane].flight.arrived() {
+            self.release(piece, true);
+        }
+        while self.lost
+            && let Some(piece) = self.lanes[lane].flight.give_up()
+        {
+            self.release(piece, false);
+        }
+    }
+}
+
+impl UpQueue {
+    pub(super) fn new(returns: bool) -> Self {
+        Self { state: Mutex::default(), work: Condvar::new(), progress: Condvar::new(), returns }
+    }
+
+    pub(super) fn send(queue: &Arc<Self>, transfer: u64, range: HostRange) -> Sent {
+        let chunks = range.len.div_ceil(CHUNK);
+        let progress = Arc::new(Progress {
+            unwritten: AtomicUsize::new(chunks),
+            open: AtomicUsize::new(chunks),
+            failed: AtomicBool::new(false),
+        });
+        let mut state = lock(&queue.state);
+        for offset in (0..range.len).step_by(CHUNK) {
+            let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
+            let piece = Piece {
+                transfer,
+                offset: offset as u64,
+                source: Source::Program(piece),
+                written: false,
+                progress: progress.clone(),
+            };
+            if state.lost {
+                state.release(piece, false);
+            } else {
+                state.pieces.push_back(piece);
+            }
+        }
+        drop(state);
+        queue.work.notify_all();
+        Sent { queue: queue.clone(), progress }
+    }
+
+    /// Ends all transfers, because the link is lost; a lane that still reads a piece ends it later.
+    pub(super) fn fail_all(&self) {
+        let mut state = lock(&self.state);
+        state.lost = true;
+        (0..state.lanes.len()).for_each(|lane| state.settle(lane));
+        while let Some(piece) = state.pieces.pop_front() {
+            state.release(piece, false);
+        }
+        drop(state);
+        self.work.notify_all();
+        self.progress.notify_all();
+    }
+
+    /// Returns `true` if a lane has something to send.
+    fn needs(&self, lane: usize) -> bool {
+        let state = lock(&self.state);
+        !state.lanes[lane].flight.is_empty() || !state.pieces.is_empty()
+    }
+
+    fn acknowledge(&self, lane: usize, number: u64) -> Result<(), BadFrame> {
+        let mut state = lock(&self.state);
+        state.lanes[lane].flight.acknowledge(number)?;
+        state.settle(lane);
+        self.progress.notify_all();
+        Ok(())
+    }
+
+    fn end(&self, lane: usize) {
+        lock(&self.state).lanes[lane].ended = true;
+        self.work.notify_all();
+    }
+
+    /// Uses one connection of a lane until its end.
+    fn carry(&self, lane: usize, transport: &Transport) -> Ended {
+        lock(&self.state).lanes[lane].ended = false;
+        std::thread::scope(|scope| {
+            let listen = || {
+                let ended = acknowledgements(transport, |number| self.acknowledge(lane, number));
+                self.end(lane);
+                ended
+            };
+            // Inherits the lane's mask of signals.
+            let named = std::thread::Builder::new().name("gpusession-ack".into());
+            let listener = match self.returns.then(|| named.spawn_scoped(scope, listen)).transpose() {
+                Ok(listener) => listener,
+                Err(e) => return Ended::Fatal(format!("cannot start a thread for a lane: {e}")),
+            };
+            let broken = self.write(lane, transport);
+            transport.shutdown();
+            match (listener.map(|listener| listener.join()), broken) {
+                (Some(Ok(Ended::Fatal(reason))), _) => Ended::Fatal(reason),
+                (_, Some(error)) | (Some(Ok(Ended::Broken(error))), None) => Ended::Broken(error),
+                (None | Some(Err(_)), None) => Ended::Fatal("the lane's threads have ended".into()),
+            }
+        })
+    }
+
+    /// Waits for the next piece that a lane has to write; `None` if its connection has ended.
+    fn next(&self, lane: usize) -> Option<(u64, Header, Source)> {
+        let mut state = lock(&self.state);
+        loop {
+            let State { pieces, lanes, lost, .. } = &mut *state;
+            let Lane { flight, ended } = &mut lanes[lane];
+            if *lost || *ended {
+                return None;
+            }
+            if flight.is_carried()
+                && let Some(piece) = pieces.pop_front()
+            {
+                flight.push(piece);
+            }
+            if let Some((number, piece)) = flight.begin() {
+                let header = chunk_header(number, piece.transfer, piece.offset, piece.source.len(), 0);
+                return Some((number, header, piece.source.clone()));
+            }
+            state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Writes pieces until the connection fails, or its other thread ends it.
+    fn write(&self, lane: usize, transport: &Transport) -> Option<std::io::Error> {
+        loop {
+            let (number, header, source) = self.next(lane)?;
+            // SAFETY: the range's creator promised that it stays mapped until its piece is
+            // released, which does not happen before `written` below.
+            let bytes = unsafe { source.bytes() };
+            let pad = bytes.len().next_multiple_of(8) - bytes.len();
+            let done = transport.send_parts(&[header.as_bytes(), bytes, &[0; 8][..pad]]);
+            let mut state = lock(&self.state);
+            let flight = &mut state.lanes[lane].flight;
+            if let Some(piece) = flight.written()
+                && !std::mem::replace(&mut piece.written, true)
+            {
+                piece.progress.unwritten.fetch_sub(1, Ordering::Relaxed);
+            }
+            if !self.returns && done.is_ok() {
+                let _ = flight.acknowledge(number);
+            }
+            state.settle(lane);
+            drop(state);
+            self.progress.notify_all();
+            if let Err(e) = done {
+                return Some(e);
+            }
+        }
+    }
+}
+
+/// Serves a lane until the link is lost, on one connection after the other.
+pub(super) fn serve(
+    lane: u16,
+    queue: &UpQueue,
+    open: &Open,
+    first: Option<Arc<Transport>>,
+    link: &Weak<Link>,
+) {
+    let index = usize::from(lane - FIRST_UP_LANE);
+    let mut line = first;
+    loop {
+        let ended = match &line {
+            Some(transport) => queue.carry(index, transport),
+            None => Ended::Broken(std::io::ErrorKind::NotConnected.into()),
+        };
+        let Some(link) = link.upgrade() else { return queue.fail_all() };
+        let counts = || lock(&queue.state).lanes[index].flight.counts();
+        let Some((transport, received)) = link.lane_back(lane, ended, &counts, &|| queue.needs(index)) else {
+            return;
+        };
+        {
+            let mut state = lock(&queue.state);
+            state.lanes[index].flight.restart(received);
+            state.settle(index);
+        }
+        queue.progress.notify_all();
+        line = Some(open.install(lane, transport));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PIECE: usize = 1000;
+
+    /// Queues a transfer of `pieces` chunks that no lane serves.
+    fn queue(returns: bool, pieces: usize, memory: &[u8]) -> (Arc<UpQueue>, Sent) {
+        let queue = Arc::new(UpQueue::new(returns));
+        let len = (pieces - 1) * CHUNK + PIECE;
+        assert!(memory.len() >= len);
+        // SAFETY: each test's memory outlives its transfers.
+        let sent = UpQueue::send(&queue, 7, unsafe { HostRange::new(memory.as_ptr() as usize, len) });
+        (queue, sent)
+    }
+
+    fn written(queue: &UpQueue, lane: usize) {
+        let mut state = lock(&queue.state);
+        if let Some(piece) = state.lanes[lane].flight.written() {
+            piece.written = true;
+            piece.progress.unwritten.fetch_sub(1, Ordering::Relaxed);
+        }
+        state.settle(lane);
+        drop(state);
+        queue.progress.notify_all();
+    }
+
+    #[test]
+    fn source_stays_until_no_lane_reads_it() {
+        let memory = vec![1; 2 * CHUNK];
+        let (queue, sent) = queue(true, 2, &memory);
+        queue.next(0).unwrap();
+        queue.next(1).unwrap();
+        let waiting = std::thread::spawn(move || sent.wait());
+        queue.fail_all();
+        written(&queue, 1);
+        assert!(!waiting.is_finished(), "a lane still reads the first chunk");
+        written(&queue, 0);
+        assert!(!waiting.join().unwrap(), "the link was lost");
+        // SAFETY: as above.
+        let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) });
+        assert!(!late.wait());
+    }
+
+    #[test]
+    fn a_chunk_that_nobody_acknowledges_is_kept() {
+        let memory = vec![7; CHUNK];
+        let (queue, sent) = queue(true, 1, &memory);
+        queue.next(0).unwrap();
+        let waiting = std::thread::spawn(move || sent.wait());
+        assert!(!waiting.is_finished(), "its lane reads it");
+        written(&queue, 0);
+        assert!(waiting.join().unwrap());
+        drop(memory);
+        // The connection breaks: the chunk is written again, from the copy.
+        lock(&queue.state).lanes[0].flight.restart(0);
+        let (number, _, source) = queue.next(0).unwrap();
+        assert_eq!(number, 1);
+        assert!(matches!(&source, Source::Kept(bytes) if bytes[..] == [7; PIECE]));
+        written(&queue, 0);
+        queue.acknowledge(0, 1).unwrap();
+        assert_eq!(lock(&queue.state).kept, 0);
+    }
+
+    #[test]
+    fn an_acknowledged_chunk_is_not_copied() {
+        let memory = vec![7; CHUNK];
+        let (queue, sent) = queue(true, 1, &memory);
+        queue.next(3).unwrap();
+        // Before the writer's call has returned.
+        queue.acknowledge(3, 1).unwrap();
+        assert_eq!(sent.progress.open.load(Ordering::Relaxed), 1);
+        written(&queue, 3);
+        assert!(sent.wait());
+        assert_eq!(lock(&queue.state).kept, 0);
+        queue.acknowledge(3, 2).unwrap_err();
+    }
+
+    #[test]
+    fn the_link_keeps_a_bounded_number_of_bytes() {
+        let memory = vec![7; MAX_KEPT + CHUNK];
+        let (queue, sent) = queue(true, 17, &memory);
+        for _ in 0..17 {
+            queue.next(0).unwrap();
+            written(&queue, 0);
+        }
+        let waiting = std::thread::spawn(move || sent.wait());
+        while lock(&queue.state).kept + CHUNK <= MAX_KEPT {
+            std::thread::yield_now();
+        }
+        assert!(!waiting.is_finished());
+        queue.acknowledge(0, 17).unwrap();
+        assert!(waiting.join().unwrap());
+        assert_eq!(lock(&queue.state).kept, 0);
+    }
+}
