@@ -42,6 +42,9 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// Number that stands for all events of a worker where imports are counted.
+pub const EVENTS: u64 = u64::MAX;
+
 /// Name of a shared object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
@@ -53,6 +56,16 @@ pub struct Name {
     pub object: u64,
     /// Proof that the worker has shared it.
     pub secret: Secret,
+}
+
+impl Name {
+    /// Returns worker and number under which imports of the object are counted.
+    ///
+    /// Programs open many events and never destroy them (PyTorch), so these count as one object,
+    /// which a process has until it or the other one ends.
+    pub fn counted(&self) -> ([u8; 16], u64) {
+        (self.worker, if self.kind == Kind::Event { EVENTS } else { self.object })
+    }
 }
 
 /// A shared object, or a part of it, as programs pass it to each other.

@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use gpusession_proto::share::Name;
+use gpusession_proto::share::{EVENTS, Name};
 use gpusession_proto::supervise::{Charge, Holding, MAX_HOLDINGS, MAX_SHARE_REQUESTS, ToWorker, Unshared};
 use tracing::warn;
 
@@ -148,6 +148,14 @@ impl Shares {
         theirs.flatten().filter(|other| other != id).collect()
     }
 
+    /// Ends all imports of an object.
+    fn end(&mut self, object: &Object) {
+        let holders = self.shared.get(object).map(|shared| shared.holders.clone());
+        for (holder, imports) in holders.unwrap_or_default() {
+            self.drop_imports(object, &holder, imports);
+        }
+    }
+
     /// Notes that an object's own worker counts it no longer; returns the one that does.
     fn orphan(&mut self, object: &Object) -> Option<WorkerId> {
         let shared = self.shared.get_mut(object)?;
@@ -231,7 +239,7 @@ impl Supervisor {
             );
         }
         if given.is_ok() {
-            shares.hold((*exporter, request.name.object), request.importer, 1, false);
+            shares.hold(request.name.counted(), request.importer, 1, false);
         }
         answer(workers, &request, given);
     }
@@ -260,8 +268,10 @@ impl Supervisor {
             let shared = shares.hold(object, *id, holding.imports, holding.inherited);
             shared.orphan |= holding.inherited;
             if !workers.contains_key(&holding.worker) {
-                let heir = shares.orphan(&object);
-                inherit(workers, heir, object);
+                match object.1 {
+                    EVENTS => shares.end(&object),
+                    _ => inherit(workers, shares.orphan(&object), object),
+                }
                 lost(workers, id, holding.worker);
             }
         }
@@ -279,7 +289,9 @@ impl Supervisor {
         let objects: Vec<Object> = shares.shared.keys().copied().collect();
         for object in objects {
             let mut heir = shares.drop_imports(&object, id, u32::MAX);
-            if object.0 == *id {
+            if object == (*id, EVENTS) {
+                shares.end(&object);
+            } else if object.0 == *id {
                 heir = shares.orphan(&object).or(heir);
             }
             inherit(workers, heir, object);
@@ -331,6 +343,10 @@ mod tests {
         let partners = |id| shares.partners(&id).into_iter().collect::<Vec<_>>();
         assert_eq!((partners(A), partners(B), partners(C)), (vec![B, C], vec![A, C], vec![A, B]));
         assert!(partners([9; 16]).is_empty());
+        shares.end(&(A, 1));
+        assert!(shares.involve(&B) && !shares.involve(&C));
+        shares.end(&(A, 2));
+        assert!(shares.accounts.is_empty());
     }
 
     #[test]

@@ -123,6 +123,7 @@ pub fn run() -> ExitCode {
             Ok(Some((ToWorker::ShareLost { worker: id }, _))) => {
                 if let Some(session) = worker.session.get() {
                     session.shared_events.abandon(&id);
+                    session.shares.lost(id);
                 }
             }
             Ok(Some((ToWorker::Stop { reason }, _))) => {

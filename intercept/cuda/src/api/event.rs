@@ -64,7 +64,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     // Another process's record says nothing about the work of this one.
-    let own = !event.is_interprocess() || word(&mut reply.reader()).is_ok_and(|own| own != 0);
+    let own = !event.is_interprocess() || word(&mut reply.reader()) != Ok(0);
     if reply.status == 0
         && let Some((stream, recorded)) = pending.filter(|_| own)
     {

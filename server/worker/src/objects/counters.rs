@@ -6,7 +6,7 @@
 //! Records take turns in the places of an event, so that a slow stream never overwrites the number
 //! of a later record. A claim names its process: if that one ends, its records count as complete.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
@@ -19,7 +19,6 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 
-use super::shares::Object;
 use crate::driver::{Address, Driver, Status, check, status};
 
 /// Bytes of a page, which is no smaller than a page of the host.
@@ -179,13 +178,13 @@ pub struct Counters {
     offset: usize,
     /// Number under which other processes know it.
     pub share: Mutex<Option<u64>>,
-    /// The other worker's object that it is, if this process has opened it.
-    pub imported: Option<Object>,
+    /// The worker of its own process, if this process has opened it.
+    pub owner: Option<[u8; 16]>,
 }
 
 impl Counters {
-    fn new(page: Arc<Page>, offset: usize, imported: Option<Object>) -> Self {
-        Self { page, offset, share: Mutex::default(), imported }
+    fn new(page: Arc<Page>, offset: usize, owner: Option<[u8; 16]>) -> Self {
+        Self { page, offset, share: Mutex::default(), owner }
     }
 
     /// Returns the page, and the event's offset in it.
@@ -220,10 +219,10 @@ impl Counters {
         self.done(record).fetch_max(record.number, Ordering::SeqCst);
     }
 
-    /// Returns `true` if a record of this process is pending.
-    fn is_pending(&self, tag: u64) -> bool {
+    /// Returns `true` if no record is pending.
+    fn is_quiet(&self) -> bool {
         let records = (0..PLACES).filter_map(|place| Record::of(self.claims(place).load(Ordering::SeqCst)));
-        records.filter(|record| record.is_of(tag)).any(|record| !self.is_complete(record))
+        records.into_iter().all(|record| self.is_complete(record))
     }
 
     /// Claims the next number for a process.
@@ -252,17 +251,16 @@ impl Counters {
     }
 }
 
-/// The own page that new events take places of, and all other pages in use.
+/// Events, and all pages.
 #[derive(Default)]
 struct Inner {
     /// By the client's handle.
     events: HashMap<u64, Arc<Counters>>,
-    /// Pages of this process; each with its number of events so far.
-    own: Vec<(Arc<Page>, usize)>,
+    /// Pages of this process, and events without a user.
+    own: Vec<Arc<Page>>,
+    free: VecDeque<Counters>,
     /// Pages of other processes, by the number of the file.
     others: HashMap<u64, Arc<Page>>,
-    /// Destroyed events that other processes still wait for.
-    leaving: Vec<Arc<Counters>>,
 }
 
 /// Events that other processes may know.
@@ -294,37 +292,35 @@ impl SharedEvents {
 
     /// Creates counters for a new event; a context must be current.
     ///
-    /// `settle` waits for all work on the devices, before pages go away.
-    pub fn create(
-        &self,
-        driver: &Driver,
-        settle: impl FnOnce() -> Result<(), Status>,
-    ) -> Result<Counters, Status> {
+    /// It takes those of a destroyed event if all records of that one are complete.
+    pub fn create(&self, driver: &Driver) -> Result<Counters, Status> {
         let mut inner = self.lock();
-        if inner.own.last().is_none_or(|(_, used)| (used + 1) * EVENT > PAGE) {
-            if inner.own.len() >= MAX_PAGES {
-                inner.reap(driver, settle)?;
-            }
-            if inner.own.len() >= MAX_PAGES {
-                return Err(status::OUT_OF_MEMORY);
-            }
-            let page = Page::create().map_err(|_| status::OUT_OF_MEMORY)?;
-            page.register(driver)?;
-            inner.own.push((Arc::new(page), 0));
+        if inner.free.front().is_some_and(Counters::is_quiet)
+            && let Some(free) = inner.free.pop_front()
+        {
+            return Ok(free);
         }
-        let (page, used) = inner.own.last_mut().ok_or(status::OUT_OF_MEMORY)?;
-        let offset = *used * EVENT;
-        *used += 1;
-        Ok(Counters::new(page.clone(), offset, None))
+        if inner.own.len() >= MAX_PAGES {
+            return Err(status::OUT_OF_MEMORY);
+        }
+        let page = Page::create().map_err(|_| status::OUT_OF_MEMORY)?;
+        page.register(driver)?;
+        let page = Arc::new(page);
+        inner.own.push(page.clone());
+        let new = (0..PAGE).step_by(EVENT).map(|offset| Counters::new(page.clone(), offset, None));
+        new.rev().for_each(|counters| inner.free.push_front(counters));
+        inner.free.pop_front().ok_or(status::OUT_OF_MEMORY)
     }
 
     /// Finds the counters of another process's event in its page; a context must be current.
+    ///
+    /// `settle` waits for all work on the devices, before pages go away.
     pub fn open(
         &self,
         driver: &Driver,
         page: OwnedFd,
         offset: u64,
-        object: Object,
+        owner: [u8; 16],
         settle: impl FnOnce() -> Result<(), Status>,
     ) -> Result<Counters, Status> {
         let offset = usize::try_from(offset).ok().filter(|at| *at < PAGE && at.is_multiple_of(EVENT));
@@ -343,7 +339,7 @@ impl SharedEvents {
             inner.others.insert(file, Arc::new(page));
         }
         let page = inner.others.get(&file).ok_or(status::UNKNOWN)?.clone();
-        Ok(Counters::new(page, offset, Some(object)))
+        Ok(Counters::new(page, offset, Some(owner)))
     }
 
     /// Stores the counters of an event.
@@ -352,29 +348,28 @@ impl SharedEvents {
         self.lock().events.insert(handle, Arc::new(counters));
     }
 
-    /// Forgets an event and returns its counters.
-    pub fn take(&self, handle: u64) -> Option<Arc<Counters>> {
+    /// Forgets an event; returns the number under which other processes knew it.
+    pub fn remove(&self, handle: u64) -> Option<u64> {
         if !self.any.load(Ordering::Relaxed) {
             return None;
         }
-        self.lock().events.remove(&handle)
-    }
-
-    /// Takes back an event that this process has opened and destroyed.
-    ///
-    /// Returns the imports that end now: other processes learn of this one's end as long as it has
-    /// an import, so one with a pending record stays.
-    pub fn leave(&self, event: Arc<Counters>) -> Vec<Object> {
         let mut inner = self.lock();
-        inner.leaving.push(event);
-        let gone = inner.leaving.extract_if(.., |event| !event.is_pending(self.tag));
-        gone.filter_map(|event| event.imported).collect()
+        let gone = inner.events.remove(&handle)?;
+        let share = gone.share.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if gone.owner.is_none() {
+            let (page, offset) = gone.place();
+            inner.free.push_back(Counters::new(page.clone(), offset, None));
+        }
+        share
     }
 
     /// Completes the records of a process that has ended.
+    ///
+    /// Within this process its events then are as others.
     pub fn abandon(&self, worker: &[u8; 16]) {
-        let inner = self.lock();
+        let mut inner = self.lock();
         inner.pages().for_each(|page| page.abandon(tag(worker)));
+        inner.events.retain(|_, event| event.owner.as_ref() != Some(worker));
     }
 
     /// Registers all pages again after a reset of their context, which is current.
@@ -385,23 +380,21 @@ impl SharedEvents {
 
 impl Inner {
     fn pages(&self) -> impl Iterator<Item = &Arc<Page>> {
-        self.own.iter().map(|(page, _)| page).chain(self.others.values())
+        self.own.iter().chain(self.others.values())
     }
 
-    /// Gives up all pages without an event.
+    /// Gives up all pages of other processes without an event.
     fn reap(&mut self, driver: &Driver, settle: impl FnOnce() -> Result<(), Status>) -> Result<(), Status> {
         // A stream may still write to a page whose events are destroyed.
         settle()?;
-        let keep = |page: &Arc<Page>| {
+        self.others.retain(|_, page| {
             // Each event has a reference.
             let keep = Arc::strong_count(page) > 1;
             if !keep {
                 page.unregister(driver);
             }
             keep
-        };
-        self.own.retain(|(page, _)| keep(page));
-        self.others.retain(|_, page| keep(page));
+        });
         Ok(())
     }
 }
@@ -461,21 +454,20 @@ mod tests {
     fn records_of_an_ended_process_are_complete() {
         let event = counters();
         let (mine, other) = (claim(&event, &A), claim(&event, &B));
-        assert!(event.is_pending(tag(&A)) && event.is_pending(tag(&B)));
         event.place().0.abandon(tag(&B));
         assert!(!event.is_complete(mine) && event.is_complete(other));
-        assert!(event.is_pending(tag(&A)) && !event.is_pending(tag(&B)));
+        assert!(!event.is_quiet());
     }
 
     #[test]
     fn page_of_another_process_shows_the_same_event() {
         let (ours, theirs) = (SharedEvents::new(&A), SharedEvents::new(&B));
-        let settle = || Ok(());
-        let (first, second) =
-            (ours.create(fake::driver(), settle).unwrap(), ours.create(fake::driver(), settle).unwrap());
+        let create = || ours.create(fake::driver()).unwrap();
+        let (first, second) = (create(), create());
         let record = claim(&second, &A);
         let open = |offset| {
-            theirs.open(fake::driver(), second.place().0.descriptor().unwrap(), offset, (A, 1), settle)
+            let page = second.place().0.descriptor().unwrap();
+            theirs.open(fake::driver(), page, offset, A, || Ok(()))
         };
         let opened = open(second.place().1 as u64).unwrap();
         assert_eq!((opened.latest(), first.latest()), (Some(record), None));
@@ -483,13 +475,23 @@ mod tests {
         for offset in [8, PAGE as u64, u64::MAX] {
             assert_eq!(open(offset).err(), Some(status::INVALID_VALUE), "{offset}");
         }
-        let own = claim(&opened, &B);
         theirs.put(7, opened);
-        let event = theirs.take(7).unwrap();
-        assert!(theirs.leave(event).is_empty(), "its record is pending");
-        second.complete(own);
-        let other = open(0).unwrap();
-        assert_eq!(theirs.leave(Arc::new(other)), [(A, 1), (A, 1)]);
+        theirs.abandon(&A);
+        assert!(second.is_complete(record) && theirs.get(7).is_none(), "its process has ended");
+    }
+
+    #[test]
+    fn many_other_processes_in_turn_leave_no_pages() {
+        let ours = SharedEvents::new(&A);
+        for number in 0..MAX_PAGES + 8 {
+            let owner = [[number as u8; 8], (number as u64).to_le_bytes()].concat().try_into().unwrap();
+            let theirs = SharedEvents::new(&owner);
+            let page = theirs.create(fake::driver()).unwrap().place().0.descriptor().unwrap();
+            // A program that never destroys what it opens.
+            ours.put(number as u64, ours.open(fake::driver(), page, 0, owner, || Ok(())).unwrap());
+            ours.abandon(&owner);
+        }
+        assert!(ours.lock().others.len() <= MAX_PAGES && ours.lock().events.is_empty());
     }
 
     #[test]
@@ -508,15 +510,20 @@ mod tests {
     }
 
     #[test]
-    fn pages_without_events_are_given_up_once_there_are_many() {
+    fn event_takes_the_place_of_a_destroyed_one_whose_records_are_complete() {
         let events = SharedEvents::new(&A);
-        let create = || events.create(fake::driver(), || Ok(()));
-        let kept = create().unwrap();
-        let all = MAX_PAGES * (PAGE / EVENT);
-        (1..all).for_each(|_| drop(create().unwrap()));
-        assert_eq!(events.lock().own.len(), MAX_PAGES);
-        let next = create().unwrap();
-        assert_eq!(events.lock().own.len(), 2, "the page of {:?} stays", kept.place());
-        assert!(!Arc::ptr_eq(next.place().0, kept.place().0));
+        let all = PAGE / EVENT;
+        let create = |handle| events.put(handle, events.create(fake::driver()).unwrap());
+        (0..all as u64).for_each(create);
+        assert_eq!(events.lock().own.len(), 1);
+        let pending = events.get(0).unwrap();
+        let record = claim(&pending, &A);
+        events.remove(0);
+        create(0);
+        assert_eq!(events.lock().own.len(), 2, "its stream may still write");
+        pending.complete(record);
+        (1..9).for_each(|handle| assert_eq!(events.remove(handle), None));
+        (1..=all as u64).for_each(create);
+        assert_eq!(events.lock().own.len(), 2);
     }
 }

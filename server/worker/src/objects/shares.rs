@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::share::{Kind, Name, Secret};
+use gpusession_proto::share::{EVENTS, Kind, Name, Secret};
 use gpusession_proto::supervise::{Charge, FromWorker, Holding, MAX_HOLDINGS, MAX_SHARE_REQUESTS, Unshared};
 
 use super::counters::Page;
@@ -158,14 +158,18 @@ impl Shares {
         self.tell(&FromWorker::ShareDropped { worker: object.0, object: object.1 });
     }
 
+    /// Forgets the imported events of a worker that has exited.
+    pub fn lost(&self, worker: [u8; 16]) {
+        self.exports().imported.remove(&(worker, EVENTS));
+    }
+
     /// Counts the memory of an imported object, because its own worker no longer does.
     ///
     /// It exists, whether the lease has room for it or not. Waits for the supervisor.
     pub fn inherit(&self, object: &Object) {
         let known = self.exports().imported.get(object).map(|imported| imported.charge);
         let Some(Charge { device, bytes }) = known else { return };
-        // An event counts nothing, and a request for no memory is a question.
-        if bytes > 0 && self.quota.take(device, bytes).is_err() {
+        if self.quota.take(device, bytes).is_err() {
             self.quota.overdraw(device, bytes);
         }
         match self.exports().imported.get_mut(object).filter(|imported| !imported.inherited) {
@@ -208,13 +212,13 @@ impl Shares {
     pub fn granted(&self, serial: u64, given: Result<Charge, Unshared>, descriptor: Option<OwnedFd>) {
         let mut requests = lock(&self.requests);
         let Some(request) = requests.open.get_mut(&serial).filter(|r| r.answer.is_none()) else { return };
-        let object = (request.name.worker, request.name.object);
+        let object = request.name.counted();
         let answer = given.and_then(|charge| Ok((charge, descriptor.ok_or(Unshared::Unknown)?)));
         if let Ok((charge, _)) = answer {
             let mut exports = self.exports();
             let new = Imported { imports: 0, charge, inherited: false };
             exports.imported.entry(object).or_insert(new).imports += 1;
-            if !request.waiting {
+            if !request.waiting && request.name.kind == Kind::Memory {
                 self.dropped(&mut exports, object);
             }
         }

@@ -93,9 +93,8 @@ pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
     if flags & DISABLE_TIMING == 0 {
         return Err(status::INVALID_VALUE.into());
     }
-    let counters = session.contexts.within_first(session.driver, || {
-        session.shared_events.create(session.driver, || session.contexts.synchronize(session.driver))
-    })?;
+    let counters =
+        session.contexts.within_first(session.driver, || session.shared_events.create(session.driver))?;
     let event = create_plain(session, flags & !INTERPROCESS)?;
     session.events.put(handle, event)?;
     session.shared_events.put(handle, counters);
@@ -106,16 +105,8 @@ pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
 pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let event = session.events.take(handle)?;
-    if let Some(counters) = session.shared_events.take(handle) {
-        let share = counters.share.lock().ok().and_then(|share| *share);
-        if let Some(share) = share {
-            session.shares.moved(&mut session.shares.exports(), share, None);
-        }
-        if counters.imported.is_some() {
-            for object in session.shared_events.leave(counters) {
-                session.shares.dropped(&mut session.shares.exports(), object);
-            }
-        }
+    if let Some(share) = session.shared_events.remove(handle) {
+        session.shares.moved(&mut session.shares.exports(), share, None);
     }
     Ok(destroy_plain(session, event)?)
 }
@@ -227,7 +218,7 @@ pub fn export(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     let handle = r.word()?;
     session.events.get(handle)?;
     session.shares.possible()?;
-    let counters = session.shared_events.get(handle).filter(|counters| counters.imported.is_none());
+    let counters = session.shared_events.get(handle).filter(|counters| counters.owner.is_none());
     let counters = counters.ok_or(status::INVALID_HANDLE)?;
     let device = session.contexts.get(frame.header.ctx.get()).map_or(0, |(_, device)| device);
     let (page, offset) = counters.place();
@@ -243,15 +234,12 @@ pub fn export(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
 pub fn open(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let (token, given) = share::request(session, r, Kind::Event)?;
-    let object = (token.name.worker, token.name.object);
     let opened = session.contexts.within_first(session.driver, || {
         let settle = || session.contexts.synchronize(session.driver);
-        session.shared_events.open(session.driver, given, token.offset, object, settle)
+        session.shared_events.open(session.driver, given, token.offset, token.name.worker, settle)
     });
-    let stored = opened.and_then(|counters| {
-        session.events.put(handle, create_plain(session, DISABLE_TIMING)?)?;
-        session.shared_events.put(handle, counters);
-        Ok(())
-    });
-    Ok(stored.inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?)
+    let counters = opened?;
+    session.events.put(handle, create_plain(session, DISABLE_TIMING)?)?;
+    session.shared_events.put(handle, counters);
+    Ok(())
 }
