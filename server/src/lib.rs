@@ -20,6 +20,7 @@
 
 pub mod accounting;
 pub mod admin;
+pub mod audit;
 pub mod cache;
 pub mod certificate;
 pub mod cli;

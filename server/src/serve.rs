@@ -20,6 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
 use crate::accounting::Accounting;
+use crate::audit;
 use crate::cache::{Cache, TRIM_INTERVAL};
 use crate::certificate::holder;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
@@ -138,6 +139,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let identity = (authority, shown);
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), identity, clock, random)?);
+    let started = format!("gpuserver {}, isolation {}", env!("CARGO_PKG_VERSION"), supervisor.isolation());
+    pool.audit().note(audit::Event { detail: started, ..audit::own("server-started") });
     stop.asked = Some(pool.asked_to_stop());
     if let Some(why) = pool.registry().draining().await {
         warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
@@ -175,8 +178,12 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
             Err(anyhow!("a task of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
         }
     };
+    let audited = pool.clone();
     let end =
         Running { pool, supervisor, tasks, control, closing }.stop(end, &mut stop, store.exists()).await;
+    let why = end.as_ref().map_or_else(|e| format!("{e:#}"), |end| format!("{end:?}"));
+    audited.audit().note(audit::Event { detail: why, ..audit::own("server-stopped") });
+    audited.audit().close().await;
     let _ = std::fs::remove_file(&admin_path);
     end
 }

@@ -63,7 +63,7 @@ pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
 /// Gives a file to the owner of its folder.
 ///
 /// Root writes files, too, with commands on a stopped server. The server must be able to read them.
-fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
+pub(crate) fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     let owner = fs::metadata(folder)?;
     match nix::unistd::geteuid().is_root() {

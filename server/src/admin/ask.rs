@@ -1,11 +1,13 @@
 //! Requests of administrators and their answers, as JSON.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::answer::{administrators, clients, config, gpus, leases, status, tokens};
 use crate::accounting::Wanted;
+use crate::audit;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 
@@ -129,6 +131,11 @@ pub enum Ask {
         /// Certificate request (PEM), signed with the new key.
         csr_pem: String,
     },
+    /// List lines of the audit trail.
+    Audit {
+        /// Selection of lines.
+        wanted: audit::Wanted,
+    },
     /// List administrators.
     Administrators,
     /// Refuse an administrator from now on.
@@ -155,7 +162,9 @@ impl Ask {
             | Self::Config
             | Self::Tokens
             | Self::Administrators => false,
-            Self::Revoke { .. }
+            // The trail tells who has read it.
+            Self::Audit { .. }
+            | Self::Revoke { .. }
             | Self::Forget { .. }
             | Self::Kill { .. }
             | Self::Park { .. }
@@ -174,8 +183,57 @@ impl Ask {
         }
     }
 
+    /// Performs the request of an actor. The audit trail has a change before the answer.
+    pub(super) async fn answer_audited(
+        self,
+        pool: &Arc<Pool>,
+        actor: String,
+        from: &str,
+    ) -> Result<serde_json::Value, Refusal> {
+        if !self.changes() {
+            return self.answer(pool).await;
+        }
+        // These make room, or end a server without room.
+        let always = matches!(self, Self::Stop { .. } | Self::ConfigSet { .. } | Self::Audit { .. });
+        let untold = |why: String| Refusal::new("not-audited", why);
+        if !always {
+            pool.may_change().await.map_err(untold)?;
+        }
+        let mut event = self.event(actor);
+        event.from = from.into();
+        let done = self.answer(pool).await;
+        if let Err(refusal) = &done {
+            event.result.clone_from(&refusal.code);
+        }
+        match pool.audited(event).await {
+            Err(why) if !always => Err(untold(why)),
+            _ => done,
+        }
+    }
+
+    /// Returns the request as an event, without keys and values.
+    pub fn event(&self, actor: String) -> audit::Event {
+        let mut words = serde_json::to_value(self).unwrap_or_default();
+        let mut take = |key: &str| {
+            let taken = words.as_object_mut().and_then(|words| words.remove(key));
+            taken.and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+        };
+        let event = take("verb");
+        take("csr_pem");
+        take("value");
+        let client = match self {
+            Self::Revoke { name } | Self::Forget { name } => name.clone(),
+            _ => String::new(),
+        };
+        let lease = match self {
+            Self::Park { lease } | Self::Unpark { lease } => lease.clone(),
+            _ => String::new(),
+        };
+        audit::Event { actor, client, lease, detail: words.to_string(), ..audit::own(&event) }
+    }
+
     /// Performs the request and returns what the verb shows.
-    pub(super) async fn answer(self, pool: &Pool) -> Result<serde_json::Value, Refusal> {
+    async fn answer(self, pool: &Arc<Pool>) -> Result<serde_json::Value, Refusal> {
         match self {
             Self::Status => status::status(pool).await,
             Self::Ps => status::ps(pool).await,
@@ -202,6 +260,7 @@ impl Ask {
             Self::Reload => config::reload(pool).await,
             Self::TokenCreate { pattern, uses, ttl } => tokens::create(pool, pattern, uses, ttl).await,
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
+            Self::Audit { wanted } => status::audit(pool, wanted).await,
             Self::Administrators => administrators::list(pool),
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
             Self::Tokens => tokens::list(pool),

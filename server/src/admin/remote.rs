@@ -31,7 +31,7 @@ impl Administration for Service {
 }
 
 /// Answers the request of an administrator.
-async fn answer_request(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec<u8> {
+async fn answer_request(body: &[u8], pool: &Arc<Pool>, name: &str, from: &str) -> Vec<u8> {
     let ask = match parse(body) {
         Ok(ask) => ask,
         Err(refusal) => return written(Err(refusal)),
@@ -42,5 +42,5 @@ async fn answer_request(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec
     if ask.changes() {
         info!("administrator {name}: request from {from}: {ask:?}");
     }
-    written(ask.answer(pool).await)
+    written(ask.answer_audited(pool, format!("administrator {name}"), from).await)
 }

@@ -70,8 +70,9 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
     }
 }
 
-async fn serve_connection(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
+async fn serve_connection(mut socket: UnixStream, pool: &Arc<Pool>) -> io::Result<()> {
     // A process of another PID namespace has the number 0 here; it is no worker of this server.
+    let uid = socket.peer_cred()?.uid();
     let peer = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
     let mut prefix = [0; 4];
     timeout(REQUEST_TIMEOUT, socket.read_exact(&mut prefix)).await??;
@@ -94,7 +95,7 @@ async fn serve_connection(mut socket: UnixStream, pool: &Pool) -> io::Result<()>
         _ => None,
     };
     let bytes = match ask {
-        Ok(ask) => written(ask.answer(pool).await),
+        Ok(ask) => written(ask.answer_audited(pool, format!("uid {uid}"), "").await),
         Err(refusal) => written(Err(refusal)),
     };
     let told = timeout(REQUEST_TIMEOUT, async {

@@ -69,7 +69,7 @@ fn wanted(options: &AccountingOptions, now: u64) -> Result<Wanted, Refusal> {
 }
 
 /// Parses a time in the past, in seconds since 1970: a duration before `now`, or a day.
-fn past(text: &str, now: u64) -> Option<u64> {
+pub(super) fn past(text: &str, now: u64) -> Option<u64> {
     if let Ok(ago) = parse_duration(text) {
         return Some(now.saturating_sub(ago.as_secs()));
     }

@@ -11,6 +11,7 @@ use super::target::{Target, offline, running};
 use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
 use crate::admin::answer::clients::a_name;
 use crate::admin::{Ask, Refusal};
+use crate::audit;
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
@@ -117,5 +118,6 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
         _ => return Ok(serde_json::to_value(administrator_rows(&all))?),
     };
     store::write(&path, &all)?;
+    audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
     Ok(value)
 }

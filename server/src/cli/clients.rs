@@ -6,6 +6,7 @@ use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
 use crate::admin::answer::clients::{ClientRow, a_name};
+use crate::audit;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Config;
 use crate::pool::Files;
@@ -92,5 +93,6 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
         }
     };
     store::write(&path, &clients.save())?;
+    audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
     Ok(json!({ "client": name, "known": known, "leases_ended": 0 }))
 }

@@ -2,6 +2,7 @@
 
 mod accounting;
 mod admin;
+mod audit;
 mod clients;
 mod config;
 mod diagnosis;
@@ -16,6 +17,7 @@ mod verbs;
 
 pub use self::accounting::AccountingOptions;
 pub use self::admin::AdminVerb;
+pub use self::audit::{AuditOptions, AuditVerb};
 pub use self::clients::ClientsVerb;
 pub use self::config::ConfigVerb;
 pub use self::diagnosis::{HealthOptions, ReportOptions};

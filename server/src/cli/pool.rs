@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::show::Output;
 use super::target::offline;
 use crate::admin::Refusal;
+use crate::audit;
 use crate::clock::SystemRandom;
 use crate::config::Config;
 use crate::pool::ca::Authority;
@@ -38,7 +39,10 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
                 let why = "pool export prints PEM, which pool import reads; leave --json out";
                 return Err(Refusal::new("usage", why).into());
             }
-            write!(out.out, "{}", Authority::open(&config.state_dir)?.export())?;
+            let exported = Authority::open(&config.state_dir)?.export();
+            // The event precedes the key, which can make certificates.
+            audit::note_offline(&config.state_dir, &config.name, audit::own("pool-export"))?;
+            write!(out.out, "{exported}")?;
             return Ok(());
         }
         PoolVerb::Init => {
@@ -59,6 +63,8 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
             Authority::import(&config.state_dir, &text)?
         }
     };
+    let event = if matches!(verb, PoolVerb::Import { .. }) { "pool-import" } else { "pool-init" };
+    audit::note_offline(&config.state_dir, &config.name, audit::own(event))?;
     let fingerprint = data_encoding::HEXLOWER.encode(&authority.fingerprint());
     let folder = config.state_dir.join("ca");
     let value = json!({ "authority_sha256": fingerprint, "folder": folder });

@@ -534,6 +534,29 @@ pub fn administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyho
     print(out, &table, n, "no administrators: `gpuserver admin create` creates a certificate")
 }
 
+/// Prints `gpuserver audit`.
+pub fn audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Result<()> {
+    let n = lines.len();
+    let mut table =
+        table(&["TIME", "NUMBER", "EVENT", "ACTOR", "FROM", "CLIENT", "LEASE", "RESULT", "DETAIL"]);
+    let dash = |text: String| if text.is_empty() { "-".into() } else { text };
+    for line in lines {
+        let e = line.event;
+        table.add_row([
+            date(line.time_usec / 1_000_000),
+            line.seq.to_string(),
+            e.event,
+            e.actor,
+            dash(e.from),
+            dash(e.client),
+            dash(e.lease),
+            e.result,
+            dash(e.detail),
+        ]);
+    }
+    print(out, &table, n, "no events in this time")
+}
+
 /// Prints `gpuserver clients`.
 pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
     let n = rows.len();

@@ -8,6 +8,7 @@ use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
 use crate::admin::answer::tokens::{TokenView, no_token, token_rows, token_ttl};
+use crate::audit;
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::Config;
 use crate::net::host_port;
@@ -83,6 +84,7 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
         _ => return Ok(serde_json::to_value(token_rows(&tokens))?),
     };
     store::write(&path, &tokens)?;
+    audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
     Ok(made)
 }
 

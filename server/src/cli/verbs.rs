@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 use super::accounting::{AccountingOptions, accounting};
 use super::admin::{AdminVerb, administrators};
+use super::audit::{AuditOptions, audit};
 use super::clients::{ClientsVerb, clients};
 use super::config::{ConfigVerb, check_config, configure};
 use super::diagnosis::{self, HealthOptions, ReportOptions};
@@ -176,6 +177,8 @@ pub enum Verb {
     },
     /// Show the accounting records: ended leases and programs
     Accounting(AccountingOptions),
+    /// Show the audit trail: joins, certificates, tokens, administrators' changes, leases
+    Audit(AuditOptions),
     /// Show or change the configuration of the running server
     Config {
         /// Verb for the configuration
@@ -252,6 +255,7 @@ impl Verb {
                 out.answer("limits", ask(limits)?, |out, rows| show::limits(out, rows, user))
             }
             Self::Accounting(wanted) => accounting(out, server, wanted),
+            Self::Audit(options) => audit(out, server, options),
             Self::Config { verb } => configure(out, server, verb),
             Self::Kill { worker } => {
                 out.answer("killed", ask(Ask::Kill { worker: worker.clone() })?, show::killed)

@@ -158,6 +158,14 @@ keys! {
         ///
         /// Of more than 2 million, the server deletes the oldest before.
         accounting_keep: Duration = "90d", DURATION, live;
+        /// Time that the server keeps its audit trail; 0: for ever.
+        audit_keep: Duration = "400d", DURATION, live;
+        /// Disk space for the audit trail, whose oldest days go first; 0: no bound.
+        audit_max: u64 = "2GiB", SIZE, live;
+        /// Refuses joins, renewals and administrators' changes while the trail cannot be written.
+        ///
+        /// Leases and programs continue.
+        audit_required: bool = "on", SWITCH, live;
         /// Time in which a client can renew its certificate after the end of it; 0: none.
         renew_grace: Duration = "30d", DURATION, live;
         /// Folder of leases, clients, tokens and the pool's authority; by default the

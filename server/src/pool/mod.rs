@@ -42,6 +42,7 @@ use self::tls::ServerCertificate;
 use self::tokens::{TokenRecord, Tokens};
 use self::watch::Watches;
 use crate::accounting::{Accounting, Kind, Record};
+use crate::audit::{self, Audit};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{Lease, Passing, Withdrawn};
@@ -101,6 +102,7 @@ pub struct Pool {
     supervisor: Supervisor,
     monitor: Monitor,
     accounting: Accounting,
+    audit: Audit,
     authority: Authority,
     certificate: Arc<ServerCertificate>,
     /// Warnings about certificates.
@@ -152,6 +154,8 @@ impl Pool {
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
         let files = Files::below(&facts.config.state_dir);
+        let audit = Audit::open(&facts.config.state_dir, &facts.config.name)
+            .map_err(|error| StoreError::Io { path: facts.config.state_dir.join("audit"), error })?;
         let tokens = store::read(&files.tokens)?;
         let clients = Clients::new(store::read(&files.clients)?);
         let config = Mutex::new(Arc::new(facts.config.clone()));
@@ -160,6 +164,7 @@ impl Pool {
             config,
             registry,
             accounting: supervisor.accounting().clone(),
+            audit,
             supervisor,
             monitor,
             authority,
@@ -191,6 +196,30 @@ impl Pool {
     /// Returns the account of GPU use by programs and leases.
     pub fn accounting(&self) -> &Accounting {
         &self.accounting
+    }
+
+    /// Returns the audit trail.
+    pub fn audit(&self) -> &Audit {
+        &self.audit
+    }
+
+    /// Returns an error while the trail cannot be written and the configuration requires it.
+    pub async fn may_change(&self) -> Result<(), String> {
+        if self.audit.works() || !self.config().audit_required {
+            return Ok(());
+        }
+        // The disk may have room again.
+        self.audited(audit::own("audit-works")).await
+    }
+
+    /// Returns when the trail has an event, or why it has not.
+    pub async fn audited(&self, event: audit::Event) -> Result<(), String> {
+        match self.audit.sure(event).await {
+            Err(why) if self.config().audit_required => Err(format!(
+                "the audit trail cannot be written ({why}): make room on the server's disk, or set audit_required = \"off\""
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// Asks the server to stop, for an administrator; `force`: at once.
@@ -508,8 +537,10 @@ impl Pool {
         self.supervisor.tick();
     }
 
-    /// Deletes accounting records older than the configured time.
+    /// Deletes accounting records and days of the audit trail older than the configured times.
     pub fn forget_records(&self) {
+        let config = self.config();
+        self.audit.prune(audit::Kept { age: config.audit_keep, bytes: config.audit_max });
         let keep = self.config().accounting_keep;
         if !keep.is_zero() {
             self.accounting.forget_before(self.clock.unix().saturating_sub(keep.as_secs()));
@@ -530,6 +561,13 @@ impl Pool {
                 lease.id,
                 lease.client
             );
+            self.audit.note(audit::Event {
+                client: lease.client.clone(),
+                lease: lease.id.clone(),
+                gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+                detail: reason.into(),
+                ..audit::own("lease-ended")
+            });
             let peak_memory_bytes = self.supervisor.peak(&lease.id);
             self.supervisor.end_lease(&lease.id, reason);
             self.accounting.add(Record {

@@ -2,6 +2,7 @@
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 mod administration;
+mod audit;
 mod common;
 mod garbage;
 mod health;

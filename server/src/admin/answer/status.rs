@@ -1,5 +1,6 @@
 //! Answers about the server as a whole: its state, programs and accounting.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -7,6 +8,7 @@ use serde_json::Value;
 
 use super::{internal, micros, show};
 use crate::accounting::Wanted;
+use crate::audit;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::registry::GpuUse;
@@ -156,12 +158,20 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         isolation: pool.supervisor().isolation().to_string(),
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),
-        warnings: pool.ending(unix).iter().map(|e| e.warning(unix)).collect(),
+        warnings: warnings(pool, unix),
         gpus: pool.registry().gpus().await.len(),
         leases: pool.registry().count().await,
         workers: pool.supervisor().workers().len(),
         programs: pool.supervisor().programs(true),
     }))
+}
+
+fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
+    let mut warnings: Vec<_> = pool.ending(unix).iter().map(|e| e.warning(unix)).collect();
+    if !pool.audit().works() {
+        warnings.push("the audit trail cannot be written; the journal has the reason".into());
+    }
+    warnings
 }
 
 pub(in crate::admin) async fn ps(pool: &Pool) -> Result<Value, Refusal> {
@@ -203,6 +213,16 @@ pub(in crate::admin) async fn accounting(pool: &Pool, wanted: Wanted) -> Result<
     let records = tokio::task::spawn_blocking(move || accounting.list(&wanted)).await;
     let records = records.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
     show(serde_json::to_value(records))
+}
+
+/// Most lines of the audit trail in one answer.
+pub const MAX_LINES: usize = 10_000;
+
+pub(in crate::admin) async fn audit(pool: &Arc<Pool>, wanted: audit::Wanted) -> Result<Value, Refusal> {
+    let pool = pool.clone();
+    let lines = tokio::task::spawn_blocking(move || pool.audit().list(&wanted, MAX_LINES)).await;
+    let lines = lines.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
+    show(serde_json::to_value(lines))
 }
 
 async fn ps_rows(pool: &Pool) -> Vec<PsRow> {

@@ -7,12 +7,18 @@ use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
 
 use super::Service;
+use crate::audit;
 use crate::certificate::Role;
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::ca::{AuthorityError, CLIENT_TTL, LASTING_TTL, Order, requested_key};
 use crate::pool::clients::Dated;
 use crate::pool::locked;
 use crate::pool::status::{bounded, refused, stored};
+
+fn of(event: &str, client: &str, from: &str) -> audit::Event {
+    let actor = format!("client {client}");
+    audit::Event { actor, from: from.into(), client: client.into(), ..audit::own(event) }
+}
 
 #[tonic::async_trait]
 impl Enrolment for Service {
@@ -27,9 +33,16 @@ impl Enrolment for Service {
             if let Some(more) = pool.quiet.may() {
                 let why = status.message();
                 warn!(gpusession_client = wish.client_name, "join from {peer}: refused: {why}{more}");
+                // As often as the journal's lines: strangers must not push out earlier events.
+                pool.audit.note(audit::Event {
+                    result: "refused".into(),
+                    detail: format!("{why}{more}"),
+                    ..of("join-refused", &wish.client_name, &peer)
+                });
             }
             status
         };
+        pool.may_change().await.map_err(|why| refuse(Status::unavailable(why)))?;
         let token: JoinToken =
             wish.token.parse().map_err(|e| refuse(Status::invalid_argument(format!("{e}"))))?;
         if !is_name(&wish.client_name) {
@@ -70,6 +83,11 @@ impl Enrolment for Service {
         // In this order, so that no token admits more clients than it may.
         pool.store_tokens().await.map_err(stored)?;
         pool.store_clients().await.map_err(stored)?;
+        let joined = audit::Event {
+            detail: format!("token {}", data_encoding::HEXLOWER.encode(&token.id)),
+            ..of("join", &name, &peer)
+        };
+        pool.audited(joined).await.map_err(Status::unavailable)?;
         info!(gpusession_client = name, "client {name} joined from {peer}");
         Ok(Response::new(wire::JoinReply {
             certificate_pem: issued.pem,

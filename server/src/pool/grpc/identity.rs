@@ -7,7 +7,9 @@ use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
 use tracing::{error, info};
 
+use crate::audit;
 use crate::certificate::{Role, day};
+use crate::pool::authenticate::{Peer, peer};
 use crate::pool::ca::{AuthorityError, CLIENT_TTL, Order};
 use crate::pool::clients::Dated;
 use crate::pool::status::{refused, stored};
@@ -22,6 +24,8 @@ pub(super) async fn renew(
 ) -> Result<Response<wire::RenewIdentityReply>, Status> {
     let (client, present) = pool.renewing(&request).await?;
     let present = present.fingerprint;
+    let from = peer(&request).and_then(Peer::remote).map(|p| p.ip().to_canonical().to_string());
+    pool.may_change().await.map_err(Status::unavailable)?;
     if !locked(&pool.rates).allow(&format!("{client} renewals"), MOST, pool.clock.now()) {
         return Err(Status::resource_exhausted("too many renewals of this client; try again later"));
     }
@@ -44,6 +48,14 @@ pub(super) async fn renew(
         (issued.pem, issued.expires_unix)
     };
     pool.store_clients().await.map_err(stored)?;
+    let event = audit::Event {
+        actor: format!("client {client}"),
+        from: from.unwrap_or_default(),
+        client: client.clone(),
+        detail: format!("until {}", day(expires_unix)),
+        ..audit::own("identity-renewed")
+    };
+    pool.audited(event).await.map_err(Status::unavailable)?;
     info!(
         message_id = Said::IdentityRenewed.id(),
         gpusession_client = client,

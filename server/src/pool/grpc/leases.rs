@@ -11,6 +11,7 @@ use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
 use tracing::info;
 
+use crate::audit;
 use crate::lease::{AllocateError, Place, Request as LeaseRequest};
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::describe::{devices, limits, micros};
@@ -132,6 +133,16 @@ pub(super) async fn allocate(
             lease.id,
             what.join(", ")
         );
+        let clear = if encrypted { "" } else { ", not encrypted" };
+        pool.audit.note(audit::Event {
+            actor: format!("client {client}"),
+            from: from.map(|p| p.ip().to_canonical().to_string()).unwrap_or_default(),
+            client: client.clone(),
+            lease: lease.id.clone(),
+            gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+            detail: format!("{}{clear}", what.join(", ")),
+            ..audit::own("lease-granted")
+        });
     }
     pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
     if let Some(known) = known {

@@ -1,0 +1,648 @@
+//! The audit trail: one line of JSON for each event, chained by hashes, in `audit/` of the state
+//! directory.
+//!
+//! Each line carries the BLAKE3 of the line before. Each hour a line has a signature over that
+//! chain by a key of this server. The signature also goes to the journal, so that a journal on
+//! another host proves a change of earlier lines.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead as _, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, UNIX_EPOCH};
+
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
+use serde::{Deserialize, Serialize};
+use tokio::sync::{mpsc, oneshot};
+use tracing::{error, info, warn};
+
+use crate::certificate::day;
+use crate::clock::wall;
+use crate::store;
+
+/// Most events that wait for the disk.
+const MAX_WAITING: usize = 10_000;
+/// Longest line, in bytes; longer texts are cut before.
+const MAX_LINE: usize = 16 << 10;
+/// Longest text of an event, in characters.
+const MAX_TEXT: usize = 512;
+const CHECKPOINT_INTERVAL: Duration = Duration::from_secs(3600);
+/// Hash before the first line.
+const NO_LINE: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+const CHECKPOINT: &str = "checkpoint";
+const PRUNED: &str = "pruned";
+/// Domain of the signatures.
+const SIGNED: &str = "gpusession audit checkpoint 1";
+
+/// An event of the trail. Texts of clients are cut, and lose control characters.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Event {
+    /// Kind of the event, such as `join`.
+    pub event: String,
+    /// `client NAME`, `administrator NAME`, `uid NUMBER` or `server`.
+    pub actor: String,
+    /// Address of the actor; empty on this host.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub from: String,
+    /// Client that the event is about.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub client: String,
+    /// Lease that the event is about.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub lease: String,
+    /// UUIDs of its GPUs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
+    /// `ok`, or the code of a refusal.
+    pub result: String,
+    /// Further facts: a reason, or the request of an administrator.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+}
+
+/// A line of the trail.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Line {
+    /// Microseconds since 1970.
+    pub time_usec: u64,
+    /// Number of the line, from 1.
+    pub seq: u64,
+    /// Name of the server.
+    pub server: String,
+    /// Fields of the event, beside those of the line.
+    #[serde(flatten)]
+    pub event: Event,
+    /// Of a checkpoint: signature over the number and the hash of the line before.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub signature: String,
+    /// BLAKE3 of the line before.
+    pub prev: String,
+}
+
+/// Selection of lines.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Wanted {
+    /// Earliest time, in seconds since 1970.
+    pub since_unix: u64,
+    /// Client; empty: all.
+    pub client: String,
+    /// Kind of event; empty: all.
+    pub event: String,
+    /// Lease; empty: all.
+    pub lease: String,
+}
+
+impl Wanted {
+    fn has(&self, line: &Line) -> bool {
+        let same = |wanted: &str, text: &str| wanted.is_empty() || wanted == text;
+        line.time_usec / 1_000_000 >= self.since_unix
+            && same(&self.client, &line.event.client)
+            && same(&self.event, &line.event.event)
+            && same(&self.lease, &line.event.lease)
+    }
+}
+
+/// Bounds of the trail on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    /// Time; zero: for ever.
+    pub age: Duration,
+    /// Bytes; 0: no bound.
+    pub bytes: u64,
+}
+
+/// A whole trail that verifies.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verified {
+    /// Number of lines.
+    pub lines: u64,
+    /// Number of the last line; 0: none.
+    pub last_seq: u64,
+    /// Hash of the last line.
+    pub last_hash: String,
+    /// Number of checkpoints with a good signature.
+    pub checkpoints: u64,
+    /// Number of the last line that a checkpoint proves.
+    pub proved_seq: u64,
+}
+
+/// The first line that does not verify.
+#[derive(Debug, thiserror::Error)]
+#[error("{}:{line}: {why}", file.display())]
+pub struct Bad {
+    /// File of that line.
+    pub file: PathBuf,
+    /// Number of the line in the file, from 1.
+    pub line: usize,
+    /// Description for people.
+    pub why: String,
+}
+
+fn hash(line: &[u8]) -> String {
+    blake3::hash(line).to_hex().to_string()
+}
+
+fn plain(text: &str) -> String {
+    text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+fn signed(seq: u64, prev: &str) -> Vec<u8> {
+    format!("{SIGNED}\n{seq}\n{prev}").into_bytes()
+}
+
+fn folder(state_dir: &Path) -> PathBuf {
+    state_dir.join("audit")
+}
+
+/// Lists the files of the trail, the oldest first.
+fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "jsonl") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The trail's files, which one process at a time writes.
+#[derive(Debug)]
+struct Trail {
+    folder: PathBuf,
+    server: String,
+    key: Ed25519KeyPair,
+}
+
+impl Trail {
+    fn open(state_dir: &Path, server: &str) -> io::Result<Self> {
+        let folder = folder(state_dir);
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        store::give_to_owner_of(state_dir, &File::open(&folder)?)?;
+        let path = folder.join("checkpoint.key");
+        let bytes = match fs::read(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let key = Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new());
+                let key = key.map_err(|_| io::Error::other("no random numbers for a key"))?;
+                store::write_bytes(&path, key.as_ref(), 0o600).map_err(io::Error::other)?;
+                key.as_ref().to_vec()
+            }
+            read => read?,
+        };
+        let key = Ed25519KeyPair::from_pkcs8(&bytes)
+            .map_err(|e| io::Error::other(format!("{}: {e}", path.display())))?;
+        Ok(Self { folder, server: server.into(), key })
+    }
+
+    /// Returns number and hash of the last line, and the file that has it.
+    ///
+    /// Cuts a line that a crash left incomplete: no answer depended on it.
+    fn tail(&self) -> io::Result<(u64, String, Option<PathBuf>)> {
+        for path in files(&self.folder)?.into_iter().rev() {
+            let mut file = OpenOptions::new().read(true).write(true).open(&path)?;
+            let len = file.metadata()?.len();
+            let start = len.saturating_sub(2 * MAX_LINE as u64);
+            file.seek(SeekFrom::Start(start))?;
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes)?;
+            let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1);
+            if whole < bytes.len() {
+                file.set_len(start + whole as u64)?;
+                bytes.truncate(whole);
+            }
+            let Some(line) = bytes.split(|b| *b == b'\n').rfind(|line| !line.is_empty()) else { continue };
+            let last: Line = serde_json::from_slice(line)
+                .map_err(|e| io::Error::other(format!("{}: last line: {e}", path.display())))?;
+            return Ok((last.seq, hash(line), Some(path)));
+        }
+        Ok((0, NO_LINE.into(), None))
+    }
+
+    /// Appends events to the disk; returns number and hash of the last line.
+    fn append(&self, events: impl IntoIterator<Item = Event>, usec: u64) -> io::Result<(u64, String)> {
+        let path = self.folder.join("lock");
+        let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
+        store::give_to_owner_of(&self.folder, &lock)?;
+        // Commands on a stopped server write too.
+        let _lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive)
+            .map_err(|(_, errno)| io::Error::from(errno))?;
+        let (mut seq, mut prev, newest) = self.tail()?;
+        let mut path = self.folder.join(format!("{}.jsonl", day(usec / 1_000_000)));
+        // A clock that was set back must not put lines before earlier ones.
+        if let Some(newest) = newest.filter(|newest| *newest > path) {
+            path = newest;
+        }
+        let mut out = Vec::new();
+        for mut event in events {
+            for text in [&mut event.actor, &mut event.from, &mut event.client, &mut event.detail] {
+                *text = plain(text);
+            }
+            seq += 1;
+            let mut signature = String::new();
+            if event.event == CHECKPOINT {
+                signature = data_encoding::HEXLOWER.encode(self.key.sign(&signed(seq, &prev)).as_ref());
+            }
+            let line = Line { time_usec: usec, seq, server: self.server.clone(), event, signature, prev };
+            let line = serde_json::to_vec(&line).map_err(io::Error::other)?;
+            prev = hash(&line);
+            out.extend_from_slice(&line);
+            out.push(b'\n');
+        }
+        let fresh = !path.exists();
+        let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(&path)?;
+        store::give_to_owner_of(&self.folder, &file)?;
+        let before = file.metadata()?.len();
+        let written = file.write_all(&out).and_then(|()| file.sync_data());
+        if written.is_err() {
+            // A full disk may have taken a part.
+            let _ = file.set_len(before);
+        }
+        written?;
+        if fresh {
+            File::open(&self.folder)?.sync_all()?;
+        }
+        Ok((seq, prev))
+    }
+
+    /// Deletes the oldest days beyond the bounds, and notes the last hash of what is deleted.
+    fn prune(&self, kept: Kept, usec: u64) -> io::Result<()> {
+        let mut all = files(&self.folder)?;
+        all.pop();
+        let oldest =
+            (!kept.age.is_zero()).then(|| day((usec / 1_000_000).saturating_sub(kept.age.as_secs())));
+        let size = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
+        let mut bytes: u64 = files(&self.folder)?.iter().map(size).sum();
+        for path in all {
+            let name = path.file_stem().and_then(|n| n.to_str()).unwrap_or_default();
+            let old = oldest.as_ref().is_some_and(|oldest| name < oldest.as_str());
+            if !old && (kept.bytes == 0 || bytes <= kept.bytes) {
+                break;
+            }
+            bytes = bytes.saturating_sub(size(&path));
+            let content = fs::read(&path)?;
+            let last =
+                content.split(|b| *b == b'\n').rfind(|line| !line.is_empty()).map_or_else(String::new, hash);
+            let event = Event {
+                event: PRUNED.into(),
+                actor: "server".into(),
+                result: "ok".into(),
+                detail: format!("{name} ends with {last}"),
+                ..Event::default()
+            };
+            // Noted first: a crash in between leaves a file that is deleted the next time.
+            self.append([event], usec)?;
+            fs::remove_file(&path)?;
+        }
+        Ok(())
+    }
+}
+
+enum Order {
+    Write(Event, Option<oneshot::Sender<Result<(), String>>>),
+    Prune(Kept),
+    Stop,
+}
+
+/// The running server's trail. A thread of its own writes it.
+#[derive(Debug)]
+pub struct Audit {
+    orders: mpsc::Sender<Order>,
+    lost: Arc<AtomicU64>,
+    failed: Arc<AtomicBool>,
+    folder: PathBuf,
+    writer: std::sync::Mutex<Option<JoinHandle<()>>>,
+}
+
+fn now_usec() -> u64 {
+    wall().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
+}
+
+impl Audit {
+    /// Opens the trail and starts its thread.
+    pub fn open(state_dir: &Path, server: &str) -> io::Result<Self> {
+        let trail = Trail::open(state_dir, server)?;
+        let (orders, waiting) = mpsc::channel(MAX_WAITING);
+        let (lost, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (folder, shared) = (trail.folder.clone(), (lost.clone(), failed.clone()));
+        let writer = std::thread::Builder::new()
+            .name("audit".into())
+            .spawn(move || write(&trail, waiting, &shared.0, &shared.1))?;
+        Ok(Self { orders, lost, failed, folder, writer: std::sync::Mutex::new(Some(writer)) })
+    }
+
+    /// Notes an event soon. Events beyond [`MAX_WAITING`] are lost, and their number is noted.
+    pub fn note(&self, event: Event) {
+        if self.orders.try_send(Order::Write(event, None)).is_err() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns when the event is on the disk.
+    pub async fn sure(&self, event: Event) -> Result<(), String> {
+        let (told, answer) = oneshot::channel();
+        let ended = || "the audit trail's thread has ended".to_owned();
+        self.orders.send(Order::Write(event, Some(told))).await.map_err(|_| ended())?;
+        answer.await.unwrap_or_else(|_| Err(ended()))
+    }
+
+    /// Returns `true` if the latest write succeeded.
+    pub fn works(&self) -> bool {
+        !self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Deletes the oldest days beyond the bounds.
+    pub fn prune(&self, kept: Kept) {
+        let _ = self.orders.try_send(Order::Prune(kept));
+    }
+
+    /// Returns the latest lines that are wanted, at most `most`.
+    pub fn list(&self, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>> {
+        list_in(&self.folder, wanted, most)
+    }
+
+    /// Writes what waits and a last checkpoint, and ends the thread.
+    pub async fn close(&self) {
+        let _ = self.orders.send(Order::Stop).await;
+        let writer = self.writer.lock().ok().and_then(|mut writer| writer.take());
+        if let Some(writer) = writer {
+            let _ = tokio::task::spawn_blocking(move || writer.join()).await;
+        }
+    }
+}
+
+/// Writes orders until the server stops, in batches.
+fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, failed: &AtomicBool) {
+    let mut checkpoint = now_usec();
+    let mut since = false;
+    loop {
+        let Some(first) = orders.blocking_recv() else { return };
+        let (mut events, mut told, mut prune, mut stop) = (Vec::new(), Vec::new(), None, false);
+        let mut next = Some(first);
+        while let Some(order) = next {
+            match order {
+                Order::Write(event, answer) => {
+                    events.push(event);
+                    told.extend(answer);
+                }
+                Order::Prune(kept) => prune = Some(kept),
+                Order::Stop => stop = true,
+            }
+            next = orders.try_recv().ok();
+        }
+        let gone = lost.swap(0, Ordering::Relaxed);
+        if gone > 0 {
+            events.push(Event { detail: format!("{gone} events"), ..own("audit-lost") });
+        }
+        since |= !events.is_empty();
+        let usec = now_usec();
+        let due = usec.saturating_sub(checkpoint) >= CHECKPOINT_INTERVAL.as_micros() as u64;
+        let proves = since && (due || stop);
+        if proves {
+            events.push(own(CHECKPOINT));
+        }
+        let done = if events.is_empty() { Ok(None) } else { trail.append(events, usec).map(Some) };
+        failed.store(done.is_err(), Ordering::Relaxed);
+        match &done {
+            Ok(Some((seq, hash))) if proves => {
+                (checkpoint, since) = (usec, false);
+                info!("audit trail: checkpoint: line {seq} has the hash {hash}");
+            }
+            Ok(_) => {}
+            Err(e) => error!("audit trail: {}: cannot be written: {e}", trail.folder.display()),
+        }
+        for told in told {
+            let _ = told.send(done.as_ref().map(|_| ()).map_err(ToString::to_string));
+        }
+        if let Some(kept) = prune
+            && let Err(e) = trail.prune(kept, usec)
+        {
+            warn!("audit trail: old days are not deleted: {e}");
+        }
+        if stop {
+            return;
+        }
+    }
+}
+
+/// Returns an event of the server itself.
+pub fn own(event: &str) -> Event {
+    Event { event: event.into(), actor: "server".into(), result: "ok".into(), ..Event::default() }
+}
+
+/// Appends an event of a command on this host.
+pub fn note_offline(state_dir: &Path, server: &str, event: Event) -> io::Result<()> {
+    let event = Event { actor: format!("uid {}", nix::unistd::getuid()), result: "ok".into(), ..event };
+    Trail::open(state_dir, server)?.append([event], now_usec()).map(|_| ())
+}
+
+/// Returns the latest lines in a state directory that are wanted, at most `most`.
+pub fn list(state_dir: &Path, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>> {
+    list_in(&folder(state_dir), wanted, most)
+}
+
+fn list_in(folder: &Path, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>> {
+    let mut found = std::collections::VecDeque::new();
+    let first = day(wanted.since_unix);
+    for path in files(folder)? {
+        if path.file_stem().and_then(|n| n.to_str()).is_some_and(|n| n < first.as_str()) {
+            continue;
+        }
+        for line in io::BufReader::new(File::open(&path)?).split(b'\n') {
+            let Ok(line) = serde_json::from_slice::<Line>(&line?) else { continue };
+            if wanted.has(&line) {
+                found.push_back(line);
+                if found.len() > most {
+                    found.pop_front();
+                }
+            }
+        }
+    }
+    Ok(found.into())
+}
+
+/// Verifies the chain and the signatures of a state directory's trail.
+pub fn verify(state_dir: &Path) -> Result<Verified, Bad> {
+    let folder = folder(state_dir);
+    let broken = |file: &Path, line: usize, why: String| Bad { file: file.into(), line, why };
+    let read = |e: io::Error, file: &Path| broken(file, 0, e.to_string());
+    let key = folder.join("checkpoint.key");
+    let key = fs::read(&key)
+        .map_err(|e| read(e, &key))
+        .and_then(|bytes| Ed25519KeyPair::from_pkcs8(&bytes).map_err(|e| broken(&key, 0, e.to_string())))?;
+    let key = UnparsedPublicKey::new(&ED25519, key.public_key().as_ref().to_vec());
+    let mut done = Verified { last_hash: NO_LINE.into(), ..Verified::default() };
+    // The first line that is left names the last one of a deleted day.
+    let mut begins: Option<(PathBuf, String)> = None;
+    let mut pruned = BTreeMap::new();
+    for file in files(&folder).map_err(|e| read(e, &folder))? {
+        let bytes = fs::read(&file).map_err(|e| read(e, &file))?;
+        let whole = bytes.strip_suffix(b"\n").unwrap_or(&bytes);
+        for (n, text) in whole.split(|b| *b == b'\n').enumerate().filter(|_| !whole.is_empty()) {
+            let bad = |why: &str| broken(&file, n + 1, why.into());
+            let line: Line = serde_json::from_slice(text).map_err(|e| bad(&format!("not a line: {e}")))?;
+            if done.lines == 0 {
+                begins = Some((file.clone(), line.prev.clone()));
+            } else if line.seq != done.last_seq + 1 {
+                return Err(bad(&format!("line {} is followed by line {}", done.last_seq, line.seq)));
+            } else if line.prev != done.last_hash {
+                return Err(bad("the line before was changed"));
+            }
+            if line.event.event == CHECKPOINT {
+                let signature = data_encoding::HEXLOWER.decode(line.signature.as_bytes()).unwrap_or_default();
+                if key.verify(&signed(line.seq, &line.prev), &signature).is_err() {
+                    return Err(bad("the checkpoint's signature is not of this server's key"));
+                }
+                done.checkpoints += 1;
+                done.proved_seq = line.seq - 1;
+            }
+            if line.event.event == PRUNED
+                && let Some((_, hash)) = line.event.detail.split_once(" ends with ")
+            {
+                pruned.insert(hash.to_owned(), ());
+            }
+            done.lines += 1;
+            done.last_seq = line.seq;
+            done.last_hash = hash(text);
+        }
+    }
+    match begins {
+        Some((file, prev)) if prev != NO_LINE && !pruned.contains_key(&prev) => Err(broken(
+            &file,
+            1,
+            "the lines before it are gone, and no line says that they were pruned".into(),
+        )),
+        _ => Ok(done),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: u64 = 24 * 3600 * 1_000_000;
+    const T: u64 = 20_000 * DAY;
+
+    fn join(client: &str) -> Event {
+        Event {
+            event: "join".into(),
+            actor: format!("client {client}"),
+            client: client.into(),
+            ..own("join")
+        }
+    }
+
+    /// A trail of three days, and the files of these.
+    fn trail() -> (tempfile::TempDir, Trail, Vec<PathBuf>) {
+        let state = tempfile::tempdir().unwrap();
+        let trail = Trail::open(state.path(), "gpu1").unwrap();
+        for at in 0..3 {
+            let events = [join("vm-1"), join("vm-2"), own(CHECKPOINT), join("vm-3")];
+            trail.append(events, T + at * DAY).unwrap();
+        }
+        let files = files(&trail.folder).unwrap();
+        assert_eq!(files.len(), 3);
+        (state, trail, files)
+    }
+
+    fn lines(path: &Path) -> Vec<String> {
+        fs::read_to_string(path).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    fn put(path: &Path, lines: &[String]) {
+        fs::write(path, lines.concat().replace("}{", "}\n{") + "\n").unwrap();
+    }
+
+    #[test]
+    fn a_changed_removed_swapped_or_forged_line_is_found() {
+        let (state, _, files) = trail();
+        let good = verify(state.path()).unwrap();
+        assert_eq!((good.lines, good.last_seq, good.checkpoints, good.proved_seq), (12, 12, 3, 10));
+        let middle = lines(&files[1]);
+        let refused = |changed: &[String]| {
+            put(&files[1], changed);
+            let bad = verify(state.path()).unwrap_err();
+            put(&files[1], &middle);
+            assert_eq!(verify(state.path()).unwrap(), good);
+            bad
+        };
+        let mut changed = middle.clone();
+        changed[1] = changed[1].replace("vm-2", "vm-9");
+        let bad = refused(&changed);
+        assert_eq!((bad.file.as_path(), bad.line), (files[1].as_path(), 3), "{bad}");
+        let mut removed = middle.clone();
+        removed.remove(1);
+        assert_eq!(refused(&removed).line, 2);
+        let mut swapped = middle.clone();
+        swapped.swap(0, 1);
+        refused(&swapped);
+        refused(&middle[..3]);
+        refused(&[middle.clone(), vec!["{}".into()]].concat());
+        // An attacker without the key chains changed lines again.
+        let mut forged: Vec<Line> = middle.iter().map(|l| serde_json::from_str(l).unwrap()).collect();
+        forged[0].event.client = "vm-9".into();
+        let mut prev = hash(lines(&files[0]).last().unwrap().as_bytes());
+        let mut chained = Vec::new();
+        for line in &mut forged {
+            line.prev = prev;
+            chained.push(serde_json::to_string(line).unwrap());
+            prev = hash(chained.last().unwrap().as_bytes());
+        }
+        assert!(refused(&chained).why.contains("signature"));
+        fs::remove_file(&files[0]).unwrap();
+        assert!(verify(state.path()).unwrap_err().why.contains("pruned"));
+    }
+
+    #[test]
+    fn a_torn_line_is_cut_and_old_days_go_with_a_note() {
+        let (state, trail, days) = trail();
+        let mut file = OpenOptions::new().append(true).open(&days[2]).unwrap();
+        file.write_all(b"{\"time_usec\":1,\"se").unwrap();
+        trail.append([join("vm-4")], T + 2 * DAY).unwrap();
+        assert_eq!(verify(state.path()).unwrap().last_seq, 13);
+        // The clock was set back.
+        trail.append([join("vm-5")], T).unwrap();
+        assert_eq!(verify(state.path()).unwrap().last_seq, 14);
+        let kept = Kept { age: Duration::from_secs(24 * 3600), bytes: 0 };
+        trail.prune(kept, T + 2 * DAY).unwrap();
+        assert!(!days[0].exists() && days[1].exists());
+        assert_eq!(verify(state.path()).unwrap().lines, 11);
+        trail.prune(Kept { age: Duration::ZERO, bytes: 1 }, T + 2 * DAY).unwrap();
+        assert_eq!(files(&trail.folder).unwrap(), [days[2].clone()], "the newest day stays");
+        verify(state.path()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_event_is_on_the_disk_before_its_answer_and_a_failure_is_told() {
+        let state = tempfile::tempdir().unwrap();
+        let audit = Audit::open(state.path(), "gpu1").unwrap();
+        audit.note(Event { detail: "a\u{1b}[2J\nb".into(), ..own("server-started") });
+        audit.sure(join("vm-1")).await.unwrap();
+        let wanted = Wanted { client: "vm-1".into(), ..Wanted::default() };
+        let found = audit.list(&wanted, 9).unwrap();
+        assert_eq!((found.len(), found[0].seq, found[0].server.as_str()), (1, 2, "gpu1"));
+        assert_eq!(audit.list(&Wanted::default(), 9).unwrap()[0].event.detail, "a [2J b");
+        assert_eq!(audit.list(&Wanted::default(), 1).unwrap(), found, "the latest ones");
+        assert!(audit.works());
+        // No folder, as no room on the disk: the caller hears it.
+        let away = state.path().join("away");
+        fs::rename(state.path().join("audit"), &away).unwrap();
+        assert!(audit.sure(join("vm-2")).await.is_err());
+        assert!(!audit.works());
+        fs::rename(&away, state.path().join("audit")).unwrap();
+        audit.sure(join("vm-3")).await.unwrap();
+        assert!(audit.works());
+        audit.close().await;
+        let done = verify(state.path()).unwrap();
+        assert_eq!((done.lines, done.checkpoints), (4, 1), "a stop leaves a checkpoint");
+        // A command on the stopped server continues the chain.
+        note_offline(state.path(), "gpu1", own("pool-exported")).unwrap();
+        assert_eq!(verify(state.path()).unwrap().last_seq, 5);
+    }
+}

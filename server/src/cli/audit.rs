@@ -1,0 +1,70 @@
+//! `gpuserver audit`: shows and verifies the audit trail.
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::accounting::past;
+use super::show::{self, Output};
+use super::target::{Target, running};
+use crate::admin::answer::status::MAX_LINES;
+use crate::admin::{Ask, Refusal, local_only};
+use crate::audit::{self, Line, Verified, Wanted};
+use crate::clock::{Clock, SystemClock};
+
+/// Selection of lines of the audit trail, or its verification.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct AuditOptions {
+    /// Earliest time: a time ago, as "2d", or a day, as 2026-11-21 (UTC)
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub since: String,
+    /// Only lines about this client
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub client: String,
+    /// Only this kind of event, such as join, lease-granted or token-create
+    #[arg(long, value_name = "EVENT", default_value = "")]
+    pub event: String,
+    /// Only lines about this lease
+    #[arg(long, value_name = "ID", default_value = "")]
+    pub lease: String,
+    /// Verb for the trail
+    #[command(subcommand)]
+    pub verb: Option<AuditVerb>,
+}
+
+/// A verb of `gpuserver audit`.
+#[derive(Debug, Subcommand)]
+pub enum AuditVerb {
+    /// Verify the chain and the checkpoints of the files on this host
+    ///
+    /// Exit status: 0 if all lines are as they were written; 1 with the first one that is not.
+    Verify,
+}
+
+pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOptions) -> anyhow::Result<()> {
+    if let Some(AuditVerb::Verify) = options.verb {
+        if server.remote.is_some() {
+            return Err(local_only("the trail is verified on its own host, with the server's key").into());
+        }
+        let verified = audit::verify(&server.config()?.state_dir)?;
+        return out.answer("audit", json!(verified), |out, v: Verified| {
+            writeln!(out, "{} lines verify; the last one has number {}", v.lines, v.last_seq)?;
+            writeln!(out, "and the hash {}", v.last_hash)?;
+            Ok(writeln!(out, "{} checkpoints prove the lines up to number {}", v.checkpoints, v.proved_seq)?)
+        });
+    }
+    let since_unix = past(&options.since, SystemClock.unix()).ok_or_else(|| {
+        Refusal::new("usage", format!("{:?}: a time like \"24h\" or 2026-11-21 is wanted", options.since))
+    })?;
+    let wanted = Wanted {
+        since_unix,
+        client: options.client.clone(),
+        event: options.event.clone(),
+        lease: options.lease.clone(),
+    };
+    let value = match running(server, &Ask::Audit { wanted: wanted.clone() })? {
+        Some(value) => value,
+        None => serde_json::to_value(audit::list(&server.config()?.state_dir, &wanted, MAX_LINES)?)?,
+    };
+    out.answer("audit", value, |out, lines: Vec<Line>| show::audit(out, lines))
+}
