@@ -207,12 +207,23 @@ impl Supervisor {
             worker.remember(None);
             let _ = worker.orders.tells.send(ToTask::Tell(ToWorker::Resume));
         }
+        self.shares_back(&mut state, id);
     }
 
     /// Moves the device memory of a paused worker to host memory.
     pub async fn move_out(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
-        self.moves(&worker.id);
+        {
+            let mut state = self.state();
+            if state.shares.involve(&worker.id) {
+                return Err(NotParked::Shares);
+            }
+            // Under the same lock: from here on other processes' requests wait.
+            if let Some(worker) = state.workers.get_mut(&worker.id) {
+                worker.moving = true;
+                worker.remember(None);
+            }
+        }
         let parker = Parker::park(&options.program, &options.driver, worker.pid).await;
         if let Err(NotParked::Hangs(why)) = &parker {
             self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));

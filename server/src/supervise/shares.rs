@@ -28,6 +28,8 @@ struct Request {
     serial: u64,
     name: Name,
     since: Moment,
+    /// Whether the object's worker has it; not while that worker's memory moves.
+    asked: bool,
 }
 
 /// An object with imports.
@@ -62,9 +64,11 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Returns `true` if a worker has imports, or others have imports of its objects.
+    /// Returns `true` if a worker has imports, or others have imports of its objects or want it.
     pub(super) fn involve(&self, id: &WorkerId) -> bool {
-        self.accounts.get(id).is_some_and(|account| account.imported > 0 || account.exported > 0)
+        let counts = |account: &Account| account.imported > 0 || account.exported > 0;
+        self.accounts.get(id).is_some_and(counts)
+            || self.open.values().any(|request| request.name.worker == *id && request.asked)
     }
 
     /// Changes a worker's counters.
@@ -94,6 +98,16 @@ impl Shares {
         let request = self.open.remove(&number)?;
         self.count(request.importer, |account| account.asked -= 1);
         Some(request)
+    }
+
+    /// Returns the requests that a worker has not got yet, as asked from now on.
+    fn late(&mut self, id: &WorkerId, now: Moment) -> Vec<(u64, Name)> {
+        let mine = self.open.iter_mut().filter(|(_, r)| r.name.worker == *id && !r.asked);
+        let asked = mine.map(|(number, request)| {
+            (request.asked, request.since) = (true, now);
+            (*number, request.name)
+        });
+        asked.collect()
     }
 
     /// Takes out the requests that `which` selects.
@@ -201,15 +215,28 @@ impl Supervisor {
         let State { workers, shares, .. } = state;
         let serves = |w: &&Worker| w.phase == Phase::Active && w.process.is_some();
         let Some(from) = workers.get(&importer).filter(serves) else { return };
-        let request = Request { importer, serial, name, since: self.0.clock.now() };
-        let Some(to) = workers.get(&name.worker).filter(|to| serves(to) && to.lease == from.lease) else {
+        let request = Request { importer, serial, name, since: self.0.clock.now(), asked: true };
+        let known = |w: &&Worker| w.phase == Phase::Parked || serves(w);
+        let Some(to) = workers.get(&name.worker).filter(|to| known(to) && to.lease == from.lease) else {
             return answer(workers, &request, Err(Unshared::Elsewhere));
         };
-        match shares.ask(request.clone()) {
+        let asked = !to.moving && to.phase == Phase::Active;
+        match shares.ask(Request { asked, ..request.clone() }) {
+            // It gets the question once its memory is back.
+            Some(_) if !asked => {}
             Some(number) => {
                 let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
             }
             None => answer(workers, &request, Err(Unshared::Busy)),
+        }
+    }
+
+    /// Passes on the questions for a worker whose memory is back.
+    pub(super) fn shares_back(&self, state: &mut State, id: &WorkerId) {
+        let State { workers, shares, .. } = state;
+        let Some(to) = workers.get(id) else { return };
+        for (number, name) in shares.late(id, self.0.clock.now()) {
+            let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
         }
     }
 
@@ -354,7 +381,7 @@ mod tests {
         use gpusession_proto::share::{Kind, Secret};
         let mut shares = Shares::default();
         let name = Name { kind: Kind::Memory, worker: A, object: 1, secret: Secret([0; 16]) };
-        let request = Request { importer: B, serial: 1, name, since: Moment::default() };
+        let request = Request { importer: B, serial: 1, name, since: Moment::default(), asked: true };
         let numbers: Vec<_> = (0..MAX_SHARE_REQUESTS).map(|_| shares.ask(request.clone()).unwrap()).collect();
         assert_eq!(shares.ask(request.clone()), None);
         assert!(shares.ask(Request { importer: C, ..request.clone() }).is_some(), "another worker's");
@@ -367,6 +394,21 @@ mod tests {
             shares.hold((A, object), B, 1, false);
         }
         assert_eq!(shares.ask(request), None);
+    }
+
+    #[test]
+    fn requests_wait_for_a_worker_whose_memory_moves() {
+        use gpusession_proto::share::{Kind, Secret};
+        let mut shares = Shares::default();
+        let name = Name { kind: Kind::Memory, worker: A, object: 1, secret: Secret([0; 16]) };
+        let request = Request { importer: B, serial: 1, name, since: Moment::default(), asked: false };
+        let later = shares.ask(request.clone()).unwrap();
+        assert!(!shares.involve(&A), "it is parked all the same");
+        let now = Moment::default();
+        assert_eq!(shares.late(&A, now), [(later, name)]);
+        assert!(shares.late(&A, now).is_empty() && shares.late(&B, now).is_empty());
+        assert!(shares.involve(&A), "its answer would give memory that then moves");
+        assert!(shares.answered(later, &A).is_some() && !shares.involve(&A));
     }
 
     #[test]

@@ -44,6 +44,22 @@ pub struct State {
     pub pooled: Vec<u64>,
 }
 
+impl State {
+    /// Notes a handle of imported memory; returns `true` if no earlier import has this handle.
+    ///
+    /// A driver may return the handle that it has for the same memory already.
+    pub fn imported(&mut self, handle: u64, device: u32, object: Object) -> bool {
+        if let Some(known) = self.physical.get_mut(&handle) {
+            known.handles += 1;
+            return false;
+        }
+        // Its exporter counts the memory.
+        let new = Physical { device, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
+        self.physical.insert(handle, new);
+        true
+    }
+}
+
 /// Account of this memory.
 pub struct Allocations {
     pub contexts: Vec<u64>,
@@ -66,5 +82,25 @@ impl Allocations {
     /// Locks the account.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_imported_again_keeps_its_mappings() {
+        let mut state = State::default();
+        let object = ([1; 16], 2);
+        assert!(state.imported(7, 0, object));
+        state.physical.get_mut(&7).unwrap().maps = 3;
+        assert!(!state.imported(7, 0, object), "the same handle");
+        assert!(state.imported(8, 0, object), "a handle of its own");
+        let known = &state.physical[&7];
+        assert_eq!((known.handles, known.maps, state.physical[&8].handles), (2, 3, 1));
+        let own = Physical { device: 0, bytes: 5, handles: 1, maps: 0, share: None, imported: None };
+        state.physical.insert(9, own);
+        assert!(!state.imported(9, 0, object) && state.physical[&9].bytes == 5, "its own memory counts");
     }
 }

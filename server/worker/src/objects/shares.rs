@@ -232,19 +232,19 @@ impl Shares {
 
     /// Repeats open requests, and tells all imports, to a new supervisor.
     pub fn tell_again(&self) {
-        let held: Vec<_> = {
-            let exports = self.exports();
-            let one = |(object, imported): (&Object, &Imported)| Holding {
-                worker: object.0,
-                object: object.1,
-                imports: imported.imports,
-                inherited: imported.inherited,
-            };
-            exports.imported.iter().map(one).collect()
+        let one = |(object, imported): (&Object, &Imported)| Holding {
+            worker: object.0,
+            object: object.1,
+            imports: imported.imports,
+            inherited: imported.inherited,
         };
+        // Locked until they are sent, so that an import that ends now is reported after them.
+        let exports = self.exports();
+        let held: Vec<_> = exports.imported.iter().map(one).collect();
         for part in held.chunks(MAX_HOLDINGS) {
             self.tell(&FromWorker::SharesHeld(part.to_vec()));
         }
+        drop(exports);
         let requests = lock(&self.requests);
         for (serial, request) in requests.open.iter().filter(|(_, request)| request.answer.is_none()) {
             self.tell(&FromWorker::ShareWanted { serial: *serial, name: request.name });

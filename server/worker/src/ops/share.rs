@@ -9,7 +9,6 @@ use gpusession_proto::supervise::{Charge, FromWorker, Unshared};
 
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Driver, Status, check, status};
-use crate::objects::allocations::Physical;
 use crate::objects::memory::{Allocation, lock};
 use crate::objects::shares::{Object, Source};
 use crate::ops::memory::POSIX_FD;
@@ -112,9 +111,10 @@ fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Fa
 /// `SHARE_IMPORT`: a token; answers the driver's handle of the memory.
 pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, object, device) = fetch(session, r)?;
-    // Its exporter counts the memory.
-    let physical = Physical { device, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
-    session.allocations.lock().physical.insert(handle, physical);
+    if !session.allocations.lock().imported(handle, device, object) {
+        // Its record stands for one import.
+        session.shares.dropped(&mut session.shares.exports(), object);
+    }
     answer.word(handle);
     Ok(())
 }
