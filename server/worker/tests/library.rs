@@ -113,7 +113,8 @@ gpusession_test_support::programs!(
     works_with_a_long_image,
     loads_one_long_image_in_two_threads,
     just_works,
-    works_through_breaks
+    works_through_breaks,
+    copies_through_breaks
 );
 
 /// Enqueues, waits and copies a little, with host functions, while connections break.
@@ -139,6 +140,56 @@ fn works_through_breaks() {
         let mut value = 0u32;
         cuda.ok("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]);
         assert_eq!(value, 10 * round);
+    }
+}
+
+/// Copies more than 64 KiB at a time from and to memory of each kind while connections break.
+fn copies_through_breaks() {
+    const LEN: usize = 5 << 20;
+    let cuda = begin();
+    let device = cuda.allocate(LEN as u64);
+    let stream = cuda.get("cuStreamCreate", &[0]);
+    for round in 0..24u8 {
+        let bytes: Vec<u8> = (0..LEN).map(|i| (i / 7) as u8 ^ round).collect();
+        let mut back = vec![0u8; LEN];
+        let len = LEN as u64;
+        match round % 3 {
+            0 | 1 => {
+                let mut source = bytes.clone();
+                if round % 3 == 0 {
+                    cuda.ok("cuMemcpyHtoD_v2", &[device, at(&mut source[0]), len]);
+                } else {
+                    cuda.ok("cuMemcpyHtoDAsync_v2", &[device, at(&mut source[0]), len, stream]);
+                }
+                // It is the program's again.
+                source.fill(0xee);
+            }
+            _ => {
+                let pinned = cuda.get("cuMemAllocHost_v2", &[len]);
+                // SAFETY: the driver's memory of this length.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), pinned as *mut u8, LEN) };
+                cuda.ok("cuMemcpyHtoDAsync_v2", &[device, pinned, len, stream]);
+                cuda.ok("cuStreamSynchronize", &[stream]);
+                cuda.ok("cuMemFreeHost", &[pinned]);
+            }
+        }
+        if round % 2 == 0 {
+            cuda.ok("cuMemcpyDtoHAsync_v2", &[at(&mut back[0]), device, len, stream]);
+            cuda.ok("cuStreamSynchronize", &[stream]);
+        } else {
+            cuda.ok("cuStreamSynchronize", &[stream]);
+            let pinned = cuda.get("cuMemAllocHost_v2", &[len]);
+            cuda.ok("cuMemcpyDtoHAsync_v2", &[pinned, device, len, stream]);
+            // Newer data for some of the same bytes.
+            cuda.ok("cuMemcpyDtoHAsync_v2", &[pinned + MIB, device, MIB, stream]);
+            cuda.ok("cuStreamSynchronize", &[stream]);
+            // SAFETY: as above; the copies are complete.
+            unsafe { std::ptr::copy_nonoverlapping(pinned as *const u8, back.as_mut_ptr(), LEN) };
+            assert!(back[1 << 20..2 << 20] == bytes[..1 << 20], "round {round}: the newer copy");
+            back[1 << 20..2 << 20].copy_from_slice(&bytes[1 << 20..2 << 20]);
+            cuda.ok("cuMemFreeHost", &[pinned]);
+        }
+        assert!(back == bytes, "round {round}");
     }
 }
 
@@ -622,17 +673,19 @@ fn threads_that_load_the_same_image_do_not_mix_it_up() {
     succeeds("loads_one_long_image_in_two_threads", vec![granted(&worker)], &[]);
 }
 
-#[test]
-fn a_program_does_not_notice_that_its_connection_breaks() {
+/// Runs a program over connections that break within their first `units`.
+fn runs_through_breaks(name: &str, units: u64, seed: u64, grace: u32) -> u32 {
     let machine = Machine::new();
-    let mut worker = Worker::start_with(&machine, &Options { resume_grace_s: 30, ..Options::default() });
-    let relay = Relay::start(worker.address, |connection| {
-        let mut random = Random::new(u64::from(connection) + 5);
+    let worker = Worker::start_with(&machine, &Options { resume_grace_s: grace, ..Options::default() });
+    let relay = Relay::start(worker.address, move |connection| {
+        let mut random = Random::new(u64::from(connection) + seed);
         let place = Place::ALL[random.below(Place::ALL.len() as u64) as usize];
         // The first connection greets undisturbed.
-        let unit = 4 + random.below(120) as u32;
+        let first = if connection == 0 { 4 } else { 0 };
+        let unit = first + random.below(units) as u32;
         let cut = Some(Cut { unit, place, reset: random.below(2) == 0 });
         match random.below(2) {
+            _ if connection > 150 => Fate::default(),
             0 => Fate { up: cut, down: None },
             _ => Fate { up: None, down: cut },
         }
@@ -640,12 +693,27 @@ fn a_program_does_not_notice_that_its_connection_breaks() {
     let mut endpoint = worker.endpoint(false);
     endpoint.addresses = vec![relay.address.to_string()];
     let why = [("GPUSESSION_TRACE", "why".to_string())];
-    let (output, _) = program::run("works_through_breaks", vec![Reply::Granted(vec![endpoint])], &why);
+    let (output, _) = program::run(name, vec![Reply::Granted(vec![endpoint])], &why);
     let said = said(&output);
     assert!(output.status.success(), "{said}");
     assert!(said.contains("the connection is back after"), "{said}");
-    assert!(relay.connections() > 10, "{} connections", relay.connections());
-    assert_eq!(worker.ended_within(Duration::from_secs(5)), "the client's process exited");
+    // A break at the exit itself leaves the worker to the daemon.
+    worker.abandoned();
+    relay.connections()
+}
+
+#[test]
+fn a_program_does_not_notice_that_its_connection_breaks() {
+    let connections = runs_through_breaks("works_through_breaks", 120, 5, 30);
+    assert!(connections > 10, "{connections} connections");
+}
+
+#[test]
+fn copies_do_not_notice_that_their_connections_break() {
+    for seed in 0..2 {
+        let connections = runs_through_breaks("copies_through_breaks", 12, 1000 * seed, 60);
+        assert!(connections > 30, "{connections} connections");
+    }
 }
 
 #[test]
