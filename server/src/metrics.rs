@@ -65,6 +65,11 @@ const ENDED_LEASES: Metric =
     Metric("gpusession_leases_ended_total", "counter", "Leases ended since the server started");
 const ENDED_PROGRAMS: Metric =
     Metric("gpusession_programs_ended_total", "counter", "Programs ended since the server started");
+const RESUMES: Metric = Metric(
+    "gpusession_resumes_total",
+    "counter",
+    "Returns of programs after a broken connection since the server started",
+);
 const BUSY: Metric =
     Metric("gpusession_programs_gpu_busy_seconds_total", "counter", "Time of GPU work of ended programs");
 
@@ -169,6 +174,7 @@ async fn text(pool: &Pool) -> String {
     };
     out.add(server, ENDED_LEASES, of_client(|t| t.leases as f64));
     out.add(server, ENDED_PROGRAMS, of_client(|t| t.programs as f64));
+    out.add(server, RESUMES, [(vec![], pool.supervisor().resumes() as f64)]);
     out.add(server, BUSY, of_client(|t| t.gpu_busy.as_secs_f64()));
     out.0
 }

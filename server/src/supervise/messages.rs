@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gpusession_proto::supervise::{FromWorker, ToWorker};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::quota::{Ledger, LedgerMessage};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
@@ -89,6 +90,18 @@ impl Supervisor {
             | FromWorker::SharesHeld(_) => {}
             FromWorker::Admitted { number, lane } => {
                 worker.unadmitted.admitted(number);
+                if lane == 0 && worker.lanes & 1 != 0 {
+                    self.0.resumes.fetch_add(1, Ordering::Relaxed);
+                    if let Some(more) = self.0.resume_log.may() {
+                        info!(
+                            gpusession_worker = hex(id),
+                            gpusession_lease = worker.lease,
+                            gpusession_client = worker.client,
+                            "worker {}: its program came back after a broken connection{more}",
+                            hex(id)
+                        );
+                    }
+                }
                 worker.lanes |= 1u64.checked_shl(lane.into()).unwrap_or(0);
             }
             FromWorker::Refused { number, reason } => {

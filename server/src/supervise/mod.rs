@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -233,6 +234,9 @@ struct Inner {
     wants: Notify,
     events: broadcast::Sender<Event>,
     refusals: LogThrottle,
+    /// Programs that came back after a broken connection.
+    resumes: AtomicU64,
+    resume_log: LogThrottle,
 }
 
 /// All workers of this server. Cheap to clone.
@@ -269,11 +273,18 @@ impl Supervisor {
             wants: Notify::new(),
             events: broadcast::channel(1024).0,
             refusals: LogThrottle::default(),
+            resumes: AtomicU64::new(0),
+            resume_log: LogThrottle::default(),
         }));
         if let Some(happened) = happened {
             tokio::spawn(this.clone().serve_mps(happened));
         }
         Ok(this)
+    }
+
+    /// Returns how often programs came back after a broken connection.
+    pub fn resumes(&self) -> u64 {
+        self.0.resumes.load(Ordering::Relaxed)
     }
 
     /// Returns how isolated this server's workers are.

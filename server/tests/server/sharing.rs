@@ -925,6 +925,12 @@ async fn prometheus_reads_what_is_leased() {
         get("/metrics").contains("gpusession_programs{server=\"s1\",client=\"vm-1\"} 1\n")
     })
     .await;
+    assert!(get("/metrics").contains("gpusession_resumes_total{server=\"s1\"} 0\n"));
+    server.adopt(&worker.id, 0, true);
+    eventually("the program's return is counted", async || {
+        get("/metrics").contains("gpusession_resumes_total{server=\"s1\"} 1\n")
+    })
+    .await;
     let (first, second) =
         ("GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001");
     let text = get("/metrics");
