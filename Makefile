@@ -114,7 +114,7 @@ test-unit:
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
 	fi
 
-test-conformance: build programs
+test-conformance: build fuzz programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify
 	@tests/conformance/simgpu
 

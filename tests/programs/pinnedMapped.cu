@@ -14,6 +14,10 @@ __global__ void add_behind(int *const *from, int count, int add) {
     if (i < count) (*from)[i] += add;
 }
 
+__global__ void wait_for(const volatile int *flag, int wanted) {
+    while (*flag != wanted) {}
+}
+
 const int COUNT = 50000, BLOCKS = (COUNT + 255) / 256;
 
 static void rounds(int *host, int *device, const char *what) {
@@ -40,6 +44,19 @@ static void rounds(int *host, int *device, const char *what) {
         CHECK(cudaEventRecord(event));
         CHECK(cudaEventSynchronize(event));
         EXPECT(host[1] == round + 100);
+    }
+    // Kernels wait for what the host writes after their launch, in each call in which it then waits.
+    for (int way = 0; way < 4; way++) {
+        host[2] = 0;
+        wait_for<<<1, 1>>>(device + 2, 1);
+        CHECK(cudaGetLastError());
+        CHECK(cudaEventRecord(event));
+        host[2] = 1;
+        if (way == 0) CHECK(cudaDeviceSynchronize());
+        if (way == 1) CHECK(cudaStreamSynchronize(nullptr));
+        if (way == 2) CHECK(cudaEventSynchronize(event));
+        while (way == 3 && cudaStreamQuery(nullptr) == cudaErrorNotReady) {}
+        CHECK(cudaStreamQuery(nullptr));
     }
     CHECK(cudaEventDestroy(event));
     CHECK(cudaFree(scratch));

@@ -358,6 +358,18 @@ pub fn upload(client: &Client) -> Result {
     if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
 }
 
+/// Sends the program's changes in host memory that kernels can name; runs before the program waits.
+///
+/// A kernel may wait for what the program has written since its launch. Natively, managed memory
+/// without concurrent access has to wait for the kernel instead.
+#[inline]
+pub fn upload_awaited(client: &Client) -> Result {
+    if !any() {
+        return Ok(());
+    }
+    upload_where(client, |r| r.everywhere.load(Ordering::Relaxed) && r.kind != mirror::DEVICE)
+}
+
 /// Sends the changes that a host function may have made.
 ///
 /// Later work may read them, and the worker compares later results with the program's contents.

@@ -16,7 +16,7 @@ use crate::status::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
 pub use crate::stream::Stream;
-use crate::{clients, handles, thread};
+use crate::{clients, handles, regions, thread};
 
 /// Meaning of a null stream to a variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -233,6 +233,8 @@ impl Stream {
         if self.idle() && !client.link.down.any() {
             return client.take_late_error();
         }
+        // A kernel may wait for what the program has written since its launch.
+        regions::upload_awaited(client)?;
         if !SHARED.load(Ordering::Relaxed)
             && self.positions.only_copies_in(&client.positions)
             && !client.link.down.any()

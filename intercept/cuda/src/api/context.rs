@@ -14,7 +14,7 @@ use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, UNSUPPORTED_EXEC_AFFINITY, alias,
     driver, give, give_optional, take,
 };
-use crate::{clients, handles, host_functions, private_tables, streams, thread};
+use crate::{clients, handles, host_functions, private_tables, regions, streams, thread};
 
 /// Returns the context that a program names; null means the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
@@ -72,6 +72,7 @@ fn created(client: &Client, ctx: u64) -> Option<ContextInfo> {
 fn synchronize(ctx: u64) -> Result {
     let (client, _) = clients::of_context(ctx)?;
     streams::context_sync_allowed(ctx)?;
+    regions::upload_awaited(client)?;
     let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;

@@ -9,7 +9,7 @@ use crate::client::{unavailable, word};
 use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, Result, alias, driver, give};
 use crate::events::{DISABLE_TIMING, Event, INTERPROCESS};
 use crate::streams::{self, find};
-use crate::{clients, events, handles, thread};
+use crate::{clients, events, handles, regions, thread};
 
 fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, flags: u32) -> Result {
     let event = events::find(event as u64)?;
@@ -60,6 +60,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         // The event is known to have happened, so its data has landed, too.
         return client.take_late_error();
     }
+    regions::upload_awaited(client)?;
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;

@@ -226,6 +226,7 @@ driver! {
         if stream.idle() {
             return client.take_late_error();
         }
+        regions::upload_awaited(client)?;
         stream.ask(op::STREAM_QUERY)
     }
 

@@ -48,12 +48,14 @@ pub struct Mirrors {
     /// Keys of the hashes of blocks, from the first mirror of device memory on.
     keys: OnceLock<Keys>,
     inner: Mutex<Inner>,
+    /// Held while a finder is opened, which no callback of the driver waits for.
+    pub opening: Mutex<()>,
 }
 
 impl Mirrors {
     /// Starts with no mirror; all together may take `limit` bytes of host memory.
     pub fn new(limit: u64) -> Self {
-        Self { limit, keys: OnceLock::new(), inner: Mutex::default() }
+        Self { limit, keys: OnceLock::new(), inner: Mutex::default(), opening: Mutex::default() }
     }
 
     /// Returns the keys of the hashes of blocks.

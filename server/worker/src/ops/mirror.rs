@@ -5,8 +5,8 @@
 //!
 //! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
-use std::collections::hash_map::Entry;
 use std::num::NonZeroUsize;
+use std::sync::PoisonError;
 
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{Reader, mirror, op};
@@ -136,6 +136,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         mirror::DEVICE => {
             let (_, device) = session.contexts.get(frame.header.ctx.get())?;
             allocations::open_apart(session, device)?;
+            open_finder(session, device)?;
             device
         }
         _ => 0,
@@ -171,12 +172,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
                 // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
                 // SAFETY: a stream of this worker.
-                check(unsafe { (call.cuStreamSynchronize)(stream) })?;
-                if let Entry::Vacant(place) = inner.finders.entry(device) {
-                    let under_mps = session.contexts.under_mps(session.driver);
-                    place.insert(Finder::open(session.driver, session.mirrors.keys()?, under_mps)?);
-                }
-                Ok(())
+                check(unsafe { (call.cuStreamSynchronize)(stream) })
             })?;
             let blocks = vec![session.mirrors.keys()?.hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
             let backing = Backing::Device { device, blocks };
@@ -205,6 +201,23 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     if kind == mirror::MANAGED {
         session.mirrors.write_back(session, false);
     }
+    Ok(())
+}
+
+/// Opens what finds changes of a device's memory, once.
+fn open_finder(session: &Session, device: u32) -> Result<(), Status> {
+    let _opening = session.mirrors.opening.lock().unwrap_or_else(PoisonError::into_inner);
+    if session.mirrors.lock().finders.contains_key(&device) {
+        return Ok(());
+    }
+    let under_mps = session.contexts.under_mps(session.driver);
+    let keys = session.mirrors.keys()?;
+    let mut finder = None;
+    session.contexts.within_apart(session.driver, device, |_| {
+        finder = Some(Finder::open(session.driver, keys, under_mps)?);
+        Ok(())
+    })?;
+    session.mirrors.lock().finders.extend(finder.map(|finder| (device, finder)));
     Ok(())
 }
 
