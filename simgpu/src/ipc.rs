@@ -126,7 +126,7 @@ impl Counter {
     }
 
     pub fn open(handle: &Handle) -> Result<Self> {
-        Self::of(handle.open().ok_or(INVALID_VALUE)?, true)
+        Self::of(handle.open().ok_or(errors::MAP_FAILED)?, true)
     }
 
     fn of(file: File, opened: bool) -> Result<Self> {

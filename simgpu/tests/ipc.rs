@@ -14,6 +14,7 @@ use simgpu::ipc::Counter;
 
 const INVALID_VALUE: u32 = 1;
 const INVALID_CONTEXT: u32 = 201;
+const MAP_FAILED: u32 = 205;
 const INVALID_HANDLE: u32 = 400;
 
 #[test]
@@ -39,7 +40,7 @@ fn a_process_shares_its_objects_and_does_not_open_them() {
         assert_eq!(cuIpcGetEventHandle(&raw mut again, plain), INVALID_HANDLE);
         ok(cuIpcGetEventHandle(&raw mut again, event));
         assert_eq!(cuIpcOpenEventHandle(&raw mut opened, Passed::of(again)), INVALID_CONTEXT);
-        assert_eq!(cuIpcOpenEventHandle(&raw mut opened, Passed::of(handle)), INVALID_VALUE, "no event");
+        assert_eq!(cuIpcOpenEventHandle(&raw mut opened, Passed::of(handle)), MAP_FAILED, "no event");
         ok(stream::cuEventRecord(event, 0));
         ok(stream::cuEventSynchronize(event));
     }

@@ -7,6 +7,19 @@ __global__ void add(unsigned *value, unsigned amount) { *value += amount; }
 
 __global__ void times(unsigned *value, unsigned factor) { *value *= factor; }
 
+// Loads the kernels: a first launch would wait for streams that stand still.
+static void load() {
+    cudaFuncAttributes attributes;
+    CHECK(cudaFuncGetAttributes(&attributes, add));
+    CHECK(cudaFuncGetAttributes(&attributes, times));
+    unsigned *word;
+    CHECK(cudaMalloc(&word, sizeof *word));
+    add<<<1, 1>>>(word, 0);
+    times<<<1, 1>>>(word, 0);
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaFree(word));
+}
+
 static unsigned read_word(const unsigned *word) {
     unsigned value;
     CHECK(cudaMemcpy(&value, word, sizeof value, cudaMemcpyDeviceToHost));
@@ -14,7 +27,7 @@ static unsigned read_word(const unsigned *word) {
 }
 
 static int child(const Peer &peer) {
-    CHECK(cudaFree(nullptr));
+    load();
     auto handle = peer.receive<cudaIpcEventHandle_t>();
     cudaIpcEventHandle_t junk;
     std::memset(&junk, 0x5a, sizeof junk);
@@ -83,7 +96,7 @@ static int victim(const Peer &peer) {
 
 int main(int argc, char **argv) {
     if (argc == 3) return argv[1][0] == 'c' ? child(parent(argv)) : victim(parent(argv));
-    CHECK(cudaFree(nullptr));
+    load();
     int supported = 0;
     DRIVER(cuDeviceGetAttribute);
     CHECK_DRIVER(cuDeviceGetAttribute_(&supported, CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, 0));

@@ -137,6 +137,7 @@ gpusession_test_support::programs!(
 /// `CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS`
 const SHARED_EVENT: u64 = 2 | 4;
 const NOT_READY: i32 = 600;
+const MAP_FAILED: i32 = 205;
 const INVALID_HANDLE: i32 = 400;
 
 fn event_handle(cuda: &Cuda, event: u64) -> Result<[u64; 8], i32> {
@@ -247,11 +248,16 @@ fn opens_events() {
     for at in 0..8 {
         let mut forged = handle;
         forged[at] ^= 1 << 40;
-        let refused = if at == 1 || at == 2 { NOT_SUPPORTED } else { INVALID_VALUE };
+        let refused = match at {
+            1 | 2 => NOT_SUPPORTED,
+            // A place behind the page.
+            6 => INVALID_VALUE,
+            _ => MAP_FAILED,
+        };
         // The size of an event says nothing.
         assert_eq!(open_event(&cuda, &forged).err(), (at != 7).then_some(refused), "word {at}");
     }
-    assert_eq!(open_event(&cuda, &memory), Err(INVALID_VALUE), "memory is no event");
+    assert_eq!(open_event(&cuda, &memory), Err(MAP_FAILED), "memory is no event");
     assert_eq!(open(&cuda, &handle, 1), Err(INVALID_VALUE), "an event is no memory");
     let event = open_event(&cuda, &handle).unwrap();
     let twice = open_event(&cuda, &handle).unwrap();
@@ -285,7 +291,7 @@ fn opens_events() {
         other.tell(b't');
     }
     // Its process has destroyed it: here it stays, and no process opens it again.
-    assert_eq!((cuda.call("cuEventQuery", &[event]), open_event(&cuda, &handle)), (0, Err(INVALID_VALUE)));
+    assert_eq!((cuda.call("cuEventQuery", &[event]), open_event(&cuda, &handle)), (0, Err(MAP_FAILED)));
     cuda.ok("cuEventRecord", &[event, stream]);
     cuda.ok("cuEventSynchronize", &[event]);
     cuda.ok("cuEventDestroy_v2", &[event]);

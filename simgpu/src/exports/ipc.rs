@@ -39,6 +39,11 @@ fn parse(bytes: &Bytes, subject: Subject) -> Result<Handle> {
     if known.is_own() { Err(INVALID_CONTEXT) } else { Ok(known) }
 }
 
+/// A handle that names no event has another error than one of no memory (H100, driver 580).
+fn event_named(bytes: &Bytes) -> Result<Handle> {
+    parse(bytes, Subject::Event).map_err(|e| if e == INVALID_VALUE { errors::MAP_FAILED } else { e })
+}
+
 fn open(bytes: &Bytes, flags: u32) -> Result<u64> {
     if flags != LAZY_PEER_ACCESS {
         return Err(INVALID_VALUE);
@@ -107,7 +112,7 @@ export! {
         if to.is_null() {
             return Err(INVALID_VALUE);
         }
-        let shared = Arc::new(Counter::open(&parse(&from.0, Subject::Event)?)?);
+        let shared = Arc::new(Counter::open(&event_named(&from.0)?)?);
         let state = Mutex::new(EventState::default());
         let flags = stream::DISABLE_TIMING | stream::INTERPROCESS;
         let event = Event { flags, context: handle(&ctx), device: ctx.device, shared: Some(shared), state };

@@ -22,8 +22,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::client::{Client, string, word};
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OPERATING_SYSTEM, Result, UNKNOWN, alias,
-    driver, give,
+    INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_SUPPORTED, OPERATING_SYSTEM, Result,
+    UNKNOWN, alias, driver, give,
 };
 use crate::events::{self, DISABLE_TIMING, INTERPROCESS};
 use crate::ranges::{self, Kind};
@@ -108,7 +108,8 @@ fn not_own(token: &Token) -> Result {
 /// Opens the event of a legacy handle and returns the program's handle of it.
 fn open_event(legacy: &Legacy) -> Result<u64> {
     thread::context()?;
-    not_own(&named(legacy, share::Kind::Event)?)?;
+    // A handle that names nothing has the driver's error for events (H100, driver 580).
+    not_own(&named(legacy, share::Kind::Event).map_err(|_| MAP_FAILED)?)?;
     streams::shares();
     let new = Cell::new(0);
     let opened = import(|client| {
@@ -123,7 +124,7 @@ fn open_event(legacy: &Legacy) -> Result<u64> {
         }
         reply
     });
-    let (client, _) = opened.map_err(|status| if status == UNKNOWN { INVALID_VALUE } else { status })?;
+    let (client, _) = opened.map_err(|status| if status == UNKNOWN { MAP_FAILED } else { status })?;
     events::add(client, new.get(), DISABLE_TIMING | INTERPROCESS);
     events::find(new.get())?.share();
     Ok(new.get())
