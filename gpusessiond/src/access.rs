@@ -49,6 +49,11 @@ impl Gate {
         if uid == 0 { usize::MAX } else { self.access().extra_leases as usize }
     }
 
+    /// Returns whether users who start many programs leave room to others.
+    pub fn fair_share(&self) -> bool {
+        self.access().fair_share
+    }
+
     /// Looks a uid up; queries the user database on another thread.
     pub async fn person(self: &std::sync::Arc<Self>, uid: u32) -> Person {
         if let Some((_, person)) = self.known().get(&uid).filter(|(at, _)| at.elapsed() < MAX_AGE).cloned() {
@@ -107,6 +112,7 @@ mod tests {
             users: users.iter().map(|s| (*s).into()).collect(),
             groups: groups.iter().map(|s| (*s).into()).collect(),
             root,
+            fair_share: true,
             extra_leases: 0,
         };
         assert!(allows(&access(&["*"], &[], false), 1000, None, &[]));

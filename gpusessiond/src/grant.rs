@@ -62,6 +62,51 @@ const REPLY_GRACE: Duration = Duration::from_millis(100);
 /// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
 
+/// Pause between grants of one user beyond the first [`BURST`].
+const TURN_INTERVAL: Duration = Duration::from_millis(50);
+const BURST: u32 = 40;
+/// Time after its last request for which a user counts as one of several.
+const SEEN_WINDOW: Duration = Duration::from_secs(60);
+/// Connections that a user always may have; more only while half of all are free.
+const MODEST: usize = 64;
+
+/// Turns of users who share this machine's leases.
+///
+/// A user's loop of short programs thus leaves warm workers and the server's rate to others.
+#[derive(Debug, Default)]
+struct Turns(Mutex<HashMap<u32, Turn>>);
+
+#[derive(Debug)]
+struct Turn {
+    /// Time of the next turn without the burst.
+    next: Instant,
+    seen: Instant,
+}
+
+impl Turns {
+    /// Takes a turn, and returns how long the program waits for it.
+    fn take(&self, uid: u32, now: Instant) -> Duration {
+        let mut turns = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        turns.retain(|_, turn| now.saturating_duration_since(turn.seen) < SEEN_WINDOW || turn.next > now);
+        let turn = turns.entry(uid).or_insert(Turn { next: now, seen: now });
+        turn.seen = now;
+        let due = turn.next.max(now);
+        let ahead = due.duration_since(now).saturating_sub(TURN_INTERVAL * (BURST - 1));
+        turn.next = due + TURN_INTERVAL;
+        let several = turns
+            .iter()
+            .any(|(other, turn)| *other != uid && now.saturating_duration_since(turn.seen) < SEEN_WINDOW);
+        if several && uid != 0 {
+            return ahead;
+        }
+        if let Some(turn) = turns.get_mut(&uid) {
+            // A user alone does not pay later for programs of now.
+            turn.next = turn.next.min(now + TURN_INTERVAL * BURST);
+        }
+        Duration::ZERO
+    }
+}
+
 /// Serves a grant socket.
 pub struct Server {
     leases: Arc<dyn Leases>,
@@ -69,6 +114,7 @@ pub struct Server {
     wait: RwLock<Duration>,
     limits: Limits,
     connections: Arc<Mutex<HashMap<u32, usize>>>,
+    turns: Turns,
     sessions: Option<Arc<Sessions>>,
     store: Option<Store>,
     /// Throttles log lines about malformed requests.
@@ -103,6 +149,7 @@ impl Server {
             wait,
             limits,
             connections: Arc::default(),
+            turns: Turns::default(),
             sessions: None,
             store: None,
             quiet: LogThrottle::default(),
@@ -191,7 +238,8 @@ impl Server {
         let total: usize = connections.values().sum();
         let mine = connections.entry(uid).or_default();
         // root always gets a connection, to diagnose problems.
-        if (*mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
+        let crowded = self.gate.fair_share() && total >= self.limits.total / 2 && *mine >= MODEST;
+        if (crowded || *mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
             || *mine >= self.limits.total
         {
             return None;
@@ -238,8 +286,17 @@ impl Server {
             };
             return self.answer(&mut stream, &reply).await;
         }
+        let turn = match self.gate.fair_share() {
+            true => self.turns.take(caller.uid, Instant::now()),
+            false => Duration::ZERO,
+        };
         let asked = tokio::select! {
-            answer = self.ask(&caller, &wish) => Some(answer),
+            answer = async {
+                if !turn.is_zero() {
+                    tokio::time::sleep(turn).await;
+                }
+                self.ask(&caller, &wish).await
+            } => Some(answer),
             () = gone(&stream, pidfd.as_ref()) => None,
         };
         let Some(answer) = asked else { return Ok(()) };
@@ -543,5 +600,30 @@ async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
         // A pidfd becomes readable when its process exits.
         Some(fd) => drop(fd.readable().await),
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_users_loop_waits_in_line_while_others_start_programs_and_never_alone() {
+        let (turns, now) = (Turns::default(), Instant::now());
+        for _ in 0..1000 {
+            assert_eq!(turns.take(1000, now), Duration::ZERO, "alone");
+        }
+        let later = now + SEEN_WINDOW;
+        assert_eq!(turns.take(1001, later), Duration::ZERO);
+        let waits: Vec<_> = (0..200).map(|_| turns.take(1000, later)).collect();
+        assert_eq!(waits.iter().filter(|wait| wait.is_zero()).count(), BURST as usize);
+        assert_eq!(waits[199], TURN_INTERVAL * (200 - BURST), "20 a second");
+        for _ in 0..10 {
+            assert_eq!(turns.take(1001, later), Duration::ZERO, "the other user");
+            assert_eq!(turns.take(0, later), Duration::ZERO, "root");
+        }
+        let alone = later + SEEN_WINDOW;
+        assert_eq!(turns.take(1000, alone), Duration::ZERO);
+        assert_eq!(turns.0.lock().unwrap().len(), 1, "others are forgotten");
     }
 }

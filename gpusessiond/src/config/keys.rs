@@ -51,6 +51,9 @@ keys! {
         root: bool = true, any;
         /// Number of leases that a user may hold in addition to the configured ones.
         extra_leases: u32 = 0, any;
+        /// Whether a user's programs wait in line when they start faster than 20 a second, while
+        /// other users start programs, too.
+        fair_share: bool = true, any;
     }
 }
 
