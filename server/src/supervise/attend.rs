@@ -76,6 +76,7 @@ struct Attendance<'a> {
     killed: bool,
     told_to_end: bool,
     said_end: bool,
+    said_ready: bool,
     received: Received,
 }
 
@@ -140,6 +141,7 @@ impl Supervisor {
             killed: false,
             told_to_end: false,
             said_end: false,
+            said_ready: false,
             received: Received { since: Instant::now(), packets: 0, memory_packets: 0, paused: false },
         };
         if let Some(start) = start {
@@ -256,6 +258,9 @@ impl Attendance<'_> {
             && !self.supervisor.state().workers.get(self.id).is_none_or(|w| w.may_be_contained(lacking))
         {
             return Err("it reported its isolation out of turn".into());
+        }
+        if matches!(message, FromWorker::Ready { .. }) && std::mem::replace(&mut self.said_ready, true) {
+            return Err("it reported that it is ready out of turn".into());
         }
         if matches!(message, FromWorker::Ready { .. }) && self.limit.is_some_and(|(_, why)| !why.is_empty()) {
             self.limit = None;

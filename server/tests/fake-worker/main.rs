@@ -15,6 +15,7 @@
 //! * `...busy...`: under MPS, workers stop in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //! * `...boasting...`: a program makes its worker report its isolation again.
+//! * `...eager...`: a program makes its worker report again that it is ready.
 //! * `...heirs...`: a program's worker exits, and processes that it started keep sending in its
 //!   place.
 //! * `...clogged...`: a program's worker sends more than its channel holds, and reads no answer.
@@ -212,6 +213,9 @@ fn serve() {
                 }));
                 if s.driver.contains("boasting") {
                     tell(&FromWorker::Contained { lacking: vec!["nothing".into()] });
+                }
+                if s.driver.contains("eager") {
+                    tell(&FromWorker::Ready { fingerprint: [7; 32], cuda_version: 13000 });
                 }
                 if s.driver.contains("heirs") {
                     // SAFETY: the channel is open for as long as this process lives.

@@ -745,6 +745,19 @@ async fn a_worker_says_how_isolated_it_is_before_it_serves() {
 }
 
 #[tokio::test]
+async fn a_worker_says_once_that_it_is_ready() {
+    let mut server = Server::prepare("eager-libcuda.so.1", "").await;
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    assert!(rest(&mut lane).is_empty(), "ended");
+    let journal = || std::fs::read_to_string(server.path("journal")).unwrap();
+    eventually("the journal says why", async || journal().contains("that it is ready out of turn")).await;
+}
+
+#[tokio::test]
 async fn children_of_an_exited_worker_do_not_keep_it_registered() {
     let server = Server::start_with("heirs-libcuda.so.1", "").await;
     let mut vm = server.client("vm-1").await;
