@@ -93,7 +93,15 @@ impl Finder {
             return Err(error);
         }
         let kernel = if under_mps { None } else { compile(driver, keys).ok() };
-        Ok(Self { memory, seen, kernel: kernel.unwrap_or(std::ptr::null_mut()) })
+        let finder = Self { memory, seen, kernel: kernel.unwrap_or(std::ptr::null_mut()) };
+        if !finder.kernel.is_null() {
+            // The driver loads a kernel at its first launch, for which it may wait for work; later
+            // launches run while that work waits for the client.
+            finder.hash(driver, std::ptr::null_mut(), seen, 0, 0)?;
+            // SAFETY: the default stream of the current context.
+            check(unsafe { (driver.call.cuStreamSynchronize)(std::ptr::null_mut()) })?;
+        }
+        Ok(finder)
     }
 
     /// Passes each part of the regions that has changed to `changed`: region, offset, bytes.
@@ -152,7 +160,7 @@ impl Finder {
         let mut target = self.seen + (at * size_of::<Hash>()) as Address;
         let arguments: [*mut c_void; 3] =
             [(&raw mut source).cast(), (&raw mut target).cast(), (&raw mut count).cast()];
-        let grid = count.div_ceil(THREADS / 32);
+        let grid = count.div_ceil(THREADS / 32).max(1);
         let (none, arguments) = (std::ptr::null(), arguments.as_ptr().cast());
         // SAFETY: the kernel takes these three arguments, reads `count` blocks of the worker's
         // device memory, and writes as many hashes to the finder's memory, which has room for them.
