@@ -45,7 +45,7 @@ static void rounds(int *host, int *device, const char *what) {
         CHECK(cudaEventSynchronize(event));
         EXPECT(host[1] == round + 100);
     }
-// Kernels wait for what the host writes after their launch, in each call that then waits for them.
+    // Kernels wait for what the host writes after their launch, in calls that then wait for them.
     for (int way = 0; way < 4; way++) {
         host[2] = 0;
         wait_for<<<1, 1>>>(device + 2, 1);
