@@ -18,6 +18,11 @@ __global__ void sum(const int *values, int count, long long *result) {
     *result = total;
 }
 
+// Takes a while.
+__global__ void count_up(volatile int *value, int times) {
+    for (int i = 0; i < times; i++) *value = *value + 1;
+}
+
 const int COUNT = 1000;
 
 struct Seen {
@@ -301,6 +306,70 @@ static void edges(cudaStream_t stream, int *device) {
     std::printf("graphNodes: edges right\n");
 }
 
+// Launches of graphs record events, for which streams and the host wait; a captured graph waits for
+// an event outside.
+static void events(cudaStream_t stream, int *device) {
+    const int TIMES = 20000;
+    int *seen;
+    cudaEvent_t before, behind;
+    cudaStream_t other;
+    CHECK(cudaMallocHost(&seen, sizeof *seen));
+    CHECK(cudaEventCreateWithFlags(&before, cudaEventDisableTiming));
+    CHECK(cudaEventCreateWithFlags(&behind, cudaEventDisableTiming));
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    for (bool captured : {false, true}) {
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        if (captured) {
+            CHECK(cudaEventRecord(before, other));
+            CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+            CHECK(cudaStreamWaitEvent(stream, before, cudaEventWaitExternal));
+            count_up<<<1, 1, 0, stream>>>(device, TIMES);
+            CHECK(cudaEventRecordWithFlags(behind, stream, cudaEventRecordExternal));
+            CHECK(cudaStreamEndCapture(stream, &graph));
+        } else {
+            CHECK(cudaGraphCreate(&graph, 0));
+            cudaGraphNode_t first, last;
+            cudaKernelNodeParams kernel = {};
+            int times = TIMES;
+            void *arguments[] = {&device, &times};
+            kernel.func = reinterpret_cast<void *>(count_up);
+            kernel.gridDim = kernel.blockDim = 1;
+            kernel.kernelParams = arguments;
+            CHECK(cudaGraphAddKernelNode(&first, graph, nullptr, 0, &kernel));
+            CHECK(cudaGraphAddEventRecordNode(&last, graph, &first, 1, behind));
+        }
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaMemset(device, 0, sizeof *device));
+        CHECK(cudaDeviceSynchronize());
+        for (int round = 1; round <= 4; round++) {
+            // The launch waits for this kernel only if it was captured so.
+            count_up<<<1, 1, 0, other>>>(device + 1, TIMES);
+            CHECK(cudaEventRecord(before, other));
+            CHECK(cudaGraphLaunch(exec, stream));
+            if (round % 2) {
+                CHECK(cudaStreamWaitEvent(other, behind, 0));
+                CHECK(cudaMemcpyAsync(seen, device, sizeof *seen, cudaMemcpyDeviceToHost, other));
+                CHECK(cudaStreamSynchronize(other));
+            } else {
+                CHECK(cudaMemcpyAsync(seen, device, sizeof *seen, cudaMemcpyDeviceToHost, stream));
+                CHECK(cudaEventSynchronize(behind));
+                if (captured) CHECK(cudaEventQuery(before));
+                CHECK(cudaEventQuery(behind));
+                CHECK(cudaStreamSynchronize(stream));
+            }
+            EXPECT(*seen == round * TIMES);
+        }
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaGraphExecDestroy(exec));
+        CHECK(cudaGraphDestroy(graph));
+    }
+    CHECK(cudaStreamDestroy(other));
+    CHECK(cudaEventDestroy(before));
+    CHECK(cudaEventDestroy(behind));
+    CHECK(cudaFreeHost(seen));
+}
+
 int main() {
     int *device;
     long long *total;
@@ -313,6 +382,7 @@ int main() {
     managed(stream);
     destroyed_streams(device);
     edges(stream, device);
+    events(stream, device);
     // A structure of zeros requests nothing special.
 #if CUDA_VERSION >= 12050
     DRIVER(cuCtxCreate_v4);

@@ -22,6 +22,8 @@ pub struct Event {
     covers: Mutex<Vec<(On, u64)>>,
     /// Whether other processes may record it, so that only its worker knows its last record.
     shared: AtomicBool,
+    /// Whether launches of graphs may record it.
+    in_graphs: AtomicBool,
 }
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
@@ -37,6 +39,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         captured: Mutex::default(),
         covers: Mutex::default(),
         shared: AtomicBool::new(false),
+        in_graphs: AtomicBool::new(false),
     });
     let slot = handle::slot(new) as usize;
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -85,11 +88,29 @@ impl Event {
         self.shared.load(Ordering::SeqCst)
     }
 
+    /// Notes that a node of a graph records the event from now on.
+    pub fn record_in_graphs(&self) {
+        self.in_graphs.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns `true` if launches of graphs may record the event.
+    pub fn is_in_graphs(&self) -> bool {
+        self.in_graphs.load(Ordering::SeqCst)
+    }
+
+    /// Returns `true` if this process may not know the event's last record.
+    pub fn is_recorded_elsewhere(&self) -> bool {
+        self.is_shared() || self.is_in_graphs()
+    }
+
     /// Returns `true` if a record on an idle stream counts as complete at once.
     ///
     /// An event with timing does not count: its time comes from the device.
     pub fn is_immediate(&self, stream: &Stream) -> bool {
-        self.flags & DISABLE_TIMING != 0 && !self.is_shared() && stream.capture().is_none() && stream.quiet()
+        self.flags & DISABLE_TIMING != 0
+            && !self.is_recorded_elsewhere()
+            && stream.capture().is_none()
+            && stream.quiet()
     }
 
     /// Notes that the frame at this position records the event.
@@ -116,7 +137,13 @@ impl Event {
     }
 
     /// Streams, each up to a position, whose transfers are complete once the event has happened.
-    pub fn covers(&self) -> Vec<(On, u64)> {
+    ///
+    /// `seq` is the position of the call that waits. A launch of a graph may have recorded the
+    /// event on any stream before it.
+    pub fn covers_before(&self, seq: u64) -> Vec<(On, u64)> {
+        if self.is_in_graphs() && streams::tracking(self.client) {
+            return streams::all(self.client).iter().flat_map(|stream| stream.covers(seq)).collect();
+        }
         self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

@@ -162,6 +162,16 @@ pub fn of_contexts(contexts: &[u64]) -> Vec<Arc<Stream>> {
     named.chain(contexts.iter().filter_map(|ctx| known_legacy(*ctx))).collect()
 }
 
+/// Returns all streams of a client, default streams included.
+pub fn all(client: &Client) -> Vec<Arc<Stream>> {
+    let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
+    let named = streams.iter().flatten().filter(|s| s.client.number == client.number).cloned();
+    let defaults = DEFAULTS.read().unwrap_or_else(PoisonError::into_inner);
+    let legacy =
+        defaults.iter().flat_map(|known| known.values()).filter(|s| s.client.number == client.number);
+    named.chain(legacy.cloned()).collect()
+}
+
 /// Removes the streams of a destroyed context.
 pub fn forget_context(ctx: u64) {
     host_functions::forget_launches(|on, _| on.ctx == ctx);

@@ -11,6 +11,9 @@ use crate::events::{DISABLE_TIMING, Event, INTERPROCESS};
 use crate::streams::{self, find};
 use crate::{clients, events, handles, regions, thread};
 
+/// `CU_EVENT_RECORD_EXTERNAL`
+const EXTERNAL: u32 = 1;
+
 fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, flags: u32) -> Result {
     let event = events::find(event as u64)?;
     let (client, stream) = find(stream, default)?;
@@ -25,14 +28,19 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
         w.word(stream.handle);
         w.word(u64::from(flags));
     })?;
-    event.record(&stream, seq);
     if immediate {
         event.is_past(seq);
     } else {
         stream.worked(seq);
     }
-    if let Some(capture) = stream.capture() {
-        event.captured_in(&capture);
+    match stream.capture() {
+        // A node that records the event; outside the capture its last record stays what it was.
+        Some(_) if flags & EXTERNAL != 0 => event.record_in_graphs(),
+        Some(capture) => {
+            event.record(&stream, seq);
+            event.captured_in(&capture);
+        }
+        None => event.record(&stream, seq),
     }
     client.take_late_error()
 }
@@ -56,20 +64,24 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     }
     streams::allowed()?;
     let pending = event.pending();
-    if pending.is_none() && !event.is_shared() {
+    if pending.is_none() && !event.is_recorded_elsewhere() {
         // The event is known to have happened, so its data has landed, too.
         return client.take_late_error();
     }
     regions::upload_awaited(client)?;
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
+    let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     // Another process's record says nothing about the work of this one.
     let own = !event.is_interprocess() || word(&mut reply.reader()) != Ok(0);
-    if reply.status == 0
+    if reply.status == 0 && event.is_in_graphs() {
+        // The last record may be a graph's on another stream than the one that this process knows.
+        streams::settle_covered(client, &event.covers_before(seq));
+    } else if reply.status == 0
         && let Some((stream, recorded)) = pending.filter(|_| own)
     {
-        streams::settle_covered(client, &event.covers());
+        streams::settle_covered(client, &event.covers_before(seq));
         event.has_happened(&stream, recorded);
     }
     client.check_status(reply.status)

@@ -360,7 +360,7 @@ driver! {
     }
 
     fn cuGraphAddEventRecordNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, event: *mut c_void) {
-        add(node, graph, after, count, &Content::Record(events::find(event as u64)?.handle))
+        add(node, graph, after, count, &Content::record(event as u64)?)
     }
 
     fn cuGraphAddEventWaitNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, event: *mut c_void) {
@@ -464,7 +464,7 @@ driver! {
     }
 
     fn cuGraphEventRecordNodeSetEvent(node: u64, event: *mut c_void) {
-        set(std::ptr::null_mut(), node, &Content::Record(events::find(event as u64)?.handle))
+        set(std::ptr::null_mut(), node, &Content::record(event as u64)?)
     }
 
     fn cuGraphEventWaitNodeSetEvent(node: u64, event: *mut c_void) {
@@ -472,7 +472,7 @@ driver! {
     }
 
     fn cuGraphExecEventRecordNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {
-        set(exec, node, &Content::Record(events::find(event as u64)?.handle))
+        set(exec, node, &Content::record(event as u64)?)
     }
 
     fn cuGraphExecEventWaitNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {

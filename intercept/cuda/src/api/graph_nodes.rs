@@ -238,6 +238,13 @@ impl Content {
         Ok(Self::Host(host_functions::register(client, function, None)?))
     }
 
+    /// A node that records an event, which this process then no longer knows the last record of.
+    pub fn record(event: u64) -> Result<Self> {
+        let event = events::find(event)?;
+        event.record_in_graphs();
+        Ok(Self::Record(event.handle))
+    }
+
     pub fn child(graph: *mut c_void, moved: bool) -> Result<Self> {
         let graph = graph as u64;
         clients::of(graph)?;
@@ -266,7 +273,7 @@ impl Content {
             },
             5 => Ok(Self::Empty),
             6 => Ok(Self::Wait(events::find(body[0])?.handle)),
-            7 => Ok(Self::Record(events::find(body[0])?.handle)),
+            7 => Self::record(body[0]),
             10 => Self::alloc(body.as_ptr().cast()),
             11 => Ok(Self::Free(body[0])),
             12 => Self::mem_ops(body.as_ptr().cast()),

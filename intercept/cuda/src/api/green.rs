@@ -137,7 +137,7 @@ fn wait(name: u64, ctx: u64, event: *mut c_void) -> Result {
     let pending = event.pending().is_some() && streams::tracking(client);
     for stream in streams::of_contexts(&contexts) {
         if pending {
-            stream.positions.covers_also(&event.covers(), seq);
+            stream.positions.covers_also(&event.covers_before(seq), seq);
         }
         stream.worked(seq);
     }

@@ -195,6 +195,9 @@ fn lend_nodes(nodes: Vec<u64>, edges: Vec<u64>) -> (*const u64, *const u64) {
     })
 }
 
+/// `CU_EVENT_WAIT_EXTERNAL`
+const WAIT_EXTERNAL: u32 = 1;
+
 driver! {
     fn cuStreamCreate(stream: *mut *mut c_void, flags: u32) {
         let client = clients::get()?;
@@ -238,7 +241,10 @@ driver! {
             stream.not_captured()?;
             return super::event::wait_here(&event);
         }
-        let captured = if streams::capturing() { event.capture() } else { None };
+        let own = stream.capture();
+        // A node that waits for the event's last record outside the capture.
+        let external = own.is_some() && flags & WAIT_EXTERNAL != 0;
+        let captured = if streams::capturing() && !external { event.capture() } else { None };
         if let Some(capture) = &captured {
             // The default stream cannot take part; a capture that has ended is an error.
             if stream.handle == 0 {
@@ -250,14 +256,15 @@ driver! {
             }
         } else {
             stream.usable()?;
-            if let Some(own) = stream.capture()
+            if let Some(own) = &own
                 && event.recorded()
+                && !external
             {
                 own.invalidate();
                 return Err(STREAM_CAPTURE_ISOLATION);
             }
             // The event has happened already.
-            if event.pending().is_none() && !event.is_shared() && stream.capture().is_none() {
+            if event.pending().is_none() && !event.is_recorded_elsewhere() && own.is_none() {
                 return client.take_late_error();
             }
         }
@@ -269,9 +276,11 @@ driver! {
         })?;
         match captured {
             Some(capture) => stream.join(&capture),
+            None if own.is_some() => {}
             None => {
-                if event.pending().is_some() && streams::tracking(client) {
-                    stream.positions.covers_also(&event.covers(), seq);
+                let waits = event.pending().is_some() || event.is_in_graphs();
+                if waits && streams::tracking(client) {
+                    stream.positions.covers_also(&event.covers_before(seq), seq);
                 }
             }
         }
