@@ -177,11 +177,17 @@ async fn each_event_says_whom_it_concerns_and_why() {
     say(Request::Close).await;
     journal.has(Event::SessionClosed, &[("USER", &me), ("SESSION", &id)]).await;
 
-    // The test covers exactly the events of the client's catalog.
+    // The test covers the events of the client's catalog, but those of certificates, which need a
+    // server that renews: tests of the server run through them.
+    let of_certificates = [Event::IdentityRenewed, Event::IdentityExpiring, Event::IdentityExpired];
     let logged: std::collections::BTreeSet<String> =
         journal.0.borrow().iter().map(|entry| entry["MESSAGE_ID"].clone()).collect();
     for event in Event::ALL {
         let explained = catalog(CATALOGS[0]).contains(&event.id());
+        if of_certificates.contains(event) {
+            assert!(explained, "{event:?}");
+            continue;
+        }
         assert_eq!(logged.contains(&event.id()), explained, "{event:?}");
     }
     until(&engine, |s| s.sessions.is_empty()).await;
