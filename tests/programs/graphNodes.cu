@@ -344,7 +344,7 @@ static void events(cudaStream_t stream, int *device) {
         CHECK(cudaDeviceSynchronize());
         for (int round = 1; round <= 4; round++) {
             // The launch waits for this kernel only if it was captured so.
-            count_up<<<1, 1, 0, other>>>(device + 1, TIMES);
+            if (captured) count_up<<<1, 1, 0, other>>>(device + 1, TIMES);
             CHECK(cudaEventRecord(before, other));
             CHECK(cudaGraphLaunch(exec, stream));
             if (round % 2) {

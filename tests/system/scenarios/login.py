@@ -134,9 +134,12 @@ def run(site, check):
             assert not [word for word in ("rror", "ndefined", "ot found") if word in seen], seen
     with check("variables that a user has set stay"):
         expect(client.ok(f"ssh alice@client 'env NCCL_DEBUG=INFO {PROBE}'"), "setting=INFO")
-        client.ok("echo 'NCCL_DEBUG=TRACE' >>/etc/environment")
-        expect(client.ok(f"ssh alice@client {PROBE}"), "setting=TRACE")
-        client.ok("sed -i /NCCL_DEBUG/d /etc/environment")
+        # Jobs of cron read that file, too.
+        client.ok("systemctl stop cron; echo 'NCCL_DEBUG=TRACE' >>/etc/environment")
+        try:
+            expect(client.ok(f"ssh alice@client {PROBE}"), "setting=TRACE")
+        finally:
+            client.ok("sed -i /NCCL_DEBUG/d /etc/environment; rm -f /tmp/cron.out; systemctl start cron")
     with check("no LD_* variable is set"):
         seen = client.ok("ssh alice@client env")
         if "LD_" in seen:
