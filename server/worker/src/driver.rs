@@ -31,6 +31,10 @@ pub mod status {
 /// Symbol that our own libraries export, so that a worker never forwards calls to itself.
 pub const MARKER: &[u8] = b"gpusession_marker\0";
 
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts, by its device
+/// address.
+pub const REGISTER_MAPPED: u32 = 1 | 2;
+
 /// Returns `Ok` for success.
 pub fn check(status: Status) -> Result<(), Status> {
     if status == 0 { Ok(()) } else { Err(status) }

@@ -19,7 +19,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 
-use crate::driver::{Address, Driver, Status, check, status};
+use crate::driver::{Address, Driver, REGISTER_MAPPED, Status, check, status};
 
 /// Bytes of a page, which is no smaller than a page of the host.
 const PAGE: usize = 64 << 10;
@@ -29,8 +29,6 @@ const PLACES: u64 = 8;
 pub const EVENT: usize = 16 * PLACES as usize;
 /// Most pages of a process, and most pages of others that it uses.
 const MAX_PAGES: usize = 256;
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
-const REGISTER: u32 = 1 | 2;
 /// Bits of a claim that name the process.
 const TAG_BITS: u32 = 24;
 
@@ -116,7 +114,7 @@ impl Page {
         let start = self.address.as_ptr().cast();
         let mut device = 0;
         // SAFETY: the mapping has that size, and is unregistered before it ends.
-        check(unsafe { (driver.call.cuMemHostRegister_v2)(start, PAGE, REGISTER) })?;
+        check(unsafe { (driver.call.cuMemHostRegister_v2)(start, PAGE, REGISTER_MAPPED) })?;
         // SAFETY: just registered; the out pointer is valid.
         check(unsafe { (driver.call.cuMemHostGetDevicePointer_v2)(&mut device, start, 0) })
             .inspect_err(|_| self.unregister(driver))?;

@@ -10,11 +10,9 @@ use std::ptr::NonNull;
 use gpusession_proto::changes::BLOCK;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::driver::{Address, Driver, Handle, Status, check, status};
+use crate::driver::{Address, Driver, Handle, REGISTER_MAPPED, Status, check, status};
 use crate::objects::block_hash::{Hash, KERNEL, KERNEL_KEYS, KEYS, Keys, ptx};
 
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
-const REGISTER: u32 = 1 | 2;
 /// Blocks that the device hashes before the worker looks at the hashes: 64 MiB of memory.
 const BATCH: usize = 16384;
 /// Bytes that the worker copies before it waits for them.
@@ -76,7 +74,7 @@ impl Finder {
         let mut seen = 0;
         // SAFETY: just mapped, and unmapped below only; the out pointer is valid.
         let shown =
-            check(unsafe { (driver.call.cuMemHostRegister_v2)(memory.as_ptr(), len.get(), REGISTER) })
+            check(unsafe { (driver.call.cuMemHostRegister_v2)(memory.as_ptr(), len.get(), REGISTER_MAPPED) })
                 .and_then(|()| {
                     // SAFETY: just registered; the out pointer is valid.
                     check(unsafe {

@@ -14,7 +14,7 @@ use gpusession_proto::supervise::FromWorker;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::answer::{Answer, Done, Failure};
-use crate::driver::{Address, Status, check, status};
+use crate::driver::{Address, REGISTER_MAPPED, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::block_hash::Hash;
 use crate::objects::device_blocks::{Finder, Region};
@@ -22,8 +22,6 @@ use crate::objects::mirrors::{Backing, Inner, Mirror, Mirrors};
 use crate::ops::allocations;
 use crate::session::Session;
 
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
-const REGISTER: u32 = 1 | 2;
 const PAGE: usize = 4096;
 
 impl Mirrors {
@@ -248,7 +246,7 @@ fn own(
     let call = &session.driver.call;
     let mut device = 0;
     // SAFETY: just mapped, and unmapped only by `remove`.
-    let registered = check(unsafe { (call.cuMemHostRegister_v2)(mapping.as_ptr(), mapped, REGISTER) });
+    let registered = check(unsafe { (call.cuMemHostRegister_v2)(mapping.as_ptr(), mapped, REGISTER_MAPPED) });
     let known = registered.and_then(|()| {
         // SAFETY: just registered; the out pointer is valid.
         check(unsafe { (call.cuMemHostGetDevicePointer_v2)(&mut device, mapping.as_ptr(), 0) })
