@@ -94,6 +94,9 @@ impl Daemon {
         if let Some(sharing) = spec.sharing.map(Sharing::as_str) {
             options.insert(request::SHARING, sharing.into());
         }
+        if !spec.servers.is_empty() {
+            options.insert(request::SERVERS, spec.servers.clone().into());
+        }
         if !spec.model.is_empty() {
             options.insert(request::MODEL, spec.model.as_str().into());
         }
@@ -206,7 +209,8 @@ fn of_bus(error: zbus::Error) -> Failure {
         }
         error::NOT_SUPPORTED => (
             code::FAILED,
-            "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
+            "`gpusession status` shows how many GPUs the servers have; ask for less or another model, or name \
+             several servers: --server A --server B",
         ),
         error::NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows all leases"),
         error::INVALID_ARGS => (code::USAGE, ""),
@@ -219,7 +223,8 @@ fn of_bus(error: zbus::Error) -> Failure {
         }
         _ => (code::FAILED, ""),
     };
-    let failure = Failure::new(code, message);
+    let no_room = matches!(name.as_str(), error::NO_CAPACITY | error::NOT_SUPPORTED);
+    let failure = Failure { no_room, ..Failure::new(code, message) };
     if hint.is_empty() { failure } else { failure.hint(hint) }
 }
 

@@ -35,12 +35,14 @@ pub struct Failure {
     pub message: String,
     /// Remedy, printed on a line of its own.
     pub hint: Option<String>,
+    /// Whether a server has too few GPUs for the request, free or at all.
+    pub no_room: bool,
 }
 
 impl Failure {
     /// A failure with its exit code.
     pub fn new(code: i32, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), hint: None }
+        Self { code, message: message.into(), hint: None, no_room: false }
     }
 
     /// Wrong use.
@@ -69,7 +71,8 @@ impl Failure {
             // Not `NO_CAPACITY`: trying again does not help.
             Trouble::NeverFits => (
                 code::FAILED,
-                "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
+                "`gpusession status` shows how many GPUs the servers have; ask for less or another model, or name \
+                 several servers: --server A --server B",
             ),
             Trouble::LimitExceeded | Trouble::OutOfMemory => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
@@ -87,7 +90,8 @@ impl Failure {
             Trouble::Invalid => (code::USAGE, ""),
             Trouble::NoSuchLease => (code::FAILED, "`gpusession list` shows all leases"),
         };
-        let failure = Self::new(code, error.message.clone());
+        let no_room = matches!(error.trouble, Trouble::NoCapacity | Trouble::NeverFits);
+        let failure = Self { no_room, ..Self::new(code, error.message.clone()) };
         if hint.is_empty() { failure } else { failure.hint(hint) }
     }
 

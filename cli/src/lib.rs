@@ -9,6 +9,7 @@ mod exit;
 mod health;
 mod lease_file;
 mod leave;
+mod releases;
 mod report;
 mod run;
 mod servers;
@@ -23,12 +24,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use gpusession_common::units::{human_duration, parse_duration};
-use gpusessiond::client::{self, Remote};
+use gpusessiond::client;
 use gpusessiond::environment::Environment;
 use gpusessiond::identity::{self, Home};
-use gpusessiond::leases::Leases as _;
+use gpusessiond::leases::{Leases as _, Spec};
 use gpusessiond::paths;
-use gpusessiond::pool::{PoolServer as _, Trouble};
 use gpusessiond::units::control_address;
 use serde_json::json;
 
@@ -188,7 +188,7 @@ struct Run {
     #[arg(long)]
     new: bool,
     /// Use the lease of a file written by `gpusession request`
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "sm_count", "sharing", "model", "servers"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "sm_count", "sharing", "model", "servers", "servers_file"])]
     lease: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
@@ -529,15 +529,14 @@ async fn run_program(run: Run) -> Result<i32> {
     if let Some(path) = &run.lease {
         return run_on(&LeaseFile::load(path)?, &run.program).await;
     }
-    if !run.wanted.servers.is_empty() {
-        return run::direct(
-            &run.wanted.servers,
-            run.wanted.allow_clear,
-            run.wanted.spec(),
-            None,
-            &run.program,
-        )
-        .await;
+    let servers = run.wanted.addresses()?;
+    if !servers.is_empty() {
+        return match by_daemon(&servers).await {
+            false => {
+                run::direct(&servers, run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await
+            }
+            true => run_new(&Daemon::connect().await?, servers, &run).await,
+        };
     }
     let daemon = match Daemon::connect().await {
         Ok(daemon) => daemon.describe_mine().await.map(|(described, mine)| (daemon, described, mine)),
@@ -559,12 +558,7 @@ async fn run_program(run: Run) -> Result<i32> {
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
     // A lease of class session or user comes with the program's first CUDA call.
     if run.new || (session.is_empty() && !described.leases_on_demand) {
-        let mut spec = run.wanted.spec();
-        spec.why =
-            run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
-        let created = daemon.create(&spec, false).await.map_err(Failure::no_lease)?;
-        let environment = unset(daemon.environment(&created.id).await?);
-        return run::program_with(&run.program, environment).await;
+        return run_new(&daemon, Vec::new(), &run).await;
     }
     let mut environment = if session.is_empty() { Vec::new() } else { unset(described.environment.clone()) };
     let have: u32 = session.iter().map(|l| l.gpus).sum();
@@ -588,6 +582,27 @@ async fn run_program(run: Run) -> Result<i32> {
         environment.push(("CUDA_VISIBLE_DEVICES".into(), subset(n).into()));
     }
     run::program_with(&run.program, environment).await
+}
+
+/// Returns `true` if the daemon leases from the servers, for a user without an identity of their
+/// own.
+async fn by_daemon(servers: &[String]) -> bool {
+    servers.is_empty() || (!Home::user().is_some_and(|home| home.exists()) && daemon::runs().await)
+}
+
+/// Runs a program on new leases of the daemon, from any or from the named servers.
+async fn run_new(daemon: &Daemon, servers: Vec<String>, run: &Run) -> Result<i32> {
+    let why = run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
+    let spec = Spec { why, servers: servers.clone(), ..run.wanted.spec() };
+    let create = async |spec: Spec| daemon.create(&spec, false).await;
+    let leases = run::lease(&servers, spec, create).await.map_err(|(_, failure)| failure.no_lease())?;
+    let mut environment = BTreeMap::new();
+    for lease in leases.iter().rev() {
+        environment.extend(daemon.environment(&lease.id).await?);
+    }
+    let ids: Vec<&str> = leases.iter().map(|lease| lease.id.as_str()).collect();
+    environment.insert("GPUSESSION_LEASE".into(), ids.join(","));
+    run::program_with(&run.program, unset(environment)).await
 }
 
 /// Returns the first `n` of the devices that the user made visible, or of all.
@@ -622,6 +637,7 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
                 sharing: None,
                 model: None,
                 servers: vec![],
+                servers_file: None,
                 allow_clear: file.allow_clear,
             }
             .spec();
@@ -637,7 +653,9 @@ async fn request(request: Request, json: bool) -> Result<i32> {
     spec.ttl = Some(request.ttl);
     spec.why = "gpusession request".into();
     let (gpus, allow_clear) = (spec.gpus, request.wanted.allow_clear);
-    let (file, expires_usec) = if request.wanted.servers.is_empty() {
+    let servers = request.wanted.addresses()?;
+    let (file, expires_usec) = if by_daemon(&servers).await {
+        spec.servers = servers;
         let daemon = Daemon::connect().await?;
         let id = daemon.create(&spec, true).await?.id;
         // The lease exists even if this call fails.
@@ -647,7 +665,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
             LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![], allow_clear };
         (file, expires_usec)
     } else {
-        let direct = run::Direct::new(&request.wanted.servers, allow_clear).await?;
+        let direct = run::Direct::new(&servers, allow_clear).await?;
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
@@ -691,7 +709,7 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
         let file = LeaseFile::load(path)?;
         let pending = match file.via {
             Via::Daemon => Daemon::connect().await?.release_if_there(&file.id).await.map(|()| None)?,
-            Via::Servers => release_at(&file).await?,
+            Via::Servers => releases::release(&file).await?,
         };
         let _ = std::fs::remove_file(path);
         (file.id, pending)
@@ -707,26 +725,12 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
     } else {
         match pending {
             None => print(&format!("lease {id} released")),
-            Some(why) => print(&format!("lease {id} could not be released: {why}; it expires by itself")),
+            Some(why) => print(&format!(
+                "lease {id} is not released yet: {why}; the next `gpusession run --server`, `request` or `release` repeats it"
+            )),
         }
     }
     Ok(0)
-}
-
-/// Releases the lease at its servers that answer within 3 s; at the others it expires.
-async fn release_at(file: &LeaseFile) -> Result<Option<String>> {
-    let identity = Home::of_caller().load().map_err(|e| Failure::of_identity(&e))?;
-    let mut trouble = None;
-    for address in &file.servers {
-        let remote = Remote::new(address, &identity).map_err(|e| Failure::of_pool(&e))?;
-        match tokio::time::timeout(Duration::from_secs(3), remote.release(file.id.clone())).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) if error.trouble == Trouble::Unreachable => trouble = Some(error.message),
-            Ok(Err(error)) => return Err(Failure::of_pool(&error)),
-            Err(_) => trouble = Some(format!("{address} did not answer within 3 s")),
-        }
-    }
-    Ok(trouble)
 }
 
 async fn join(join: Join, json: bool) -> Result<i32> {

@@ -1,5 +1,6 @@
 //! `gpusession run`: a program with leased GPUs.
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
@@ -12,11 +13,11 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
 use gpusessiond::access::Gate;
 use gpusessiond::client::Remote;
-use gpusessiond::config::Config;
+use gpusessiond::config::{Config, Servers};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, HostFacts};
-use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
+use gpusessiond::leases::{LeaseFacts, Leases, Slot, Snapshot, Spec};
 use gpusessiond::paths;
 use gpusessiond::peer;
 use gpusessiond::pool::PoolServer;
@@ -27,10 +28,15 @@ use nix::unistd::Pid;
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::exit::{Failure, Result};
+use crate::exit::{Failure, Result, code};
+use crate::releases;
 
 /// Time to wait, after a program exits, for its libraries' final messages.
 const OUTPUT_GRACE: Duration = Duration::from_millis(250);
+/// Time to release leases before this process exits.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// Most leases of one program.
+const MAX_LEASES: usize = 8;
 /// Signals that a person or a batch system sends to `gpusession run` and intends for the program.
 const PASSED_ON: [Signal; 6] =
     [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
@@ -57,15 +63,39 @@ pub struct Wanted {
     /// GPU model, as `gpusession list` shows it
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
-    /// Server to lease from, without the daemon; may be repeated, the first with room is used
+    /// Server to lease from; may be repeated. The first with room for all GPUs is used
     #[arg(long = "server", value_name = "HOST[:PORT]")]
     pub servers: Vec<String>,
+    /// File of servers to lease from, as servers.toml
+    #[arg(long = "servers", value_name = "FILE")]
+    pub servers_file: Option<PathBuf>,
     /// Without the daemon: also use a server that does not encrypt the program's data
     #[arg(long)]
     pub allow_clear: bool,
 }
 
 impl Wanted {
+    /// Returns the control addresses of `--server` and of `--servers`, each once, in that order.
+    pub fn addresses(&self) -> Result<Vec<String>> {
+        let mut addresses = Vec::new();
+        for server in &self.servers {
+            addresses.push(control_address(server).map_err(Failure::usage)?);
+        }
+        if let Some(path) = &self.servers_file {
+            let wrong = |what: String| Failure::new(code::CONFIGURATION, what);
+            let servers = Servers::load(path).map_err(|e| wrong(e.to_string()))?;
+            let named = servers.ok_or_else(|| wrong(format!("{}: not found", path.display())))?.addresses();
+            if named.is_empty() {
+                return Err(wrong(format!("{}: names no server", path.display()))
+                    .hint("add [[server]] with address = \"HOST\""));
+            }
+            addresses.extend(named);
+        }
+        let mut seen = HashSet::new();
+        addresses.retain(|address| seen.insert(address.clone()));
+        Ok(addresses)
+    }
+
     /// Converts the options into a specification for the lease manager.
     pub fn spec(&self) -> Spec {
         let key = format!("request/{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
@@ -98,10 +128,11 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// Connects to the servers `named`, else to those of the caller's `servers.toml`.
+    /// Connects to the servers at `addresses`; without any, to those of the caller's
+    /// `servers.toml`.
     ///
     /// Renews the caller's own identity while the process lives, and follows renewals by others.
-    pub async fn new(named: &[String], allow_clear: bool) -> Result<Self> {
+    pub async fn new(addresses: &[String], allow_clear: bool) -> Result<Self> {
         let home = Home::of_caller();
         let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
         let standing = tokio::sync::watch::Sender::new(None);
@@ -111,10 +142,10 @@ impl Direct {
             renewer.look().await;
         }
         tokio::spawn(renewer.follow());
-        let servers = if named.is_empty() {
-            home.addresses().map_err(|e| Failure::of_identity(&e))?
-        } else {
-            named.iter().map(|s| control_address(s).map_err(Failure::usage)).collect::<Result<Vec<_>>>()?
+        releases::repeat_meanwhile(home.clone(), identity.clone());
+        let servers = match addresses {
+            [] => home.addresses().map_err(|e| Failure::of_identity(&e))?,
+            addresses => addresses.to_vec(),
         };
         let remotes = servers
             .iter()
@@ -139,7 +170,7 @@ impl PrivateSocket {
     }
 }
 
-/// Runs a program without a daemon, on a lease of its own or on the lease `known`.
+/// Runs a program without a daemon, on leases of its own or on the lease `known`.
 ///
 /// `allow_clear`: the program's data may be unencrypted. `spec` repeats the request of a known
 /// lease, which yields the same lease; that lease is not released afterwards.
@@ -153,13 +184,27 @@ pub async fn direct(
     let direct = Direct::new(servers, allow_clear).await?;
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
     spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
-    let lease = tokio::select! {
-        lease = engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e).no_lease())?.facts,
-        code = interrupted() => return Ok(code),
+    let create = async |spec| match engine.create(spec).await {
+        Ok(lease) => Ok(lease.facts),
+        Err(error) => Err(Failure::of_pool(&error)),
     };
-    if let Some(known) = known.filter(|id| *id != lease.id) {
-        engine.release(lease.slot, "the requested lease does not exist any more").await;
-        engine.shutdown(Duration::from_secs(5)).await;
+    let leases = tokio::select! {
+        leases = lease(&direct.servers, spec, create) => leases,
+        // The engine's end releases what it was asked for.
+        code = interrupted() => {
+            engine.shutdown(SHUTDOWN_GRACE).await;
+            return Ok(code);
+        }
+    };
+    let leases = match leases {
+        Ok(leases) => leases,
+        Err((leases, failure)) => {
+            release(engine.as_ref(), &leases, "the servers together have too few GPUs").await;
+            return Err(failure.no_lease());
+        }
+    };
+    if let Some(known) = known.filter(|id| leases.iter().all(|lease| lease.id != *id)) {
+        release(engine.as_ref(), &leases, "the requested lease does not exist any more").await;
         let over = format!("lease {known} does not exist any more: it expired, or was released");
         return Err(Failure::new(1, over).hint("`gpusession request -o FILE` creates another").no_lease());
     }
@@ -176,28 +221,85 @@ pub async fn direct(
     let server = grant::Server::new(engine.clone(), gate, Duration::from_secs(30), Limits::default());
     let serving = tokio::spawn(Arc::new(server).serve(listener));
 
+    let ids: Vec<&str> = leases.iter().map(|lease| lease.id.as_str()).collect();
     let environment = vec![
         ("GPUSESSION_SOCKET".to_owned(), socket.path().into_os_string()),
-        ("GPUSESSION_LEASE".to_owned(), lease.id.clone().into()),
+        ("GPUSESSION_LEASE".to_owned(), ids.join(",").into()),
     ];
     let code = program_with(program, environment).await;
-    complain(engine.as_ref(), lease.slot).await;
+    complain(engine.as_ref(), &leases).await;
     serving.abort();
-    if known.is_some() {
-        return code;
+    if known.is_none() {
+        release(engine.as_ref(), &leases, "its program exited").await;
     }
-    engine.release(lease.slot, "its program exited").await;
-    engine.shutdown(Duration::from_secs(5)).await;
     code
 }
 
+/// Leases GPUs from one of the servers, else from several: a lease on each, in the servers' order.
+///
+/// `create` asks once for a lease. An error comes with the leases that were created before it.
+pub async fn lease<L>(
+    servers: &[String],
+    spec: Spec,
+    create: impl AsyncFn(Spec) -> Result<L>,
+) -> std::result::Result<Vec<L>, (Vec<L>, Failure)> {
+    let wanted = spec.gpus;
+    let refused = match create(spec.clone()).await {
+        Ok(lease) => return Ok(vec![lease]),
+        Err(failure) => failure,
+    };
+    // A known request has one lease.
+    if !refused.no_room || wanted < 2 || servers.len() < 2 || spec.request_id.is_some() {
+        return Err((Vec::new(), refused));
+    }
+    let (mut leases, mut missing) = (Vec::new(), wanted);
+    for server in servers.iter().take(MAX_LEASES) {
+        // The server decides whether a request fits, for its memory, model and limits too.
+        for gpus in (1..=missing).rev() {
+            let part = Spec {
+                gpus,
+                servers: vec![server.clone()],
+                key: format!("{}/{}", spec.key, leases.len()),
+                ..spec.clone()
+            };
+            match create(part).await {
+                Ok(lease) => {
+                    leases.push(lease);
+                    missing -= gpus;
+                    break;
+                }
+                Err(failure) if failure.no_room => {}
+                // The next server may answer.
+                Err(_) => break,
+            }
+        }
+        if missing == 0 {
+            return Ok(leases);
+        }
+    }
+    let message = format!(
+        "{}; {} of {wanted} GPUs are free on all servers together",
+        refused.message,
+        wanted - missing
+    );
+    Err((leases, Failure { message, ..refused }))
+}
+
+async fn release(engine: &dyn Leases, leases: &[LeaseFacts], reason: &str) {
+    for lease in leases {
+        engine.release(lease.slot, reason).await;
+    }
+    engine.shutdown(SHUTDOWN_GRACE).await;
+}
+
 /// Prints the failures that the program's libraries reported, since no daemon shows them later.
-async fn complain(engine: &dyn Leases, slot: Slot) {
+async fn complain(engine: &dyn Leases, leases: &[LeaseFacts]) {
     let mut snapshot = engine.snapshot();
-    let over = |s: &Arc<Snapshot>| s.lease_facts().all(|l| l.slot != slot || l.processes == 0);
+    let ours = |slot: Slot| leases.iter().any(|lease| lease.slot == slot);
+    let over = |s: &Arc<Snapshot>| s.lease_facts().all(|l| !ours(l.slot) || l.processes == 0);
     let _ = tokio::time::timeout(OUTPUT_GRACE, snapshot.wait_for(over)).await;
     let last = snapshot.borrow().clone();
-    for (failure, _) in last.lease_facts().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
+    for (failure, _) in last.lease_facts().filter(|l| ours(l.slot)).flat_map(|l| &l.failures) {
         let what = if failure.running { "lost its GPUs" } else { "could not be served" };
         eprintln!("gpusession: process {} ({}) {what}: {}", failure.pid, failure.program, failure.reason);
     }

@@ -111,7 +111,7 @@ pub fn is_ours(key: &str) -> bool {
 pub fn variable(key: &str) -> &'static str {
     match key {
         "GPUSESSION_ID" => "a hint at the login session; not secret, and never stale",
-        "GPUSESSION_LEASE" => "the lease that programs use instead of the session's",
+        "GPUSESSION_LEASE" => "the lease, or a list ID,ID, that programs use instead of the session's",
         "GPUSESSION_DISABLE" => "1: programs of this shell have no remote GPU",
         "GPUSESSION_TRACE" => "what gpusession's libraries print on stderr: why, missing, errors, summary",
         "GPUSESSION_TRACE_FILE" => "the file to which they print it instead",

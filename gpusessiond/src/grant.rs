@@ -267,7 +267,7 @@ impl Server {
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);
         let wish = WorkerRequest {
-            lease: request.lease.filter(|l| !l.is_empty()),
+            lease: request.lease.filter(|named| !named.trim().is_empty()),
             program,
             executable: ticket::shortened(&executable).to_owned(),
             environment: request.environment.into_iter().collect(),

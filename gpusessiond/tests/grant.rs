@@ -324,6 +324,37 @@ async fn access_decides_and_a_named_lease_must_be_the_callers() {
 }
 
 #[tokio::test]
+async fn a_program_gets_all_leases_that_it_names_in_their_order_or_none() {
+    let me = nix::unistd::getuid().as_raw();
+    let sims = [SimServer::new("gpu-a", 2), SimServer::new("gpu-b", 2)];
+    let engine = engine(&[&sims[0], &sims[1]]);
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let mut ids = Vec::new();
+    // Simulated servers number their leases alike; those of real ones have random ids.
+    for (key, server) in [("other", "gpu-b"), ("first", "gpu-b"), ("second", "gpu-a")] {
+        let spec = Spec { servers: vec![server.into()], ..Spec::requested(key.into(), me) };
+        until(&engine, |s| s.server_facts().any(|known| known.name == server)).await;
+        ids.push(engine.create(spec).await.unwrap().facts.id);
+    }
+    ids.remove(0);
+    let named = |list: String| Request { lease: Some(list), ..request() };
+    let (reply, _c) = ask_async(&socket.path, named(ids.join(", "))).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    assert_eq!(endpoints.iter().map(|e| &e.lease).collect::<Vec<_>>(), ids.iter().collect::<Vec<_>>());
+    let many = vec![ids[0].clone(); 9].join(",");
+    for (list, words) in [
+        (format!("{},nonesuch", ids[0]), "lease nonesuch: not found"),
+        (format!("{0},{0}", ids[0]), "twice"),
+        (format!("{},", ids[0]), "not found"),
+        (many, "twice"),
+    ] {
+        let (reply, _c) = ask_async(&socket.path, named(list)).await;
+        let Reply::Denied { denial: Denial::NoDevice, reason } = reply else { panic!("{reply:?}") };
+        assert!(reason.contains(words), "{reason}");
+    }
+}
+
+#[tokio::test]
 async fn a_users_own_configured_lease_comes_before_the_one_for_all() {
     let me = nix::unistd::User::from_uid(nix::unistd::getuid()).unwrap().unwrap().name;
     let sim = SimServer::new("gpu-a", 4);

@@ -132,6 +132,19 @@ impl Site {
         site
     }
 
+    /// A second server of another site's pool, not started yet.
+    fn beside(first: &Self) -> Self {
+        let site = Self::new();
+        let config = std::fs::read_to_string(site.path("gpuserver.toml")).unwrap();
+        std::fs::write(site.path("gpuserver.toml"), config.replace("gpu-a", "gpu-b")).unwrap();
+        std::fs::remove_dir_all(site.path("server")).unwrap();
+        std::fs::create_dir(site.path("server")).unwrap();
+        let pool = site.path("pool.pem");
+        std::fs::write(&pool, first.gpuserver(&["pool", "export"])).unwrap();
+        site.gpuserver(&["pool", "import", &pool.display().to_string()]);
+        site
+    }
+
     /// A pool with real workers on two simulated GPUs.
     fn with_simulated_gpus() -> Self {
         let mut site = Self::new();
@@ -571,14 +584,97 @@ fn run_without_a_daemon_leases_and_gives_back() {
     assert_eq!(request.status.code(), Some(1), "{}", text(&request.stderr));
     let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
     assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
-    // With the server down, `release` succeeds all the same.
+    // With the server down, `release` succeeds all the same, and the next command repeats it.
     server.kill();
     let release = site.gpusession(&["release", &file]);
     assert_eq!(release.status.code(), Some(0), "{}", text(&release.stderr));
-    assert!(text(&release.stdout).contains("expires by itself"), "{}", text(&release.stdout));
+    assert!(text(&release.stdout).contains("not released yet"), "{}", text(&release.stdout));
+    assert!(!Path::new(&file).exists());
+    let server = site.start_server();
+    assert!(!site.gpuserver(&["leases"]).contains("no leases"));
+    let sleep = ["run", "--server", &address, "-m", "1%", "--", "sleep", "1"];
+    site.until("the release", |site| {
+        site.gpusession(&sleep);
+        site.gpuserver(&["leases"]).contains("no leases").then_some(())
+    });
+    let waiting = site.path("home/.config/gpusession/releases");
+    assert_eq!(std::fs::read_dir(waiting).unwrap().count(), 0);
+    server.kill();
     let unreachable = site.gpusession(&["run", "--server", &address, "--", "true"]);
     assert_eq!(unreachable.status.code(), Some(125));
     assert!(text(&unreachable.stderr).contains(&address), "{}", text(&unreachable.stderr));
+}
+
+#[test]
+fn one_program_gets_gpus_of_several_servers() {
+    let mut site = Site::new();
+    let mut other = Site::beside(&site);
+    let (_server, second) = (site.start_server(), other.start_server());
+    let file = site.path("two.toml").display().to_string();
+    let two =
+        format!("[[server]]\naddress = \"{}\"\n[[server]]\naddress = \"{}\"\n", site.address, other.address);
+    std::fs::write(&file, two).unwrap();
+    let ids = |output: &Output| {
+        let ids: Vec<String> = text(&output.stdout).trim().split(',').map(str::to_owned).collect();
+        assert!(ids.iter().all(|id| id.len() == 12), "{}: {}", text(&output.stdout), text(&output.stderr));
+        ids.len()
+    };
+    let (address, servers) = (site.address.clone(), ["--servers".to_owned(), file.clone()]);
+    let addresses = ["--server", &site.address, "--server", &other.address].map(str::to_owned);
+    let run = |site: &Site, servers: &[String], gpus: &str| {
+        let servers: Vec<&str> = servers.iter().map(String::as_str).collect();
+        let program = ["--", "sh", "-c", "echo $GPUSESSION_LEASE"];
+        site.gpusession(&[&["run", "-n", gpus][..], &servers, &program].concat())
+    };
+    let nothing_is_left = |site: &Site, other: &Site| {
+        for site in [site, other] {
+            site.until("the release", |s| s.gpuserver(&["leases"]).contains("no leases").then_some(()));
+        }
+    };
+
+    // With an identity of the user's own, and no daemon.
+    let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me"]);
+    assert!(joined.status.success(), "{}", text(&joined.stderr));
+    assert_eq!(ids(&run(&site, &addresses, "2")), 1, "one server has room");
+    assert_eq!(ids(&run(&site, &addresses, "4")), 2);
+    assert_eq!(ids(&run(&site, &servers, "3")), 2);
+    nothing_is_left(&site, &other);
+    let five = run(&site, &servers, "5");
+    assert_eq!(five.status.code(), Some(125));
+    assert!(text(&five.stderr).contains("4 of 5 GPUs"), "{}", text(&five.stderr));
+    nothing_is_left(&site, &other);
+    for (content, words) in [("", "names no server"), ("[[server]]\nadress = \"x\"\n", "adress")] {
+        std::fs::write(site.path("bad.toml"), content).unwrap();
+        let bad = run(&site, &["--servers".into(), site.path("bad.toml").display().to_string()], "1");
+        assert_eq!(bad.status.code(), Some(125));
+        assert!(text(&bad.stderr).contains(words), "{}", text(&bad.stderr));
+    }
+    let missing = run(&site, &["--servers".into(), "/nonesuch".into()], "1");
+    assert!(text(&missing.stderr).contains("/nonesuch: not found"), "{}", text(&missing.stderr));
+
+    // Without one, the daemon leases from the servers that it knows.
+    assert!(site.gpusession(&["leave", "--user"]).status.success());
+    site.gpuserver(&["clients", "forget", "me"]);
+    site.configure("[client]\nname = \"vm-1\"\n", &site.token());
+    let _daemon = site.start_daemon();
+    // The daemon writes the server's own list when it joins.
+    site.described("the first server", |d| d["servers"][0]["state"] == "online");
+    std::fs::write(site.path("etc/servers.toml"), std::fs::read(&file).unwrap()).unwrap();
+    assert!(site.gpusession(&["reload"]).status.success());
+    site.described("both servers", |d| {
+        d["servers"]
+            .as_array()
+            .is_some_and(|all| all.len() == 2 && all.iter().all(|s| s["state"] == "online"))
+    });
+    assert_eq!(ids(&run(&site, &servers, "4")), 2);
+    nothing_is_left(&site, &other);
+    let unknown = run(&site, &["--server".into(), "127.0.0.1:1".into()], "1");
+    assert_eq!(unknown.status.code(), Some(125));
+    assert!(text(&unknown.stderr).contains("127.0.0.1:1: not in the pool"), "{}", text(&unknown.stderr));
+    let five = run(&site, &servers, "5");
+    assert!(text(&five.stderr).contains("4 of 5 GPUs"), "{}", text(&five.stderr));
+    nothing_is_left(&site, &other);
+    second.stop();
 }
 
 #[test]

@@ -70,7 +70,7 @@ keys! {
         /// Number of GPUs, all of one server.
         ///
         /// A program sees the GPUs of all its leases that are granted when it starts, in the order
-        /// of the files, unless `GPUSESSION_LEASE` names one lease; at most eight leases. GPUs of
+        /// of the files, unless `GPUSESSION_LEASE` names some; at most eight leases. GPUs of
         /// one lease can do more together (see `user-guide.md`), so request several GPUs of a
         /// server as one lease.
         gpus: u32 = 1, between(1, 64);

@@ -16,9 +16,11 @@ use crate::pool::{PoolError, Trouble, unencrypted};
 
 /// Most users of whose programs a lease's failures are kept.
 const MAX_FAILURES: usize = 16;
+/// Most leases that one program can name; the library uses no more.
+const MAX_NAMED: usize = 8;
 
 impl Actor {
-    /// Selects a process's leases: the named one, else its session's, its user's, those for all.
+    /// Selects a process's leases: the named ones, else its session's, its user's, those for all.
     pub(super) fn select(
         &self,
         caller: &Caller,
@@ -29,20 +31,8 @@ impl Actor {
             Owner::User(name) => caller.user.as_deref() == Some(name),
             Owner::Everyone => caller.access,
         };
-        if let Some(id) = wish.lease.as_deref().filter(|id| !id.is_empty()) {
-            // A name may belong to leases of several sessions: that of the caller's session comes
-            // first.
-            let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
-            let named = self
-                .machine
-                .slots()
-                .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
-                .filter(|(_, w)| mine(&w.spec.owner) || caller.uid == 0)
-                .min_by_key(|(_, w)| another(w));
-            return match named {
-                Some((slot, _)) => Ok(vec![slot]),
-                None => Err((Denial::NoDevice, format!("lease {id}: not found among this user's leases"))),
-            };
+        if let Some(named) = wish.lease.as_deref() {
+            return self.named(named, caller, &mine);
         }
         let configured = |test: &dyn Fn(&Spec) -> bool| {
             let mut slots: Vec<_> = self
@@ -73,6 +63,46 @@ impl Actor {
             return Err((Denial::NoDevice, format!("[access] does not let {who} use this machine's GPUs")));
         }
         Ok(boot)
+    }
+
+    /// Finds the leases of a list `ID|NAME[,ID|NAME...]`, in its order.
+    fn named(
+        &self,
+        list: &str,
+        caller: &Caller,
+        mine: &dyn Fn(&Owner) -> bool,
+    ) -> Result<Vec<Slot>, (Denial, String)> {
+        // A name may belong to leases of several sessions: that of the caller's session comes
+        // first.
+        let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
+        let find = |id: &str| {
+            self.machine
+                .slots()
+                .filter(|_| !id.is_empty())
+                .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
+                .filter(|(_, w)| mine(&w.spec.owner) || caller.uid == 0)
+                .min_by_key(|(_, w)| another(w))
+                .map(|(slot, _)| slot)
+        };
+        // A lease's name may contain a comma.
+        if let Some(slot) = find(list) {
+            return Ok(vec![slot]);
+        }
+        let denied = |reason: String| (Denial::NoDevice, reason);
+        let mut slots = Vec::new();
+        for id in list.split(',').map(str::trim) {
+            if slots.len() == MAX_NAMED {
+                return Err(denied(format!("GPUSESSION_LEASE names more than {MAX_NAMED} leases")));
+            }
+            match find(id) {
+                Some(slot) if slots.contains(&slot) => {
+                    return Err(denied(format!("GPUSESSION_LEASE names lease {id} twice")));
+                }
+                Some(slot) => slots.push(slot),
+                None => return Err(denied(format!("lease {id}: not found among this user's leases"))),
+            }
+        }
+        Ok(slots)
     }
 
     /// Returns the held leases that a process would get, with their servers.
@@ -125,8 +155,10 @@ impl Actor {
                 slots.len()
             );
         }
-        if held.is_empty() {
-            let wanted = slots.first().and_then(|s| self.machine.slot(*s));
+        // A program gets all leases that it names, or none.
+        if held.is_empty() || (wish.lease.is_some() && held.len() < slots.len()) {
+            let missing = slots.iter().find(|slot| !held.contains(slot));
+            let wanted = missing.and_then(|slot| self.machine.slot(*slot));
             let _ =
                 reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is being allocated"));
             return;
