@@ -143,8 +143,11 @@ fn loader_file(facts: &Facts) -> Finding {
     let list = machine.exists("/usr/share/gpusession/ld.so.conf");
     match target {
         Ok(target) if target.ends_with("dev/null") => Finding::warning(
-            format!("{LINK} leads to /dev/null: the loader does not search gpusession's folder"),
-            "sudo gpusession setup-libs, unless another libcuda.so.1 is intended",
+            format!(
+                "{LINK} leads to /dev/null, as `setup-libs --remove` leaves it: the loader does not search \
+                 gpusession's folder"
+            ),
+            "sudo gpusession setup-libs",
         ),
         Ok(target) if !target.ends_with("usr/share/gpusession/ld.so.conf") => Finding::warning(
             format!("{LINK} leads to {}, not to the package's list", target.display()),

@@ -100,9 +100,9 @@ fn socket(facts: &Facts) -> Finding {
         ),
         (false, Daemon::Answers(..)) => Finding::fault(
             format!(
-                "{path} does not exist: programs do not reach the daemon; in a container, it is not mounted"
+                "{path} does not exist: programs do not reach the daemon; a container gets it by `gpusession cdi`"
             ),
-            "sudo systemctl restart gpusession; for a container: gpusession cdi",
+            "sudo systemctl restart gpusession.socket gpusession",
         ),
         (false, Daemon::Silent(_)) => Finding::skipped(format!("{path} does not exist, and no daemon runs")),
     }
@@ -261,7 +261,7 @@ fn profile(facts: &Facts) -> Finding {
         Ok(_) => Finding::ok("/etc/profile.d/gpusession.sh"),
         Err(unread) => Finding::warning(
             format!("{unread}: prompts do not warn of idle leases"),
-            "install the package gpusession again",
+            "sudo apt-get install --reinstall -o Dpkg::Options::=--force-confmiss gpusession, or dnf reinstall gpusession",
         ),
     }
 }

@@ -1,0 +1,147 @@
+"""Planted faults: `health` names each of them, and its remedy helps."""
+import contextlib
+import json
+import subprocess
+
+from harness import Failed, lab
+
+ORDER = 37
+# A folder with another vendor's libcuda.so.1, and one that imitates CUDA's folder of stubs.
+OTHER, STUBS = "/opt/other", "/opt/cuda/lib64/stubs"
+CUT = "/etc/gpusession/conf.d/zz-planted.toml"
+DROP_IN = "/etc/systemd/system/{}.service.d/planted.conf"
+
+
+class Fault:
+    """A fault that the scenario plants.
+
+    `remedy` replaces the finding's remedy, as a command, where that is a sentence; `variables`
+    precede the command `health`, and their absence is the remedy then.
+    """
+
+    def __init__(self, text, check, words, plant=None, state="fault", remedy=None, variables=None, host=None, held=None):
+        self.text, self.check, self.words, self.plant, self.state = text, check, words, plant, state
+        self.remedy, self.variables, self.host, self.held = remedy, variables, host, held
+
+
+def drop_in(unit, line):
+    path = DROP_IN.format(unit)
+    return f"mkdir -p $(dirname {path}) && printf '[Service]\\n{line}\\n' >{path} && systemctl daemon-reload", f"rm {path} && systemctl daemon-reload"
+
+
+@contextlib.contextmanager
+def nft(host, rule):
+    """Filters packets that arrive at a host."""
+    command = ["nsenter", "-t", str(lab.leader(lab.host(host.name))), "-n", "nft"]
+    rules = f"table inet planted {{ chain input {{ type filter hook input priority 0; {rule}; }}; }}"
+    subprocess.run([*command, "-f", "-"], input=rules, text=True, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*command, "delete table inet planted"], check=True)
+
+
+def client_faults(server):
+    stopped = "systemctl stop gpusession.service gpusession.socket"
+    changed, unchanged = drop_in("gpusession", "Nice=1")
+    return [
+        Fault("another vendor's library first in LD_LIBRARY_PATH", "library.first", OTHER, variables=f"LD_LIBRARY_PATH={OTHER}"),
+        Fault("CUDA's stubs in LD_LIBRARY_PATH", "library.first", "a stub for linking", variables=f"LD_LIBRARY_PATH={STUBS}"),
+        Fault("another vendor's library first in the loader's cache", "library.first", OTHER,
+              f"echo {OTHER} >/etc/ld.so.conf.d/00-other.conf && ldconfig", remedy="rm /etc/ld.so.conf.d/00-other.conf && ldconfig"),
+        Fault("the loader does not search gpusession's folder", "library.loader-file", "/dev/null", "gpusession setup-libs --remove", "warning"),
+        Fault("a shell that turned gpusession off", "library.variables", "GPUSESSION_DISABLE=1", variables="GPUSESSION_DISABLE=1"),
+        Fault("a shell that hides all GPUs", "library.variables", "hides all GPUs", variables="CUDA_VISIBLE_DEVICES="),
+        Fault("a library preloaded into every program", "library.preload", "libcuda", state="warning", variables=f"LD_PRELOAD={OTHER}/libcuda.so.1"),
+        Fault("a damaged file for containers", "library.cdi", "no JSON", "mkdir -p /etc/cdi && echo '{' >/etc/cdi/gpusession.json"),
+        Fault("a stopped daemon", "login.daemon", "not running", stopped, remedy="systemctl start gpusession"),
+        Fault("a masked unit", "login.unit", "masked", f"{stopped}; systemctl mask gpusession.service 2>&1",
+              remedy="systemctl unmask gpusession 2>&1 && systemctl start gpusession"),
+        Fault("a disabled unit", "login.unit", "not enabled", "systemctl disable gpusession 2>&1", "warning"),
+        Fault("a unit that a drop-in changes", "login.drop-ins", "planted.conf", changed, "warning", remedy=unchanged),
+        Fault("a socket that somebody deleted", "login.socket", "does not exist", "rm /run/gpusession/grant.sock"),
+        Fault("a misspelled key", "login.configuration", CUT, f"printf '[[lease]]\\ngpuss = 1\\n' >{CUT}", remedy=f"rm {CUT} && systemctl reload gpusession"),
+        Fault("a configuration that everybody can change", "login.folders", "mode 0777", "chmod 777 /etc/gpusession"),
+        Fault("a lease larger than the pool", "login.leases", "waits", f"printf '[[lease]]\\nname = \"large\"\\ngpus = 64\\n' >{CUT} && gpusession reload",
+              "warning", remedy=f"rm {CUT} && gpusession reload"),
+        Fault("PAM without the module", "login.pam", "no PAM file", "gpusession setup-pam --remove"),
+        Fault("a PAM line that ends the session part early", "login.pam-order", "sufficient pam_permit.so",
+              "sed -i '1i session sufficient pam_permit.so' /etc/pam.d/common-session", remedy="sed -i '/sufficient pam_permit.so/d' /etc/pam.d/common-session"),
+        Fault("a PAM module that is gone", "login.pam-module", "not installed", "rm /usr/lib/x86_64-linux-gnu/security/pam_gpusession.so",
+              remedy="dpkg -i /root/debs/libpam-gpusession_*.deb"),
+        Fault("a profile that is gone", "login.profile", "gpusession.sh", "rm /etc/profile.d/gpusession.sh", "warning",
+              remedy="dpkg -i --force-confmiss /root/debs/gpusession_*.deb"),
+        Fault("a server that no name service knows", "network.names", "nonesuch.invalid",
+              "cp /etc/gpusession/servers.toml /root/ && printf '\\n[[server]]\\naddress = \"nonesuch.invalid\"\\n' >>/etc/gpusession/servers.toml && gpusession reload",
+              remedy="cp /root/servers.toml /etc/gpusession/ && systemctl restart gpusession"),
+        Fault("a firewall that rejects the control port", "network.control-port", "refuses", held=lambda: nft(server, "tcp dport 7601 reject with tcp reset")),
+        Fault("a firewall that drops the control port", "network.control-port", "does not answer", held=lambda: nft(server, "tcp dport 7601 drop")),
+        Fault("a firewall that rejects the data port", "network.data-port", "refuses", held=lambda: nft(server, "tcp dport 7602 reject with tcp reset")),
+        Fault("a damaged certificate", "network.certificate", "no certificate",
+              "cd /var/lib/gpusession/identity && cp -p client.pem /root/client.pem && echo x >client.pem",
+              remedy="cp -p /root/client.pem /var/lib/gpusession/identity/"),
+        Fault("few open files", "host.open-files", "64 open files", variables="ulimit -n 64;"),
+        Fault("an address space that is too small", "host.address-space", "address space of at most", variables="ulimit -v 8000000;"),
+        Fault("a full disk", "host.disk", "/tmp", "mount -t tmpfs -o size=4m planted /tmp", remedy="umount /tmp"),
+    ]
+
+
+def server_faults():
+    stack, no_stack = drop_in("gpuserver", "LimitSTACK=8388608")
+    store, no_store = drop_in("gpuserver", "FileDescriptorStoreMax=0")
+    bad = "/etc/gpusession/gpuserver.d/zz-planted.toml"
+    return [
+        Fault("a server that drains", "server.answers", "gives no new leases", "gpuserver drain", "warning"),
+        Fault("a misspelled key of the server", "server.configuration", bad, f"echo 'wram_workers = 1' >{bad}", remedy=f"rm {bad} && gpuserver check-config"),
+        Fault("a card that is switched off", "server.cards", "card 0", "gpuserver off 0", "warning"),
+        Fault("a state folder that everybody can read", "server.state-folder", "mode 0755", "chmod 755 /var/lib/gpuserver"),
+        Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, remedy=no_stack),
+        Fault("no store for descriptors", "server.descriptor-store", "FileDescriptorStoreMax=0", store, remedy=no_store),
+        Fault("a stopped server", "server.answers", "no gpuserver answers", "systemctl stop gpuserver", remedy="systemctl start gpuserver"),
+    ]
+
+
+def found(host, command, check, variables=None):
+    """Returns a finding of `health`."""
+    told = host.run(f"{variables or ''} {command} health --all --json")
+    try:
+        rows = json.loads(told.out[told.out.index("{"):told.out.rindex("}") + 1])["checks"]
+    except ValueError:
+        raise Failed(f"{told}\nis no JSON")
+    return next(row for row in rows if row["id"] == check)
+
+
+def run(site, check):
+    client, server = site.client, site.servers[0]
+    for host in (client, server):
+        host.write("/usr/local/bin/sudo", '#!/bin/sh\nexec "$@"\n', "755")
+    for folder in (OTHER, STUBS):
+        client.ok(f"mkdir -p {folder}")
+        client.push([site.sim_library()], folder)
+    for host, command, faults in ((client, "gpusession", client_faults(server)), (server, "gpuserver", server_faults())):
+        for fault in faults:
+            with check(f"{fault.text}: {fault.check}"):
+                plant(host, command, fault)
+    with check("afterwards a login runs a program"):
+        client.until("gpusession status | grep -q 'is ready'", 60)
+        client.ok("ssh alice@client vectorAdd")
+
+
+def plant(host, command, fault):
+    before = found(host, command, fault.check)
+    if before["state"] == fault.state and fault.words in before["found"]:
+        raise Failed(f"the finding is there before the fault: {before}")
+    with fault.held() if fault.held else contextlib.nullcontext():
+        if fault.plant:
+            host.ok(fault.plant)
+        row = found(host, command, fault.check, fault.variables)
+        if row["state"] != fault.state or fault.words not in row["found"] or not row["remedy"]:
+            raise Failed(f"{row} is not {fault.state} with {fault.words!r} and a remedy")
+        if fault.plant:
+            host.ok(fault.remedy or row["remedy"])
+    # A server that is restarted or reachable again takes a moment.
+    for _ in range(100):
+        after = found(host, command, fault.check)
+        if after["state"] != fault.state or fault.words not in after["found"]:
+            return
+    raise Failed(f"after {fault.remedy or row['remedy']!r}: {after}")
