@@ -9,11 +9,12 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
 use gpusession_proto::grant::{
-    Denial, MAX_OUTCOME, MAX_OUTCOMES, MAX_REASON, Outcome, Reply, Request, VERSION, Want,
+    Denial, MAX_OUTCOME, MAX_OUTCOMES, MAX_REASON, Outage, Outcome, PROGRAM_THREAD, Reply, Request, VERSION,
+    Want,
 };
 use gpusession_proto::journal::Event;
 use gpusession_proto::log_throttle::LogThrottle;
@@ -30,7 +31,7 @@ use crate::access::Gate;
 use crate::handover::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Leases, WorkerRequest};
 use crate::login::Sessions;
-use crate::peer::{Peer, peer, watched};
+use crate::peer::{Peer, has_thread, peer, watched};
 
 /// Bounds on the resources that callers may use.
 #[derive(Debug, Clone)]
@@ -59,6 +60,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
 const REPLY_GRACE: Duration = Duration::from_millis(100);
+/// Pause between two looks at a process's threads.
+const EXEC_INTERVAL: Duration = Duration::from_millis(200);
 /// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
 
@@ -115,6 +118,7 @@ pub struct Server {
     limits: Limits,
     connections: Arc<Mutex<HashMap<u32, usize>>>,
     turns: Turns,
+    programs: Arc<Programs>,
     sessions: Option<Arc<Sessions>>,
     store: Option<Store>,
     /// Throttles log lines about malformed requests.
@@ -150,6 +154,7 @@ impl Server {
             limits,
             connections: Arc::default(),
             turns: Turns::default(),
+            programs: Arc::default(),
             sessions: None,
             store: None,
             quiet: LogThrottle::default(),
@@ -181,7 +186,7 @@ impl Server {
                 }
                 continue;
             };
-            let guard = Guard { leases: self.leases.clone(), granted: vec![granted], store: self.store };
+            let guard = self.guard(vec![granted]);
             tokio::spawn(async move {
                 process_end(Some(&pidfd)).await;
                 drop(guard);
@@ -254,6 +259,10 @@ impl Server {
             None => None,
         };
         let request = self.receive(&mut stream, peer.uid, peer.pid).await?;
+        if let Want::Outage(outage) = request.want {
+            let reply = self.state_of(&outage).await;
+            return self.answer(&mut stream, &reply).await;
+        }
         let person = self.gate.person(peer.uid).await;
         let sessions = self.sessions.as_ref();
         let session = sessions.and_then(|s| s.of(peer.uid, peer.pid, request.session.as_deref()));
@@ -302,7 +311,7 @@ impl Server {
         let Some(answer) = asked else { return Ok(()) };
         match answer {
             Answer::Granted(endpoints, granted) => {
-                let guard = Guard { leases: self.leases.clone(), granted, store: self.store };
+                let guard = self.guard(granted);
                 guard.keep(pidfd.as_ref());
                 info!(
                     gpusession_lease = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
@@ -336,6 +345,23 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    fn guard(&self, granted: Vec<Granted>) -> Guard {
+        self.programs.enter(&granted);
+        let (leases, programs) = (self.leases.clone(), self.programs.clone());
+        Guard { leases, programs, granted, store: self.store }
+    }
+
+    /// Answers a program whose connection to a worker broke.
+    ///
+    /// Only the program knows the worker's id, so strangers learn nothing.
+    async fn state_of(&self, outage: &Outage) -> Reply {
+        let ended = match self.programs.granted(outage) {
+            Some(granted) => self.leases.ended_because(granted).await,
+            None => None,
+        };
+        ended.map_or(Reply::Awaited, Reply::Ended)
     }
 
     /// Reads the request; a library of another version gets an answer that it can show.
@@ -397,7 +423,8 @@ impl Server {
 
     /// Returns when the process exits or reports that it does not use its workers.
     ///
-    /// A process that only closed its connection (as `closefrom` does) still runs.
+    /// A process that only closed its connection (as `closefrom` does) still runs; one that
+    /// replaced its program by `exec` has no use for its workers.
     async fn follow(
         &self,
         stream: UnixStream,
@@ -408,15 +435,27 @@ impl Server {
     ) {
         let mut granted = guard.granted.clone();
         let mut outcomes = Outcomes::default();
+        let mut served = false;
         loop {
             tokio::select! {
                 biased;
                 outcome = outcomes.next(&stream) => match outcome {
-                    Some(outcome) => if !self.report_outcome(outcome, &mut granted, caller, program) {
-                        break;
+                    Some(outcome) => {
+                        served |= outcome == Outcome::Served;
+                        if !self.report_outcome(outcome, &mut granted, caller, program) {
+                            break;
+                        }
                     },
                     None => {
                         match &pidfd {
+                            Some(_) if served && replaced(caller.pid).await => {
+                                info!(
+                                    gpusession_user = caller.uid,
+                                    "process {} ({program}) of uid {}: runs another program now; its workers end",
+                                    caller.pid,
+                                    caller.uid
+                                );
+                            }
                             Some(_) => process_end(pidfd.as_ref()).await,
                             None => gone(&stream, None).await,
                         }
@@ -476,8 +515,35 @@ impl Server {
 /// ends.
 struct Guard {
     leases: Arc<dyn Leases>,
-    granted: Vec<crate::leases::Granted>,
+    programs: Arc<Programs>,
+    granted: Vec<Granted>,
     store: Option<Store>,
+}
+
+/// Workers of the programs that run, by their ids.
+#[derive(Debug, Default)]
+struct Programs(Mutex<HashMap<[u8; 16], Granted>>);
+
+impl Programs {
+    fn lock(&self) -> MutexGuard<'_, HashMap<[u8; 16], Granted>> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn enter(&self, granted: &[Granted]) {
+        self.lock().extend(granted.iter().map(|one| (one.worker, one.clone())));
+    }
+
+    fn leave(&self, granted: &[Granted]) {
+        let mut programs = self.lock();
+        for one in granted {
+            programs.remove(&one.worker);
+        }
+    }
+
+    /// Returns the worker that an outage concerns.
+    fn granted(&self, outage: &Outage) -> Option<Granted> {
+        self.lock().get(&outage.worker).filter(|one| one.lease == outage.lease).cloned()
+    }
 }
 
 impl Guard {
@@ -499,6 +565,7 @@ impl Drop for Guard {
         if let Some(store) = self.store {
             self.names().for_each(|name| store.remove(&name));
         }
+        self.programs.leave(&self.granted);
         self.leases.ended(std::mem::take(&mut self.granted));
     }
 }
@@ -593,6 +660,22 @@ impl Outcomes {
         }
         None
     }
+}
+
+/// Returns whether a process has replaced the program that the library ran in.
+///
+/// `exec` ends the library's threads; a process that closes its descriptors keeps them. A new
+/// thread has its name only once it runs, so a second look follows.
+async fn replaced(pid: u32) -> bool {
+    for look in 0..2 {
+        if look > 0 {
+            tokio::time::sleep(EXEC_INTERVAL).await;
+        }
+        if has_thread(pid, PROGRAM_THREAD).unwrap_or(true) {
+            return false;
+        }
+    }
+    true
 }
 
 async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {

@@ -80,6 +80,18 @@ fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Returns whether a process has a thread of this name.
+pub fn has_thread(pid: u32, name: &str) -> io::Result<bool> {
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        // A thread may end meanwhile.
+        let is = std::fs::read_to_string(thread?.path().join("comm"));
+        if is.is_ok_and(|comm| comm.trim_end() == name) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Opens a pidfd of the process that has this pid now.
 ///
 /// The caller waits for its answer, so it is the process that connected. If it exited meanwhile,

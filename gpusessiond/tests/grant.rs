@@ -9,7 +9,9 @@ use std::time::Duration;
 use common::{
     GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
 };
-use gpusession_proto::grant::{Denial, MAX_OUTCOME, MAX_OUTCOMES, Outcome, Reply, Request, Want};
+use gpusession_proto::grant::{
+    Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
+};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
@@ -150,6 +152,67 @@ async fn a_process_that_closes_its_connection_keeps_its_gpu() {
     helper.kill();
     sim.until(|s| s.ended.len() == 1).await;
     assert_eq!(engine.snapshot().borrow().leases[0].facts.processes, 1);
+}
+
+/// Runs a thread with the name of the library's, until the sender is dropped.
+fn library_thread() -> std::sync::mpsc::Sender<()> {
+    let (stop, stopped) = std::sync::mpsc::channel();
+    let run = move || {
+        let _ = stopped.recv();
+    };
+    std::thread::Builder::new().name(PROGRAM_THREAD.into()).spawn(run).unwrap();
+    stop
+}
+
+#[tokio::test]
+async fn workers_of_a_process_that_runs_another_program_are_given_back() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    // This test is the process.
+    let connect = async || {
+        let (reply, mut connection) = ask_async(&socket.path, request()).await;
+        assert!(matches!(reply, Reply::Granted(_)));
+        connection.write_all(&message::encode(&Outcome::Served)).unwrap();
+    };
+    let library = library_thread();
+    connect().await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(sim.with(|s| s.ended.is_empty()), "it has only closed its descriptors");
+    drop(library);
+    while gpusessiond::peer::has_thread(std::process::id(), PROGRAM_THREAD).unwrap() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    connect().await;
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("as after exec");
+}
+
+#[tokio::test]
+async fn a_program_in_an_outage_learns_that_its_lease_has_ended() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _connection) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    let lease = endpoints[0].lease.clone();
+    let outage =
+        Outage { lease: lease.clone(), worker: endpoints[0].worker, ms: 400, number: 1, over: false };
+    let state = async |outage: Outage| {
+        ask_async(&socket.path, Request { want: Want::Outage(outage), ..request() }).await.0
+    };
+    assert_eq!(state(outage.clone()).await, Reply::Awaited);
+    let slot = engine.snapshot().borrow().leases[0].facts.slot;
+    engine.release(slot, "released by alice").await;
+    assert_eq!(
+        state(outage.clone()).await,
+        Reply::Ended(format!("lease {lease} has ended: released by alice"))
+    );
+    let stranger = Outage { worker: [1; 16], ..outage };
+    assert_eq!(state(stranger).await, Reply::Awaited, "only the program knows its worker");
 }
 
 fn failures(snapshot: &gpusessiond::leases::Snapshot) -> Vec<(u32, bool, String)> {

@@ -48,6 +48,26 @@ pub enum Want {
     ///
     /// The daemon answers from the facts that it has.
     Version,
+    /// Whether a granted worker still waits for the process, whose connection to it broke.
+    ///
+    /// The answer is [`Reply::Ended`] if the daemon knows that it does not, else
+    /// [`Reply::Awaited`].
+    Outage(Outage),
+}
+
+/// State of a connection to a worker that broke.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outage {
+    /// Id of the worker's lease.
+    pub lease: String,
+    /// Id of the worker.
+    pub worker: [u8; 16],
+    /// Milliseconds without a connection.
+    pub ms: u64,
+    /// Number of interruptions of this connection so far, with this one.
+    pub number: u32,
+    /// Whether the connection has come back.
+    pub over: bool,
 }
 
 /// A message from the daemon to `libcuda.so.1`.
@@ -66,6 +86,10 @@ pub enum Reply {
         /// Reason for a person, in one line.
         reason: String,
     },
+    /// The worker may still wait for the process.
+    Awaited,
+    /// The worker has ended or will end, with the reason.
+    Ended(String),
 }
 
 /// Address of one worker, and proof for its admission.
@@ -113,6 +137,11 @@ pub enum Outcome {
         reason: String,
     },
 }
+
+/// Name of the thread that runs in a program as long as it may use its workers.
+///
+/// It ends when the process replaces its program by `exec`.
+pub const PROGRAM_THREAD: &str = "gpusession-send";
 
 /// Longest encoded [`Outcome`], in bytes, without its length prefix.
 pub const MAX_OUTCOME: usize = 4096;

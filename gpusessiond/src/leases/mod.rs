@@ -532,6 +532,8 @@ pub trait Leases: Send + Sync {
     async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)>;
     /// Returns the leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
+    /// Returns why a granted worker no longer waits for its process, if that is known.
+    async fn ended_because(&self, granted: Granted) -> Option<String>;
     /// Records that the process of these workers exited, or never got its answer.
     fn ended(&self, granted: Vec<Granted>);
     /// Records a process's report on its grant: served, or failed with a reason.

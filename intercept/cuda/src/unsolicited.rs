@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpusession_link::{Events, Link};
+use gpusession_link::{Events, Link, grant};
+use gpusession_proto::grant::Outage;
 
 use crate::status::DEVICE_UNAVAILABLE;
 use crate::{clients, host_functions, regions, trace};
@@ -46,6 +47,10 @@ impl Events for Receiver {
 
     fn interrupted(&self, reason: &str) {
         trace::why(reason);
+    }
+
+    fn outage(&self, outage: Outage) -> Option<String> {
+        grant::interrupted(outage)
     }
 
     fn resumed(&self, after: Duration) {

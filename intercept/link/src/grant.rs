@@ -4,9 +4,10 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use gpusession_proto::grant::{Denial, Endpoint, MAX_REASON, Outcome, Reply, Request, VERSION, Want};
+use gpusession_proto::grant::{Denial, Endpoint, MAX_REASON, Outage, Outcome, Reply, Request, VERSION, Want};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, View};
 use gpusession_proto::ticket;
@@ -26,6 +27,13 @@ const GRANT_TIMEOUT: Duration = Duration::from_secs(120);
 const READINGS_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout for a version, which the daemon knows without asking a server.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for the state of a worker, which the daemon knows as well.
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Socket of the daemon that granted the workers.
+///
+/// Later questions come from other threads, which must not read the program's environment.
+static DAEMON: OnceLock<PathBuf> = OnceLock::new();
 
 /// Workers that serve this process, and the connection to the daemon.
 ///
@@ -117,6 +125,7 @@ fn socket_path() -> PathBuf {
 ///
 /// Connecting waits at most a second, even if the daemon's backlog is full.
 pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
+    let _ = DAEMON.set(socket_path());
     match exchange(environment, Want::Workers, GRANT_TIMEOUT)? {
         (Reply::Granted(endpoints), _) if endpoints.is_empty() => {
             Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
@@ -143,6 +152,26 @@ pub fn cuda_version() -> Result<u32, Refused> {
     }
 }
 
+/// Reports an interrupted connection to the daemon that granted its worker.
+///
+/// Returns the reason if the daemon knows that the worker no longer waits for this process. Waits
+/// at most 3 s; a daemon that does not answer knows nothing.
+pub fn interrupted(outage: Outage) -> Option<String> {
+    let request = Request {
+        version: VERSION,
+        lease: None,
+        session: None,
+        program: program(),
+        executable: String::new(),
+        environment: Vec::new(),
+        want: Want::Outage(outage),
+    };
+    match send_request(DAEMON.get()?, &request, OUTAGE_TIMEOUT) {
+        Ok((Reply::Ended(reason), _)) => Some(reason.chars().take(MAX_REASON).collect()),
+        _ => None,
+    }
+}
+
 fn refused(reply: Reply) -> Refused {
     match reply {
         Reply::Denied { denial, reason } => Refused { denial, reason },
@@ -161,7 +190,19 @@ fn exchange(
     if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") && !privileged() {
         return Err(Refused::new(Denial::NoDevice, "GPUSESSION_DISABLE=1 is set"));
     }
-    let path = socket_path();
+    let request = Request {
+        version: VERSION,
+        lease: if privileged() { None } else { std::env::var("GPUSESSION_LEASE").ok() },
+        session: if privileged() { None } else { std::env::var("GPUSESSION_ID").ok() },
+        program: program(),
+        executable: executable(),
+        environment,
+        want,
+    };
+    send_request(&socket_path(), &request, patience)
+}
+
+fn send_request(path: &Path, request: &Request, patience: Duration) -> Result<(Reply, UnixStream), Refused> {
     let failed = |what: &str, e: io::Error| {
         let denial = match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
@@ -176,21 +217,12 @@ fn exchange(
     // SO_SNDTIMEO bounds connect(), too, which otherwise waits for ever on a full backlog.
     setsockopt(&fd, sockopt::SendTimeout, &TimeVal::seconds(1))
         .map_err(|e| failed("cannot create a socket for", e.into()))?;
-    let address = UnixAddr::new(&path).map_err(|e| failed("unusable socket path", e.into()))?;
+    let address = UnixAddr::new(path).map_err(|e| failed("unusable socket path", e.into()))?;
     connect(fd.as_raw_fd(), &address).map_err(|e| failed("no daemon at", e.into()))?;
     let mut stream = UnixStream::from(fd);
-    let request = Request {
-        version: VERSION,
-        lease: if privileged() { None } else { std::env::var("GPUSESSION_LEASE").ok() },
-        session: if privileged() { None } else { std::env::var("GPUSESSION_ID").ok() },
-        program: program(),
-        executable: executable(),
-        environment,
-        want,
-    };
     let exchange = (|| {
         stream.set_read_timeout(Some(patience))?;
-        match stream.write_all(&message::encode(&request)) {
+        match stream.write_all(&message::encode(request)) {
             // A daemon without a free slot for this user answers before the request, then closes.
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
             written => written?,

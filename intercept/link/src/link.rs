@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 
 use gpusession_proto::changes;
 use gpusession_proto::frame::{BadFrame, HEADER, Header, Reader, WAIT, Writer, op};
-use gpusession_proto::grant::Endpoint;
+use gpusession_proto::grant::{Endpoint, Outage, PROGRAM_THREAD};
 use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
 
-use self::comeback::Outage;
+use self::comeback::Interruption;
 use crate::flight::Ended;
 use crate::lanes::{Detached, DownTransfers, Lanes};
 use crate::log::Log;
@@ -107,6 +107,12 @@ pub trait Events: Send + Sync {
     fn interrupted(&self, _reason: &str) {}
     /// Takes the length of the interruption when the connection has come back.
     fn resumed(&self, _after: Duration) {}
+    /// Reports an interruption, about each second of it and at its end.
+    ///
+    /// Returns the reason if the worker is known not to wait any longer; the link is lost then.
+    fn outage(&self, _outage: Outage) -> Option<String> {
+        None
+    }
 }
 
 struct Outbox {
@@ -136,9 +142,11 @@ struct Inbox {
     waiting: usize,
     /// Attempt of the present connection, or of the last one.
     attempt: u32,
-    outage: Option<Outage>,
+    outage: Option<Interruption>,
     /// The latest outage, as long as nothing has arrived since.
-    before: Option<Outage>,
+    before: Option<Interruption>,
+    /// Number of outages that are over, and the length of the last one.
+    over: (u32, Duration),
 }
 
 /// The reader's side of a connection.
@@ -292,7 +300,7 @@ impl Link {
             link.session.get_or_init(|| Session { secret, key: SessionKey::new(&secret), grace });
             link.begin_to_return(grace)?;
         }
-        let sender = threads::spawn("gpusession-send", {
+        let sender = threads::spawn(PROGRAM_THREAD, {
             let link = link.clone();
             move || link.send_loop()
         })

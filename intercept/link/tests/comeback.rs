@@ -13,7 +13,7 @@ use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::{Next, WorkerEnd};
 use gpusession_link::{Events, Link};
 use gpusession_proto::frame::{HEADER, Header, WAIT, Writer, op};
-use gpusession_proto::grant::Endpoint;
+use gpusession_proto::grant::{Endpoint, Outage};
 use gpusession_proto::preface::{Code, FLAG_RESUME, Key, LEN, Preface, refusal};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
 
@@ -163,6 +163,9 @@ struct Heard {
     outputs: Arc<Mutex<Vec<u64>>>,
     lost: Arc<Mutex<Vec<String>>>,
     outages: Arc<AtomicUsize>,
+    reports: Arc<Mutex<Vec<Outage>>>,
+    /// Answer to every report after the first.
+    ended: Arc<Mutex<Option<String>>>,
 }
 
 impl Events for Heard {
@@ -178,6 +181,11 @@ impl Events for Heard {
     }
     fn interrupted(&self, _: &str) {
         self.outages.fetch_add(1, Ordering::SeqCst);
+    }
+    fn outage(&self, outage: Outage) -> Option<String> {
+        let mut reports = self.reports.lock().unwrap();
+        reports.push(outage);
+        self.ended.lock().unwrap().clone().filter(|_| reports.len() > 1)
     }
 }
 
@@ -361,6 +369,41 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     assert!(relay.connections() > 4);
     let ended = worker.ended.recv_timeout(PATIENCE).unwrap();
     assert!(ended.contains("did not come back within 1 s"), "{ended}");
+}
+
+#[test]
+fn an_outage_is_reported_and_ends_the_link_once_the_worker_is_known_to_have_ended() {
+    let worker = Worker::start(Duration::from_secs(60));
+    let cut = |unit| Some(Cut { unit, place: Place::After, reset: true });
+    let relay = Relay::start(worker.address, move |connection| match connection {
+        // The second one lives until the test cuts it.
+        0 => Fate { up: cut(4), down: None },
+        1 => Fate::default(),
+        _ => Fate { up: cut(0), down: None },
+    });
+    let (link, heard) = open(relay.address);
+    link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
+    link.call(op::LAUNCH, CALLER, |_| {}).expect("the worker comes back");
+    let reports = || heard.reports.lock().unwrap().clone();
+    let begun = Instant::now();
+    while reports().is_empty() && begun.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let is = |o: &Outage, number, over| {
+        (o.lease.as_str(), o.worker, o.number, o.over) == ("abcdefghijkl", WORKER, number, over)
+    };
+    let first = reports();
+    assert!(first.len() == 1 && is(&first[0], 1, true) && first[0].ms < 1500, "{first:?}");
+
+    *heard.ended.lock().unwrap() = Some("lease abcdefghijkl has ended: released".into());
+    relay.cut();
+    let begun = Instant::now();
+    let lost = link.call(op::LAUNCH, CALLER, |_| {}).expect_err("the worker is gone");
+    assert_eq!(lost.0, "connection to gpu1 lost: lease abcdefghijkl has ended: released");
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert_eq!(*heard.lost.lock().unwrap(), [lost.0]);
+    let second = reports().split_off(1);
+    assert!(second.len() == 1 && is(&second[0], 2, false) && second[0].ms >= 1500, "{second:?}");
 }
 
 #[test]

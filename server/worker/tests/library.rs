@@ -16,7 +16,7 @@ use std::path::Path;
 use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::grant::Reply;
@@ -114,7 +114,8 @@ gpusession_test_support::programs!(
     loads_one_long_image_in_two_threads,
     just_works,
     works_through_breaks,
-    copies_through_breaks
+    copies_through_breaks,
+    loses_its_lease
 );
 
 /// Enqueues, waits and copies a little, with host functions, while connections break.
@@ -455,6 +456,22 @@ fn loses_its_worker() {
     }
 }
 
+/// Works until the worker is lost.
+fn loses_its_lease() {
+    let cuda = begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let address = cuda.allocate(1024);
+    loop {
+        // A launch may return the error, too.
+        cuda.launch(function, address, 0);
+        match cuda.call("cuCtxSynchronize", &[]) {
+            0 => {}
+            status => break assert_eq!(status, DEVICE_UNAVAILABLE),
+        }
+    }
+    assert_eq!(cuda.launch(function, address, 0), DEVICE_UNAVAILABLE);
+}
+
 fn works_with_a_long_image() {
     let cuda = begin();
     let text = format!("{}\n//{}", KERNEL.to_str().expect("text"), "x".repeat(3 << 20));
@@ -714,6 +731,25 @@ fn copies_do_not_notice_that_their_connections_break() {
         let connections = runs_through_breaks("copies_through_breaks", 12, 1000 * seed, 60);
         assert!(connections > 30, "{connections} connections");
     }
+}
+
+#[test]
+fn a_program_in_an_outage_ends_when_the_daemon_says_that_its_lease_has() {
+    let machine = Machine::new();
+    let worker = Worker::start_with(&machine, &Options { resume_grace_s: 60, ..Options::default() });
+    // The first connection breaks after a while, all others at once.
+    let cut = |unit| Fate { up: Some(Cut { unit, place: Place::After, reset: true }), down: None };
+    let relay = Relay::start(worker.address, move |connection| cut(if connection == 0 { 30 } else { 0 }));
+    let mut endpoint = worker.endpoint(false);
+    endpoint.addresses = vec![relay.address.to_string()];
+    let replies = vec![Reply::Granted(vec![endpoint]), Reply::Ended("lease l1 has ended: released".into())];
+    let begun = Instant::now();
+    let (output, asked) = program::run("loses_its_lease", replies, &[]);
+    let said = said(&output);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("gpusession: connection to test lost: lease l1 has ended: released"), "{said}");
+    assert_eq!(asked, 2, "once for a worker, once about it");
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
 }
 
 #[test]

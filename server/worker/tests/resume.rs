@@ -11,7 +11,7 @@ use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack, frame
 use gpusession_link::transport::Transport;
 use gpusession_proto::frame::op;
 use gpusession_proto::preface::FLAG_RESUME;
-use gpusession_proto::supervise::FromWorker;
+use gpusession_proto::supervise::{FromWorker, ToWorker};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
 use harness::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
 
@@ -46,6 +46,30 @@ fn memory_and_work_of_a_program_outlive_its_connection() {
         client.link.close();
         assert_eq!(worker.ended_within(Duration::from_secs(5)), "the client's process exited");
     }
+}
+
+#[test]
+fn a_worker_that_waits_for_its_program_ends_by_order_at_once() {
+    let machine = Machine::new();
+    let mut worker = start(&machine, 60);
+    // Only the first connection reaches the worker.
+    let cut = Some(Cut { unit: 0, place: Place::After, reset: true });
+    let relay = Relay::start(worker.address, move |connection| Fate {
+        up: cut.filter(|_| connection > 0),
+        down: None,
+    });
+    let mut endpoint = worker.endpoint(false);
+    endpoint.addresses = vec![relay.address.to_string()];
+    let client = Client::open(&endpoint).expect("the worker admits the client");
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    relay.cut();
+    while relay.connections() < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // As the server does when the client's daemon reports the end of the process.
+    worker.tell(&ToWorker::Stop { reason: "its client process ended".into() });
+    assert_eq!(worker.ended_within(Duration::from_secs(2)), "its client process ended");
+    assert!(client.heard.0.lock().expect("a list").is_empty(), "the program did not know");
 }
 
 /// Tries to take a guest's place; returns the worker's position, or the reason of the refusal.

@@ -118,6 +118,9 @@ impl Actor {
             Message::Of(caller, reply) => {
                 let _ = reply.send(self.select(&caller, &WorkerRequest::default()).unwrap_or_default());
             }
+            Message::EndedBecause(Granted { lease, worker, .. }, reply) => {
+                let _ = reply.send(self.machine.ended_because(now, &lease, &worker));
+            }
             Message::Ended(granted) => self.processes_ended(granted),
             Message::Outcome(slot, uid, failure) => self.report_outcome(slot, uid, failure),
             Message::Resume(lease, worker, reply) => {

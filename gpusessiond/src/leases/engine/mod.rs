@@ -36,6 +36,7 @@ enum Message {
     Grant(Caller, WorkerRequest, oneshot::Sender<Answer>),
     Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
+    EndedBecause(Granted, oneshot::Sender<Option<String>>),
     Ended(Vec<Granted>),
     Outcome(Slot, u32, Option<Failure>),
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
@@ -281,6 +282,10 @@ impl Leases for Engine {
 
     async fn of(&self, caller: Caller) -> Vec<Slot> {
         self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
+    }
+
+    async fn ended_because(&self, granted: Granted) -> Option<String> {
+        self.call(|reply| Message::EndedBecause(granted, reply)).await.flatten()
     }
 
     fn ended(&self, granted: Vec<Granted>) {

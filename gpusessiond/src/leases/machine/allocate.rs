@@ -7,6 +7,7 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::{Class, Sharing};
 use gpusession_proto::control;
 
+use super::renew::FORGOTTEN;
 use super::{
     Action, BACKOFF_MAX, BACKOFF_MIN, HEARTBEAT_INTERVAL, Held, Machine, Phase, RECOVERY_TIMEOUT, Slot, Time,
     Wanted,
@@ -59,7 +60,7 @@ impl Machine {
             // one.
             let (id, expires) = (old.id.clone(), now + Duration::from_micros(lease.ttl_usec));
             self.give_back(now, server, lease.id, expires);
-            self.lost(now, slot, id, "its server no longer knows it");
+            self.lost(now, slot, id, FORGOTTEN);
             return;
         }
         let stock = std::mem::take(&mut lease.workers).into();
@@ -68,14 +69,18 @@ impl Machine {
         wanted.last_server = Some(server);
         wanted.sticky = lease.devices.iter().map(|d| d.uuid.clone()).collect();
         let mut expires = now + Duration::from_micros(lease.ttl_usec);
-        let mut ended = Vec::new();
-        if let Some(old) = recovery.filter(|old| old.id == lease.id) {
-            if !wanted.spec.renewed_by_itself() {
-                expires = expires.min(old.expires);
+        let (mut ended, mut forgotten) = (Vec::new(), None);
+        match recovery {
+            Some(old) if old.id == lease.id => {
+                if !wanted.spec.renewed_by_itself() {
+                    expires = expires.min(old.expires);
+                }
+                ended = old.ended;
             }
-            ended = old.ended;
-        } else {
-            wanted.processes = 0;
+            old => {
+                wanted.processes = 0;
+                forgotten = old.map(|old| old.id);
+            }
         }
         let id = lease.id.clone();
         wanted.phase = Phase::Held(Box::new(Held {
@@ -96,6 +101,9 @@ impl Machine {
             spare_refused: false,
             ended: VecDeque::new(),
         }));
+        if let Some(id) = forgotten {
+            self.remember(now, id, FORGOTTEN);
+        }
         for worker in ended {
             self.actions.push_back(Action::EndWorker { slot, server, lease: id.clone(), worker });
         }
@@ -136,6 +144,7 @@ impl Machine {
                     self.withdraw(now, &request_id, asked);
                 }
                 self.next_generation(&spec);
+                self.remember(now, id, &error.message);
             }
         } else if wanted.spec.once && yields {
             // Retried when the background lease is released.

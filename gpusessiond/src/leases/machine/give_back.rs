@@ -36,14 +36,18 @@ impl Machine {
         match (wanted.phase, wanted.recovery) {
             (Phase::Held(held), _) => {
                 let id = held.lease.id.clone();
+                self.remember(now, id.clone(), reason);
                 self.give_back(now, held.server, id, held.expires);
             }
-            (_, Some(old)) => match self.names.iter().position(|names| names.contains(&old.server)) {
-                Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
-                // Released when its server is known; otherwise it expires, since this client does
-                // not renew it.
-                None => self.unplaced.push((old.server, old.id)),
-            },
+            (_, Some(old)) => {
+                self.remember(now, old.id.clone(), reason);
+                match self.names.iter().position(|names| names.contains(&old.server)) {
+                    Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
+                    // Released when its server is known; otherwise it expires, since this client
+                    // does not renew it.
+                    None => self.unplaced.push((old.server, old.id)),
+                }
+            }
             _ => {}
         }
         // The reply to a request in flight finds no slot: `allocated` releases that lease.

@@ -7,6 +7,7 @@ mod action;
 mod allocate;
 mod demand;
 mod drain;
+mod ended;
 mod give_back;
 mod lease;
 mod processes;
@@ -26,6 +27,7 @@ pub use action::Action;
 pub use lease::{Health, Held, Phase, Wanted};
 pub use saved::{Saved, SavedLease};
 
+use ended::Ended;
 use give_back::Releasing;
 use lease::Recovery;
 
@@ -73,6 +75,8 @@ pub struct Machine {
     sessions: BTreeMap<String, Arc<Session>>,
     generations: BTreeMap<String, u32>,
     preallocated: u32,
+    /// Leases that have ended, the latest last.
+    ended: VecDeque<Ended>,
 }
 
 impl Machine {
@@ -95,6 +99,7 @@ impl Machine {
             sessions: BTreeMap::new(),
             generations: BTreeMap::new(),
             preallocated: 0,
+            ended: VecDeque::new(),
         }
     }
 

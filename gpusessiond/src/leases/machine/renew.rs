@@ -8,6 +8,8 @@ use super::{BACKOFF_MIN, HEARTBEAT_INTERVAL, IDLE_HEARTBEAT_INTERVAL, Machine, P
 use crate::leases::{Change, LeaseState};
 use crate::pool::PoolError;
 
+/// Reason of a lease's end that its server does not name.
+pub(super) const FORGOTTEN: &str = "its server no longer knows it";
 /// Exited workers that are remembered, in case the reply that brings them is still in flight.
 const ENDED_MAX: usize = 64;
 
@@ -69,7 +71,7 @@ impl Machine {
         });
         let Some((slot, ttl, held)) = found else { return };
         if lost {
-            let reason = if reason.is_empty() { "its server no longer knows it" } else { &reason };
+            let reason = if reason.is_empty() { FORGOTTEN } else { &reason };
             self.lose(now, slot, reason);
             return;
         }
@@ -179,6 +181,10 @@ impl Machine {
     }
 
     pub(super) fn lost(&mut self, now: Time, slot: Slot, id: String, reason: &str) {
+        if !self.slots.contains_key(&slot) {
+            return;
+        }
+        self.remember(now, id.clone(), reason);
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         wanted.processes = 0;
         wanted.recovery = None;

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use gpusession_proto::grant::{Endpoint, Outage};
 use gpusession_proto::preface::{FLAG_RESUME, Refusal};
 
 use super::{Inbox, Line, Link, LinkLost, Stop, connect, lock};
@@ -33,12 +34,15 @@ const PAUSES: [Duration; 4] = [
 ];
 /// A clear refusal is believed if it comes again after this time: anybody on the path can forge it.
 const REFUSAL_INTERVAL: Duration = Duration::from_millis(500);
+/// Time after which an outage is reported: most end earlier, and a server that answers knows more.
+const REPORT_DELAY: Duration = Duration::from_millis(1500);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of the log at which a post waits for the end of the outage.
 const MAX_WAITING: usize = 32 << 20;
 
 /// Time without a connection.
 #[derive(Clone)]
-pub struct Outage {
+pub struct Interruption {
     since: Instant,
     reason: String,
     /// Frames that had arrived at both ends.
@@ -118,7 +122,8 @@ impl Link {
     fn watch(&self) {
         /// Time for the thread that reads the connection to notice the end.
         const READER_DELAY: Duration = Duration::from_millis(5);
-        while self.wait_out().and_then(|()| self.check()).is_ok() {
+        let mut reported = 0;
+        while self.report_outages(&mut reported).and_then(|()| self.check()).is_ok() {
             let transport = lock(&self.present).clone();
             transport.wait_for_end();
             // Bytes before the end count, such as the worker's reason.
@@ -127,6 +132,42 @@ impl Link {
                 std::thread::park_timeout(READER_DELAY);
             }
         }
+    }
+
+    /// Waits for the end of an outage and reports it meanwhile; `reported` counts those that ended.
+    fn report_outages(&self, reported: &mut u32) -> Result<(), LinkLost> {
+        let report = |length: Duration, number, over| {
+            let Endpoint { lease, worker, .. } = &self.endpoint;
+            let ms = u64::try_from(length.as_millis()).unwrap_or(u64::MAX);
+            self.events.outage(Outage { lease: lease.clone(), worker: *worker, ms, number, over })
+        };
+        let mut due = None;
+        let mut inbox = lock(&self.inbox);
+        while let Some(outage) = &inbox.outage {
+            self.check()?;
+            let (since, number) = (outage.since, inbox.over.0 + 1);
+            let due_at = *due.get_or_insert(since + REPORT_DELAY);
+            let left = due_at.saturating_duration_since(Instant::now());
+            if !left.is_zero() {
+                inbox.waiting += 1;
+                inbox =
+                    self.inbox_changed.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0;
+                inbox.waiting -= 1;
+                continue;
+            }
+            drop(inbox);
+            if let Some(reason) = report(since.elapsed(), number, false) {
+                return Err(self.lose(&format!("connection to {} lost: {reason}", self.server)));
+            }
+            due = Some(Instant::now() + REPORT_INTERVAL);
+            inbox = lock(&self.inbox);
+        }
+        let (number, length) = inbox.over;
+        drop(inbox);
+        if std::mem::replace(reported, number) != number {
+            report(length, number, true);
+        }
+        Ok(())
     }
 
     /// Begins an outage of the connection that `attempt` made, or loses the link.
@@ -145,7 +186,7 @@ impl Link {
         // A connection on which nothing arrived does not prolong the time.
         let outage = match inbox.before.take().filter(|before| before.progress == progress) {
             Some(before) => before,
-            None => Outage { since: Instant::now(), reason: reason.into(), progress },
+            None => Interruption { since: Instant::now(), reason: reason.into(), progress },
         };
         inbox.outage = Some(outage);
         self.broken.store(true, Ordering::SeqCst);
@@ -202,11 +243,11 @@ impl Link {
         Ok(())
     }
 
-    fn deadline(&self, outage: &Outage) -> Instant {
+    fn deadline(&self, outage: &Interruption) -> Instant {
         outage.since + self.session.get().map_or(Duration::ZERO, |session| session.grace) + MARGIN_GRACE
     }
 
-    fn given_up(&self, outage: &Outage, last: &str) -> String {
+    fn given_up(&self, outage: &Interruption, last: &str) -> String {
         let seconds = outage.since.elapsed().as_secs();
         format!("connection to {} lost: {}; not back within {seconds} s: {last}", self.server, outage.reason)
     }
@@ -305,7 +346,7 @@ impl Link {
             Ended::Fatal(reason) => return self.lose_lane(&reason),
         };
         let mut tries = Tries::default();
-        let mut outage = Outage { since: Instant::now(), reason: broken, progress: (0, 0) };
+        let mut outage = Interruption { since: Instant::now(), reason: broken, progress: (0, 0) };
         let mut log = lock(&self.inbox).attempt;
         loop {
             // The log's connection has most probably broken, too.
@@ -347,6 +388,8 @@ impl Link {
             let mut inbox = lock(&self.inbox);
             inbox.attempt = line.attempt;
             inbox.before = inbox.outage.take();
+            let length = inbox.before.as_ref().map_or(Duration::ZERO, |outage| outage.since.elapsed());
+            inbox.over = (inbox.over.0 + 1, length);
             self.broken.store(false, Ordering::SeqCst);
         }
         // Before the rest is sent: both ends must read while they send it.

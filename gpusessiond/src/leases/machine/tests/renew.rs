@@ -162,3 +162,49 @@ fn heartbeats_are_fast_while_leases_are_held_and_slow_otherwise() {
     m.tick(s(4));
     assert!(actions(&mut m).is_empty(), "one heartbeat at a time");
 }
+
+#[test]
+fn an_ended_lease_or_worker_is_known_to_its_programs_for_a_time() {
+    let mut m = machine(2);
+    let because = |m: &Machine, at: u64, lease: &str| m.ended_because(s(at), lease, &[7; 16]);
+    let slots: Vec<Slot> = ["l1", "l2", "l3"].map(|name| m.want(s(0), configured(name, 1))).into();
+    for (slot, name) in slots.iter().zip(["l1", "l2", "l3"]) {
+        m.allocated(s(0), *slot, Ok((0, lease(name, 1))));
+    }
+    assert_eq!(because(&m, 1, "l1"), None);
+    assert_eq!(because(&m, 1, "nosuch"), None, "only what is known counts");
+    let event = |lease: &str, event| control::PoolEvent { lease: lease.into(), event: Some(event) };
+    use control::pool_event::Event;
+    let ended = control::WorkersReady { stock: 1, ended: vec![vec![7; 16]] };
+    m.event(s(1), 0, event("l1", Event::WorkersReady(ended)));
+    assert_eq!(because(&m, 1, "l1").as_deref(), Some("its worker of lease l1 has ended"));
+    assert_eq!(m.ended_because(s(1), "l1", &[8; 16]), None, "another worker");
+    m.event(
+        s(2),
+        0,
+        event("l2", Event::Lost(control::Loss { reason: "reset".into(), ..Default::default() })),
+    );
+    assert_eq!(because(&m, 3, "l2").as_deref(), Some("lease l2 has ended: reset"));
+    m.release(s(3), slots[2], "released by alice");
+    assert_eq!(because(&m, 3, "l3").as_deref(), Some("lease l3 has ended: released by alice"));
+    assert!(because(&m, 122, "l3").is_some());
+    assert_eq!(because(&m, 123, "l3"), None);
+
+    // The next daemon finds a server that has forgotten the lease, and one that is gone.
+    let mut m = machine(2);
+    let slots: Vec<Slot> = ["l1", "l2"].map(|name| m.want(s(0), configured(name, 1))).into();
+    for (slot, name) in slots.iter().zip(["l1", "l2"]) {
+        let lease = control::Lease { server: "s0:7601".into(), ..lease(name, 1) };
+        m.allocated(s(0), *slot, Ok((0, lease)));
+    }
+    let saved = m.saved();
+    let mut m = machine(2);
+    m.restore(s(10), saved);
+    m.tick(s(10));
+    assert_eq!((because(&m, 10, "l1"), because(&m, 10, "l2")), (None, None));
+    let slots: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
+    m.allocated(s(11), slots[0], Ok((0, lease("l9", 1))));
+    assert_eq!(because(&m, 11, "l1").as_deref(), Some("lease l1 has ended: its server no longer knows it"));
+    m.release(s(11), slots[1], "gpusessiond is stopping");
+    assert_eq!(because(&m, 11, "l2").as_deref(), Some("lease l2 has ended: gpusessiond is stopping"));
+}
