@@ -119,9 +119,9 @@ keys! {
         worker_idle_exit: Duration = "10min", DURATION, live;
         /// Time for which a worker waits for a program whose connection broke; 0: it ends at once.
         ///
-        /// The time is at most 60 s. Programs that have copied more than 64 KiB at once cannot come
-        /// back yet.
-        resume_grace: Duration = "0", GRACE;
+        /// The time is at most 60 s. A program that exits, is killed or loses its lease needs none:
+        /// the daemon reports it.
+        resume_grace: Duration = "60s", GRACE;
         /// Disk space for modules and code that the driver compiled from PTX; 0: none.
         cache_max: u64 = "8GiB", SIZE;
 
