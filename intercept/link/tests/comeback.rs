@@ -1,5 +1,6 @@
 //! A link to a worker over connections that break at chosen bytes: every frame is executed once,
 //! every answer and event is seen once, in order.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other threads")]
 
 use std::io::{Read, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};

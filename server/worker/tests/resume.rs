@@ -1,4 +1,5 @@
 //! A worker whose client comes back after a break, and others that claim to be it.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other threads")]
 
 #[allow(dead_code, reason = "shared with other tests")]
 mod harness;

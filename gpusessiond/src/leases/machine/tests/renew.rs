@@ -179,11 +179,7 @@ fn an_ended_lease_or_worker_is_known_to_its_programs_for_a_time() {
     m.event(s(1), 0, event("l1", Event::WorkersReady(ended)));
     assert_eq!(because(&m, 1, "l1").as_deref(), Some("its worker of lease l1 has ended"));
     assert_eq!(m.ended_because(s(1), "l1", &[8; 16]), None, "another worker");
-    m.event(
-        s(2),
-        0,
-        event("l2", Event::Lost(control::Loss { reason: "reset".into(), ..Default::default() })),
-    );
+    m.event(s(2), 0, event("l2", Event::Lost(control::Loss { reason: "reset".into() })));
     assert_eq!(because(&m, 3, "l2").as_deref(), Some("lease l2 has ended: reset"));
     m.release(s(3), slots[2], "released by alice");
     assert_eq!(because(&m, 3, "l3").as_deref(), Some("lease l3 has ended: released by alice"));
