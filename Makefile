@@ -60,7 +60,7 @@ $(RELEASE)/libpam_gpusession.so:
 
 # Random CUDA programs, for tests only.
 fuzz:
-	$(CARGO) build --locked --profile $(PROFILE) -p gpusession-fuzz
+	$(CARGO) build --locked --profile $(PROFILE) -p gpusession-fuzz -p gpusession-faults
 
 programs:
 	@.ci/setup build programs

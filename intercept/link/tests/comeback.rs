@@ -249,10 +249,10 @@ fn fate(seed: u64, connection: u32) -> Fate {
     let cut = |least: u32| Some(Cut { unit: unit.max(least), place, reset: random.0 >> 40 & 1 == 0 });
     match (random.0 >> 41 & 1, connection) {
         // Preface, greeting, acknowledgement of the greeting's reply.
-        (0, 0) => Fate { up: cut(3), down: None },
-        (0, _) => Fate { up: cut(0), down: None },
-        (_, 0) => Fate { up: None, down: cut(1) },
-        (_, _) => Fate { up: None, down: cut(0) },
+        (0, 0) => Fate { up: cut(3), ..Fate::default() },
+        (0, _) => Fate { up: cut(0), ..Fate::default() },
+        (_, 0) => Fate { down: cut(1), ..Fate::default() },
+        (_, _) => Fate { down: cut(0), ..Fate::default() },
     }
 }
 
@@ -359,8 +359,8 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     // Each further connection breaks within its handshake.
     let cut = |unit| Some(Cut { unit, place: Place::After, reset: true });
     let relay = Relay::start(worker.address, move |connection| match connection {
-        0 => Fate { up: cut(4), down: None },
-        _ => Fate { up: cut(0), down: None },
+        0 => Fate { up: cut(4), ..Fate::default() },
+        _ => Fate { up: cut(0), ..Fate::default() },
     });
     let (link, heard) = open(relay.address);
     link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
@@ -378,9 +378,9 @@ fn an_outage_is_reported_and_ends_the_link_once_the_worker_is_known_to_have_ende
     let cut = |unit| Some(Cut { unit, place: Place::After, reset: true });
     let relay = Relay::start(worker.address, move |connection| match connection {
         // The second one lives until the test cuts it.
-        0 => Fate { up: cut(4), down: None },
+        0 => Fate { up: cut(4), ..Fate::default() },
         1 => Fate::default(),
-        _ => Fate { up: cut(0), down: None },
+        _ => Fate { up: cut(0), ..Fate::default() },
     });
     let (link, heard) = open(relay.address);
     link.post(op::LAUNCH, CALLER, |_| {}).unwrap();

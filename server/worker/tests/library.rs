@@ -703,8 +703,8 @@ fn runs_through_breaks(name: &str, units: u64, seed: u64, grace: u32) -> u32 {
         let cut = Some(Cut { unit, place, reset: random.below(2) == 0 });
         match random.below(2) {
             _ if connection > 150 => Fate::default(),
-            0 => Fate { up: cut, down: None },
-            _ => Fate { up: None, down: cut },
+            0 => Fate { up: cut, ..Fate::default() },
+            _ => Fate { down: cut, ..Fate::default() },
         }
     });
     let mut endpoint = worker.endpoint(false);
@@ -738,7 +738,7 @@ fn a_program_in_an_outage_ends_when_the_daemon_says_that_its_lease_has() {
     let machine = Machine::new();
     let worker = Worker::start_with(&machine, &Options { resume_grace_s: 60, ..Options::default() });
     // The first connection breaks after a while, all others at once.
-    let cut = |unit| Fate { up: Some(Cut { unit, place: Place::After, reset: true }), down: None };
+    let cut = |unit| Fate { up: Some(Cut { unit, place: Place::After, reset: true }), ..Fate::default() };
     let relay = Relay::start(worker.address, move |connection| cut(if connection == 0 { 30 } else { 0 }));
     let mut endpoint = worker.endpoint(false);
     endpoint.addresses = vec![relay.address.to_string()];

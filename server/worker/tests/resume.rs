@@ -57,7 +57,7 @@ fn a_worker_that_waits_for_its_program_ends_by_order_at_once() {
     let cut = Some(Cut { unit: 0, place: Place::After, reset: true });
     let relay = Relay::start(worker.address, move |connection| Fate {
         up: cut.filter(|_| connection > 0),
-        down: None,
+        ..Fate::default()
     });
     let mut endpoint = worker.endpoint(false);
     endpoint.addresses = vec![relay.address.to_string()];
@@ -193,11 +193,11 @@ fn fate(seed: u64, connection: u32) -> Fate {
     let cut = |least: u32| Some(Cut { unit: unit.max(least), place, reset: unit.is_multiple_of(2) });
     match (connection, random.below(5)) {
         // Preface, greeting, acknowledgement of the greeting's reply.
-        (0, 0..3) => Fate { up: cut(3), down: None },
-        (0, _) => Fate { up: None, down: cut(1) },
+        (0, 0..3) => Fate { up: cut(3), ..Fate::default() },
+        (0, _) => Fate { down: cut(1), ..Fate::default() },
         (CUT_CONNECTIONS.., _) | (_, 0) => Fate::default(),
-        (_, 1..3) => Fate { up: cut(0), down: None },
-        (_, _) => Fate { up: None, down: cut(0) },
+        (_, 1..3) => Fate { up: cut(0), ..Fate::default() },
+        (_, _) => Fate { down: cut(0), ..Fate::default() },
     }
 }
 

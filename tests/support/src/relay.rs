@@ -2,12 +2,14 @@
 //!
 //! It understands the preface and frames in clear. Each direction of a connection is a sequence of
 //! units: a preface or a whole frame. A [`Cut`] names the unit and the byte in it.
+#![expect(clippy::disallowed_methods, reason = "faults last for a time")]
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 const PREFACE: usize = 64;
 const HEADER: usize = 40;
@@ -62,7 +64,26 @@ pub struct Fate {
     /// In the program's direction to the worker.
     pub up: Option<Cut>,
     pub down: Option<Cut>,
+    /// Manner of its cuts.
+    pub with: With,
 }
+
+/// Manner of a cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum With {
+    /// Both ends notice it at once.
+    #[default]
+    Notice,
+    /// Its direction is silent for this time before it, which neither end notices.
+    Silence(Duration),
+    /// The worker notices it only after this time; until then its end looks alive.
+    HalfOpen(Duration),
+    /// All connections break, and none gets through for this time.
+    Outage(Duration),
+}
+
+/// First bytes of a connection, which the program sends in clear.
+pub type FirstBytes = [u8; PREFACE];
 
 /// See the module.
 pub struct Relay {
@@ -76,6 +97,12 @@ struct State {
     open: Mutex<Vec<Weak<[TcpStream; 2]>>>,
     /// Cuts that happened, by place.
     cuts: [AtomicUsize; Place::ALL.len()],
+    /// End of the latest outage.
+    out_until: Mutex<Option<Instant>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Relay {
@@ -92,26 +119,36 @@ impl Relay {
             for program in listener.incoming() {
                 let (Ok(program), Ok(worker)) = (program, TcpStream::connect(worker)) else { continue };
                 let fate = fate(serving.connections.load(Ordering::SeqCst));
-                let ends = Arc::new([program, worker]);
-                for end in ends.iter() {
-                    let _ = end.set_nodelay(true);
-                }
-                let mut open = serving.open.lock().unwrap_or_else(PoisonError::into_inner);
-                open.retain(|ends| ends.strong_count() > 0);
-                open.push(Arc::downgrade(&ends));
-                drop(open);
-                // Only now: a connection that counts can be cut.
-                serving.connections.fetch_add(1, Ordering::SeqCst);
-                for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
-                    let (ends, state) = (ends.clone(), serving.clone());
-                    std::thread::spawn(move || {
-                        let cut = pass(&ends[from], &ends[1 - from], cut, preface);
-                        if let Some(cut) = cut {
-                            state.cuts[cut.place as usize].fetch_add(1, Ordering::SeqCst);
-                        }
-                        close(&ends, cut.is_some_and(|cut| cut.reset));
-                    });
-                }
+                serving.join(Arc::new([program, worker]), fate);
+            }
+        });
+        Self { address, state }
+    }
+
+    /// Starts a relay on a listening socket; `fate` also gets a connection's first bytes.
+    ///
+    /// # Panics
+    /// If the socket has no address.
+    pub fn serve(
+        listener: TcpListener,
+        worker: SocketAddr,
+        fate: impl Fn(u32, &FirstBytes) -> Fate + Send + Sync + 'static,
+    ) -> Self {
+        let address = listener.local_addr().expect("its number");
+        let state = Arc::<State>::default();
+        let (serving, fate) = (state.clone(), Arc::new(fate));
+        std::thread::spawn(move || {
+            for program in listener.incoming().flatten() {
+                let (serving, fate) = (serving.clone(), fate.clone());
+                std::thread::spawn(move || {
+                    let mut first = [0; PREFACE];
+                    // They stay in the socket for the thread that passes them on.
+                    if !serving.is_out() && peek(&program, &mut first).is_ok() {
+                        let Ok(worker) = TcpStream::connect(worker) else { return };
+                        let fate = fate(serving.connections.load(Ordering::SeqCst), &first);
+                        serving.join(Arc::new([program, worker]), fate);
+                    }
+                });
             }
         });
         Self { address, state }
@@ -119,8 +156,7 @@ impl Relay {
 
     /// Resets all connections now.
     pub fn cut(&self) {
-        let open = self.state.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.iter().filter_map(Weak::upgrade).for_each(|ends| close(&ends, true));
+        self.state.cut();
     }
 
     /// Returns the number of connections so far.
@@ -134,7 +170,72 @@ impl Relay {
     }
 }
 
-fn close(ends: &[TcpStream; 2], reset: bool) {
+impl State {
+    /// Passes the bytes of a connection on, until its fate.
+    fn join(self: &Arc<Self>, ends: Arc<[TcpStream; 2]>, fate: Fate) {
+        for end in ends.iter() {
+            let _ = end.set_nodelay(true);
+        }
+        let mut open = lock(&self.open);
+        open.retain(|ends| ends.strong_count() > 0);
+        open.push(Arc::downgrade(&ends));
+        drop(open);
+        // Only now: a connection that counts can be cut.
+        self.connections.fetch_add(1, Ordering::SeqCst);
+        let happens = Arc::new(AtomicBool::new(false));
+        for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
+            let (ends, state, happens) = (ends.clone(), self.clone(), happens.clone());
+            std::thread::spawn(move || match pass(&ends[from], &ends[1 - from], cut, preface) {
+                Some(cut) => {
+                    happens.store(true, Ordering::SeqCst);
+                    state.cuts[cut.place as usize].fetch_add(1, Ordering::SeqCst);
+                    state.happens(&ends, cut, fate.with);
+                }
+                // A cut in the other direction closes its ends itself.
+                None if happens.load(Ordering::SeqCst) => {}
+                None => close(&ends[..], false),
+            });
+        }
+    }
+
+    fn happens(&self, ends: &[TcpStream; 2], cut: Cut, with: With) {
+        match with {
+            With::Notice => {}
+            With::Silence(time) => std::thread::sleep(time),
+            With::HalfOpen(time) => {
+                close(&ends[..1], cut.reset);
+                std::thread::sleep(time);
+            }
+            With::Outage(time) => {
+                *lock(&self.out_until) = Some(Instant::now() + time);
+                self.cut();
+            }
+        }
+        close(&ends[..], cut.reset);
+    }
+
+    fn is_out(&self) -> bool {
+        lock(&self.out_until).is_some_and(|until| Instant::now() < until)
+    }
+
+    fn cut(&self) {
+        lock(&self.open).iter().filter_map(Weak::upgrade).for_each(|ends| close(&ends[..], true));
+    }
+}
+
+/// Waits for a connection's first bytes, which stay in the socket.
+fn peek(socket: &TcpStream, first: &mut FirstBytes) -> std::io::Result<()> {
+    let until = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < until {
+        if socket.peek(first)? == PREFACE {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Err(std::io::ErrorKind::TimedOut.into())
+}
+
+fn close(ends: &[TcpStream], reset: bool) {
     for end in ends {
         if reset {
             // Disconnecting discards what the kernel still holds, and resets the peer.
