@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-use gpusession_bus::describe::{Described, Failure, Identity, Lease};
+use gpusession_bus::describe::{Described, Failure, Identity, Interruption, Lease};
 use gpusession_common::units::{human_bytes, human_duration};
 
 /// Aligns columns; the last column is not padded.
@@ -145,6 +145,18 @@ fn failed(lease: &Lease, failure: &Failure) -> String {
     )
 }
 
+/// Describes a program that has no connection to its server now; `None` if it is back.
+fn interrupted(lease: &Lease, interruption: &Interruption) -> Option<String> {
+    let Interruption { pid, program, since_usec, .. } = interruption;
+    let since = (UNIX_EPOCH + Duration::from_micros((*since_usec)?)).elapsed().unwrap_or_default();
+    Some(format!(
+        "{}: process {pid} ({program}) has no connection to {} for {}, and waits",
+        lease.name_or_id(),
+        lease.server,
+        human_duration(since)
+    ))
+}
+
 /// Describes this client's certificate, such as "identity vm-7: good until 2031-02-03 (41 days)".
 fn validity(identity: &Identity, now: u64) -> String {
     let (seconds, day) = (identity.expires_usec / 1_000_000, 24 * 3600 * 1_000_000);
@@ -200,6 +212,7 @@ pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
     let mut trouble = Vec::new();
     for lease in &described.leases {
         trouble.extend(lease.failures.iter().rev().map(|failure| failed(lease, failure)));
+        trouble.extend(lease.interruptions.iter().filter_map(|i| interrupted(lease, i)));
         if lease.state != "pending" && lease.position.is_none() {
             // A lease with GPUs lists only obstacles for further programs; its server's trouble is
             // listed below.

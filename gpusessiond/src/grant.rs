@@ -29,7 +29,7 @@ use tracing::{debug, info, warn};
 
 use crate::access::Gate;
 use crate::handover::{Kept, Store};
-use crate::leases::{Answer, Caller, Failure, Granted, Leases, WorkerRequest};
+use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Leases, WorkerRequest};
 use crate::login::Sessions;
 use crate::peer::{Peer, has_thread, peer, watched};
 
@@ -123,6 +123,8 @@ pub struct Server {
     store: Option<Store>,
     /// Throttles log lines about malformed requests.
     quiet: LogThrottle,
+    /// Throttles log lines about connections that are back.
+    returns: LogThrottle,
 }
 
 /// A slot among the connections of a user; released when dropped.
@@ -158,6 +160,7 @@ impl Server {
             sessions: None,
             store: None,
             quiet: LogThrottle::default(),
+            returns: LogThrottle::default(),
         }
     }
 
@@ -260,7 +263,10 @@ impl Server {
         };
         let request = self.receive(&mut stream, peer.uid, peer.pid).await?;
         if let Want::Outage(outage) = request.want {
-            let reply = self.state_of(&outage).await;
+            let program = printable(&request.program, MAX_PROGRAM);
+            let (uid, pid, number) = (peer.uid, peer.pid, outage.number);
+            let interruption = Interruption { uid, pid, program, since: None, number };
+            let reply = self.state_of(&outage, interruption).await;
             return self.answer(&mut stream, &reply).await;
         }
         let person = self.gate.person(peer.uid).await;
@@ -356,11 +362,23 @@ impl Server {
     /// Answers a program whose connection to a worker broke.
     ///
     /// Only the program knows the worker's id, so strangers learn nothing.
-    async fn state_of(&self, outage: &Outage) -> Reply {
-        let ended = match self.programs.granted(outage) {
-            Some(granted) => self.leases.ended_because(granted).await,
-            None => None,
-        };
+    async fn state_of(&self, outage: &Outage, interruption: Interruption) -> Reply {
+        let Some(granted) = self.programs.granted(outage) else { return Reply::Awaited };
+        if outage.over
+            && let Some(more) = self.returns.may()
+        {
+            let Interruption { uid, pid, program, .. } = &interruption;
+            info!(
+                message_id = Event::ProgramBack.id(),
+                gpusession_lease = granted.lease,
+                gpusession_user = uid,
+                gpusession_reason = format!("{} ms without a connection", outage.ms),
+                "process {pid} ({program}) of uid {uid}: is back after {} ms without a connection{more}",
+                outage.ms
+            );
+        }
+        let for_time = (!outage.over).then(|| Duration::from_millis(outage.ms));
+        let ended = self.leases.interrupted(granted, interruption, for_time).await;
         ended.map_or(Reply::Awaited, Reply::Ended)
     }
 

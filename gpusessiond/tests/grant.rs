@@ -205,6 +205,18 @@ async fn a_program_in_an_outage_learns_that_its_lease_has_ended() {
         ask_async(&socket.path, Request { want: Want::Outage(outage), ..request() }).await.0
     };
     assert_eq!(state(outage.clone()).await, Reply::Awaited);
+    let shown = || engine.snapshot().borrow().leases[0].gauges.interruptions.clone();
+    let is = |since: bool| {
+        until(&engine, move |s| {
+            let seen = &s.leases[0].gauges.interruptions;
+            seen.len() == 1 && seen[0].since.is_some() == since
+        })
+    };
+    is(true).await;
+    let seen = &shown()[0];
+    assert_eq!((seen.pid, seen.program.as_str(), seen.number), (std::process::id(), "test", 1));
+    state(Outage { over: true, ..outage.clone() }).await;
+    is(false).await;
     let slot = engine.snapshot().borrow().leases[0].facts.slot;
     engine.release(slot, "released by alice").await;
     assert_eq!(

@@ -104,6 +104,11 @@ events! {
         "A program of user @GPUSESSION_USER@ ran on GPUs of the lease @GPUSESSION_LEASE@ and reports that it lost\n\
          them: @GPUSESSION_REASON@.\n\
          Its CUDA calls return CUDA_ERROR_DEVICE_UNAVAILABLE; the next program gets a new worker, if the lease still exists.";
+    /// A program's connection to its GPUs broke, and has come back.
+    ProgramBack = 0xe393be9b6a434016ae3d34cc0851e035: BOTH, "A program's connection is back", "gpuserver.toml(5)",
+        "The connection of a program on the lease @GPUSESSION_LEASE@ to its GPUs broke and came back: @GPUSESSION_REASON@.\n\
+         The program has lost nothing. If this repeats, look for a firewall that forgets connections or a link that fails;\n\
+         resume_grace in gpuserver.toml is the time for which a worker waits.";
     /// A certificate was renewed.
     IdentityRenewed = 0x3b1f7c0a52c946d8a0e5d94c7e61b823: BOTH, "A certificate was renewed", "gpusession(1)",
         "A client or a server of the pool has a new certificate. Leases, programs and connections continue.";

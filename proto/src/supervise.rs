@@ -12,7 +12,7 @@ use crate::share::Name;
 /// Version of these messages; any change of the bytes on the socket raises it.
 ///
 /// A server takes over the workers of an earlier server of the same version only.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -319,6 +319,15 @@ pub enum FromWorker {
     },
     /// All imports of the process, in any number of messages, after [`ToWorker::TakenOver`].
     SharesHeld(Vec<Holding>),
+    /// The program has no connection and may come back, or has come back.
+    ///
+    /// The worker reports an outage of less than a second only at its end.
+    Outage {
+        /// Milliseconds without a connection.
+        ms: u64,
+        /// Whether the program has come back.
+        over: bool,
+    },
 }
 
 /// The process on the client that a worker serves.
@@ -431,6 +440,7 @@ mod tests {
             FromWorker::ShareDropped { worker: [8; 16], object: 1300 },
             FromWorker::ShareEnded { object: 1400 },
             FromWorker::SharesHeld(vec![holding]),
+            FromWorker::Outage { ms: 1500, over: true },
         ];
         let to = to.iter().flat_map(|m| postcard::to_allocvec(m).unwrap());
         to.chain(from.iter().flat_map(|m| postcard::to_allocvec(m).unwrap())).collect()
@@ -439,6 +449,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (7, "d0b10c26c4924e6f"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (8, "57c86fb52b5e3fb3"), "raise VERSION, and write both here");
     }
 }

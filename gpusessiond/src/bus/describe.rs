@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use gpusession_bus::describe::{Described, Device, Failure, Identity, Lease, SCHEMA, Server, Session};
+use gpusession_bus::describe::{
+    Described, Device, Failure, Identity, Interruption, Lease, SCHEMA, Server, Session,
+};
 use gpusession_common::words::Class;
 
 use super::Shared;
@@ -73,6 +75,12 @@ fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Lease {
         trouble: trouble.map(|t| t.message.clone()),
         trouble_kind: trouble.map(|t| t.trouble.as_str().into()),
         failures: facts.failures.iter().filter(readable).map(|f| failure(f, clock)).collect(),
+        interruptions: gauges
+            .interruptions
+            .iter()
+            .filter(|i| uid == 0 || uid == i.uid)
+            .map(|i| interruption(i, clock))
+            .collect(),
         position: place.map(|p| p.0),
         waiting: place.map(|p| p.1),
         retry_in_usec: gauges.retry.map(|at| usec(at.saturating_sub(clock.now))),
@@ -91,6 +99,16 @@ fn failure((failure, at): &(leases::Failure, Time), clock: &Clock) -> Failure {
         program: failure.program.clone(),
         running: failure.running,
         reason: failure.reason.clone(),
+    }
+}
+
+fn interruption(interruption: &leases::Interruption, clock: &Clock) -> Interruption {
+    Interruption {
+        uid: interruption.uid,
+        pid: interruption.pid,
+        program: interruption.program.clone(),
+        since_usec: interruption.since.map(|since| clock.wall_usec(since)),
+        number: interruption.number,
     }
 }
 

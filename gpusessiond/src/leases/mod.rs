@@ -485,6 +485,19 @@ pub struct Failure {
     pub again: bool,
 }
 
+/// A program whose connection to its worker broke; shown to its user and to root.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Interruption {
+    pub uid: u32,
+    pub pid: u32,
+    /// Name of the program.
+    pub program: String,
+    /// Since when it has no connection; `None` if it is back.
+    pub since: Option<Time>,
+    /// Number of interruptions so far.
+    pub number: u32,
+}
+
 /// Answer to a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
@@ -532,8 +545,15 @@ pub trait Leases: Send + Sync {
     async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)>;
     /// Returns the leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
-    /// Returns why a granted worker no longer waits for its process, if that is known.
-    async fn ended_because(&self, granted: Granted) -> Option<String>;
+    /// Records the state of a process's connection to its worker, `for_time` without one.
+    ///
+    /// Returns why the worker no longer waits for the process, if that is known.
+    async fn interrupted(
+        &self,
+        granted: Granted,
+        interruption: Interruption,
+        for_time: Option<Duration>,
+    ) -> Option<String>;
     /// Records that the process of these workers exited, or never got its answer.
     fn ended(&self, granted: Vec<Granted>);
     /// Records a process's report on its grant: served, or failed with a reason.

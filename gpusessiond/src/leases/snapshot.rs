@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gpusession_common::words::Class;
 
-use super::{Failure, LeaseState, Session, Slot, Spec, Time};
+use super::{Failure, Interruption, LeaseState, Session, Slot, Spec, Time};
 use crate::pool::PoolError;
 
 /// The lease manager's clock and the wall clock at one moment.
@@ -81,6 +81,8 @@ pub struct LeaseGauges {
     pub idle_since: Option<Time>,
     /// Free memory of each of its GPUs, in bytes.
     pub memory_free_bytes: Vec<u64>,
+    /// Programs whose connection broke at least once.
+    pub interruptions: Vec<Interruption>,
 }
 
 /// A GPU of a lease, as its server describes it.

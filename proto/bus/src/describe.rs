@@ -89,6 +89,9 @@ pub struct Lease {
     pub trouble: Option<String>,
     pub trouble_kind: Option<String>,
     pub failures: Vec<Failure>,
+    /// Programs whose connection broke at least once.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub interruptions: Vec<Interruption>,
     /// Place in the server's queue, from 1.
     pub position: Option<u32>,
     /// Length of that queue.
@@ -121,6 +124,19 @@ pub struct Failure {
     /// The program had GPUs and lost them.
     pub running: bool,
     pub reason: String,
+}
+
+/// A program whose connection to its server broke, and has come back or may still.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Interruption {
+    pub uid: u32,
+    pub pid: u32,
+    pub program: String,
+    /// Microseconds since the epoch at which the connection broke; `None` if it is back.
+    pub since_usec: Option<u64>,
+    /// Number of interruptions so far.
+    pub number: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]

@@ -177,12 +177,12 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()
         "AGE",
     ]);
     for r in rows {
-        let program = program(&r);
+        let (program, state) = (program(&r), state(&r));
         table.add_row([
             r.server,
             r.worker.get(..12).unwrap_or(&r.worker).to_string(),
             dash(r.pid),
-            if r.shares_memory { format!("{}, shares", r.state) } else { r.state },
+            state,
             r.lease,
             r.client,
             program,
@@ -203,6 +203,20 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()
     }
     hide_server(&mut table, all);
     print(out, &table, n, NO_WORKERS)
+}
+
+/// Describes the state of a worker and of its program's connection.
+fn state(row: &PsRow) -> String {
+    let mut state = row.state.clone();
+    if row.shares_memory {
+        state += ", shares";
+    }
+    match (row.interrupted_usec, row.interruptions) {
+        (Some(usec), _) => state += &format!(", no connection for {}", span(usec)),
+        (None, 1..) => state += &format!(", interrupted {}x", row.interruptions),
+        (None, 0) => {}
+    }
+    state
 }
 
 /// Prints `gpuserver leases`.

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use gpusession_proto::journal;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, info, warn};
 
@@ -92,17 +93,26 @@ impl Supervisor {
                 worker.unadmitted.admitted(number);
                 if lane == 0 && worker.lanes & 1 != 0 {
                     self.0.resumes.fetch_add(1, Ordering::Relaxed);
-                    if let Some(more) = self.0.resume_log.may() {
-                        info!(
-                            gpusession_worker = hex(id),
-                            gpusession_lease = worker.lease,
-                            gpusession_client = worker.client,
-                            "worker {}: its program came back after a broken connection{more}",
-                            hex(id)
-                        );
-                    }
                 }
                 worker.lanes |= 1u64.checked_shl(lane.into()).unwrap_or(0);
+            }
+            FromWorker::Outage { ms, over: false } => {
+                worker.interrupted = Some(now.saturating_sub(Duration::from_millis(ms)));
+            }
+            FromWorker::Outage { ms, over: true } => {
+                worker.interrupted = None;
+                worker.interruptions = worker.interruptions.saturating_add(1);
+                if let Some(more) = self.0.resume_log.may() {
+                    info!(
+                        message_id = journal::Event::ProgramBack.id(),
+                        gpusession_worker = hex(id),
+                        gpusession_lease = worker.lease,
+                        gpusession_client = worker.client,
+                        gpusession_reason = format!("{ms} ms without a connection"),
+                        "worker {}: its program is back after {ms} ms without a connection{more}",
+                        hex(id)
+                    );
+                }
             }
             FromWorker::Refused { number, reason } => {
                 worker.unadmitted.refused(number);

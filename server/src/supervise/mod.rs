@@ -109,6 +109,10 @@ pub struct WorkerView {
     pub process: Option<ClientProcess>,
     /// Source address of the last data connection.
     pub peer: Option<SocketAddr>,
+    /// Time that its program has been without a connection, and may still come back.
+    pub interrupted: Option<Duration>,
+    /// Interruptions after which its program has come back.
+    pub interruptions: u32,
     /// UUIDs of the lease's GPUs.
     pub gpus: Vec<String>,
     /// Last usage report of the worker.
@@ -556,6 +560,8 @@ impl Supervisor {
             shares: state.shares.involve(id),
             process: w.process.clone(),
             peer: w.peer,
+            interrupted: w.interrupted.map(|since| now.saturating_sub(since)),
+            interruptions: w.interruptions,
             gpus: w.gpus.clone(),
             usage: w.usage,
             isolation: w.isolation.clone(),

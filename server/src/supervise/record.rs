@@ -55,6 +55,10 @@ pub struct WorkerRecord {
     pub(super) encrypted: bool,
     pub(super) process: Option<ClientProcess>,
     pub(super) peer: Option<SocketAddr>,
+    /// Since when its program has no connection.
+    pub(super) interrupted: Option<Moment>,
+    /// Interruptions after which its program has come back.
+    pub(super) interruptions: u32,
     /// Lanes that it has admitted, a bit each; they close with the worker.
     pub(super) lanes: u64,
     /// Highest number of a connection attempt, by lane.

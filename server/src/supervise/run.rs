@@ -85,6 +85,8 @@ impl Supervisor {
             encrypted: entry.lease.encrypted,
             process: None,
             peer: None,
+            interrupted: None,
+            interruptions: 0,
             lanes: 0,
             attempts: [0; LANES as usize],
             fingerprint: None,

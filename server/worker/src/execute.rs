@@ -33,6 +33,8 @@ use crate::supervise::Supervisor;
 
 /// Time after which a call counts as blocked while other frames wait.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
+/// Time without a connection after which the supervisor hears of it.
+const OUTAGE_DELAY: Duration = Duration::from_secs(1);
 /// Bound on the memory of frames read but not yet replayed; the reader stops reading beyond it.
 ///
 /// A client's thread has at most 4 MiB of frames under way without news of their replay. That
@@ -198,13 +200,27 @@ impl Replay {
         ended: &Line,
     ) -> io::Result<Result<Line, Option<String>>> {
         let since = Instant::now();
+        let tell = |over| {
+            let ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
+            session.supervisor().tell(&FromWorker::Outage { ms, over });
+        };
+        let mut told = false;
         loop {
             // Executors may be blocked without need, whether the client is there or not.
             let patience = if self.watching() { BLOCKED_TIMEOUT } else { Duration::from_secs(1) };
             match session.replies().end.next(ended, since, patience) {
-                Next::Line(line) => return Ok(Ok(line)),
+                Next::Line(line) => {
+                    tell(true);
+                    return Ok(Ok(line));
+                }
                 Next::Over(reason) => return Ok(Err(reason)),
-                Next::Later => self.relieve(session, &mut self.lock())?,
+                Next::Later => {
+                    if !told && since.elapsed() >= OUTAGE_DELAY {
+                        told = true;
+                        tell(false);
+                    }
+                    self.relieve(session, &mut self.lock())?;
+                }
             }
         }
     }

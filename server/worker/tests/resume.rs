@@ -73,6 +73,30 @@ fn a_worker_that_waits_for_its_program_ends_by_order_at_once() {
     assert!(client.heard.0.lock().expect("a list").is_empty(), "the program did not know");
 }
 
+#[test]
+fn the_supervisor_hears_how_long_a_program_had_no_connection() {
+    let machine = Machine::new();
+    let mut worker = start(&machine, 60);
+    // The fifth attempt succeeds, more than a second later.
+    let cut = Some(Cut { unit: 0, place: Place::After, reset: true });
+    let relay = Relay::start(worker.address, move |connection| Fate {
+        up: cut.filter(|_| (1..6).contains(&connection)),
+        ..Fate::default()
+    });
+    let mut endpoint = worker.endpoint(false);
+    endpoint.addresses = vec![relay.address.to_string()];
+    let client = Client::open(&endpoint).expect("the worker admits the client");
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    relay.cut();
+    client.put(WINDOW, &[1; 8]);
+    assert_eq!(client.get(WINDOW, 8), [1; 8]);
+    worker.wait_for(|m| matches!(m, FromWorker::Outage { ms: 1000.., over: false }));
+    worker.wait_for(|m| matches!(m, FromWorker::Outage { ms: 1000.., over: true }));
+    relay.cut();
+    assert_eq!(client.get(WINDOW, 8), [1; 8]);
+    worker.wait_for(|m| matches!(m, FromWorker::Outage { ms: ..1000, over: true }));
+}
+
 /// Tries to take a guest's place; returns the worker's position, or the reason of the refusal.
 fn come_back(worker: &Worker, secret: &[u8; 32], number: u32, mine: &Counts) -> Result<Counts, String> {
     let mut stranger = worker.stranger_with(0, number, FLAG_RESUME);

@@ -14,8 +14,8 @@ use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
 use crate::leases::{
-    Caller, Failure, Granted, LeaseView, ServerFacts, ServerView, Session, Slot, Snapshot, Time,
-    WorkerRequest,
+    Caller, Failure, Granted, Interruption, LeaseView, ServerFacts, ServerView, Session, Slot, Snapshot,
+    Time, WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -44,6 +44,8 @@ pub(super) struct Actor {
     /// The latest program of each user that a lease failed, and when; the newest last. An entry
     /// lasts until the lease serves another program of that user.
     pub(super) failures: HashMap<Slot, Vec<(Failure, Time)>>,
+    /// Programs whose connection broke, by their worker, and when they last reported that.
+    pub(super) interruptions: HashMap<[u8; 16], (Slot, Interruption, Time)>,
     /// Servers and leases whose silence and parking have been logged.
     pub(super) lost: HashSet<usize>,
     pub(super) parked: HashSet<Slot>,
@@ -118,8 +120,9 @@ impl Actor {
             Message::Of(caller, reply) => {
                 let _ = reply.send(self.select(&caller, &WorkerRequest::default()).unwrap_or_default());
             }
-            Message::EndedBecause(Granted { lease, worker, .. }, reply) => {
-                let _ = reply.send(self.machine.ended_because(now, &lease, &worker));
+            Message::Interrupted(granted, interruption, for_time, reply) => {
+                let _ = reply.send(self.machine.ended_because(now, &granted.lease, &granted.worker));
+                self.interrupted(granted, interruption, for_time);
             }
             Message::Ended(granted) => self.processes_ended(granted),
             Message::Outcome(slot, uid, failure) => self.report_outcome(slot, uid, failure),

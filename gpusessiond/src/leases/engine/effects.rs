@@ -144,6 +144,7 @@ impl Actor {
                 Change::Removed { slot, .. } => {
                     self.refused.remove(slot);
                     self.failures.remove(slot);
+                    self.interruptions.retain(|_, (of, ..)| of != slot);
                     if let Some(reply) = self.creating.remove(slot) {
                         let _ = reply.send(Err(ended()));
                     }

@@ -1,5 +1,7 @@
 //! Grants: which leases a process uses, and its workers and tickets.
 
+use std::time::Duration;
+
 use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::journal::Event;
 use gpusession_proto::ticket::{MAX_USER, Ticket};
@@ -11,7 +13,7 @@ use super::Message;
 use super::actor::Actor;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
-use crate::leases::{Answer, Caller, Failure, Granted, Owner, Slot, Spec, WorkerRequest};
+use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Owner, Slot, Spec, WorkerRequest};
 use crate::pool::{PoolError, Trouble, unencrypted};
 
 /// Most users of whose programs a lease's failures are kept.
@@ -308,15 +310,34 @@ impl Actor {
                 "process {pid} ({program}) of uid {uid}: {what}: {reason}"
             );
         }
+        let pid = failure.pid;
         if failures.len() == MAX_FAILURES {
             failures.remove(0);
         }
         failures.push((failure, now));
+        self.interruptions.retain(|_, (of, lost, _)| *of != slot || lost.pid != pid);
+    }
+
+    /// Records the state of a program's connection to its worker.
+    pub(super) fn interrupted(
+        &mut self,
+        granted: Granted,
+        mut interruption: Interruption,
+        for_time: Option<Duration>,
+    ) {
+        let now = self.now();
+        let Granted { slot, lease, worker } = granted;
+        if self.machine.slot(slot).and_then(|w| w.held()).is_none_or(|held| held.lease.id != lease) {
+            return;
+        }
+        interruption.since = for_time.map(|time| now.saturating_sub(time));
+        self.interruptions.insert(worker, (slot, interruption, now));
     }
 
     pub(super) fn processes_ended(&mut self, granted: Vec<Granted>) {
         let now = self.now();
         for one in granted {
+            self.interruptions.remove(&one.worker);
             let worker = if one.worker == [0; 16] { Vec::new() } else { one.worker.to_vec() };
             self.machine.process_ended(now, one.slot, &one.lease, worker);
         }

@@ -21,7 +21,8 @@ use tokio::time::Instant;
 use super::machine::{Machine, Saved};
 use super::readings::{self, Place};
 use super::{
-    Answer, Caller, Failure, Granted, LeaseView, Leases, Session, Slot, Snapshot, Spec, Update, WorkerRequest,
+    Answer, Caller, Failure, Granted, Interruption, LeaseView, Leases, Session, Slot, Snapshot, Spec, Update,
+    WorkerRequest,
 };
 use crate::access::Gate;
 use crate::pool::{PoolError, PoolServer, Trouble};
@@ -36,7 +37,7 @@ enum Message {
     Grant(Caller, WorkerRequest, oneshot::Sender<Answer>),
     Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
-    EndedBecause(Granted, oneshot::Sender<Option<String>>),
+    Interrupted(Granted, Interruption, Option<Duration>, oneshot::Sender<Option<String>>),
     Ended(Vec<Granted>),
     Outcome(Slot, u32, Option<Failure>),
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
@@ -156,6 +157,7 @@ impl Engine {
             said: HashMap::new(),
             refused: HashMap::new(),
             failures: HashMap::new(),
+            interruptions: HashMap::new(),
             lost: HashSet::new(),
             parked: HashSet::new(),
             about: Vec::new(),
@@ -284,8 +286,13 @@ impl Leases for Engine {
         self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
     }
 
-    async fn ended_because(&self, granted: Granted) -> Option<String> {
-        self.call(|reply| Message::EndedBecause(granted, reply)).await.flatten()
+    async fn interrupted(
+        &self,
+        granted: Granted,
+        interruption: Interruption,
+        for_time: Option<Duration>,
+    ) -> Option<String> {
+        self.call(|reply| Message::Interrupted(granted, interruption, for_time, reply)).await.flatten()
     }
 
     fn ended(&self, granted: Vec<Granted>) {

@@ -1,21 +1,37 @@
 //! Takes snapshots of all leases, servers and sessions.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::actor::Actor;
 use gpusession_common::words::Class;
 
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
 use crate::leases::{
-    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, ServerFacts, ServerView,
-    Snapshot,
+    Clock, DeviceView, Interruption, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, ServerFacts,
+    ServerView, Slot, Snapshot, Time,
 };
 use crate::pool::Trouble;
 
 /// Uid shown for an owner whom the user database does not know; differs from "everyone".
 const UNKNOWN_USER: u32 = u32::MAX - 1;
 
+/// Time for which a program's report of an interruption counts; it reports each second.
+const REPORT_TTL: Duration = Duration::from_secs(10);
+
 impl Actor {
+    /// Returns a lease's programs whose connection broke, by process id.
+    fn interruptions_of(&self, slot: Slot, now: Time) -> Vec<Interruption> {
+        let of_slot = self.interruptions.values().filter(|(of, ..)| *of == slot);
+        let mut found: Vec<_> = of_slot
+            .map(|(_, interruption, at)| Interruption {
+                since: interruption.since.filter(|_| now.saturating_sub(*at) < REPORT_TTL),
+                ..interruption.clone()
+            })
+            .collect();
+        found.sort_by_key(|interruption| interruption.pid);
+        found
+    }
+
     pub(super) fn snapshot(&self) -> Snapshot {
         let clock = Clock { now: self.now(), wall_usec: wall_usec() };
         let leases = self
@@ -66,6 +82,7 @@ impl Actor {
                     memory_free_bytes: held
                         .map(|h| h.lease.devices.iter().map(|d| d.memory_free_bytes).collect())
                         .unwrap_or_default(),
+                    interruptions: self.interruptions_of(slot, clock.now),
                 };
                 LeaseView { facts, gauges }
             })

@@ -102,6 +102,12 @@ pub struct PsRow {
     pub uid: Option<u32>,
     /// Source address of its last connection.
     pub peer: Option<String>,
+    /// Time that its program has been without a connection; `None` with one.
+    #[serde(default)]
+    pub interrupted_usec: Option<u64>,
+    /// Interruptions of its program's connection that are over.
+    #[serde(default)]
+    pub interruptions: u32,
     /// Transport of the program's data: `tcp`; `None` without a program.
     #[serde(default)]
     pub transport: Option<String>,
@@ -247,6 +253,8 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         client_pid: process.as_ref().map(|p| p.pid),
         uid: process.as_ref().map(|p| p.uid),
         peer: w.peer.map(|p| p.to_string()),
+        interrupted_usec: w.interrupted.map(micros),
+        interruptions: w.interruptions,
         transport: process.as_ref().map(|_| "tcp".into()),
         encrypted: process.as_ref().map(|p| p.encrypted),
         gpu_indices: w.gpus.iter().filter_map(index).collect(),
