@@ -163,11 +163,6 @@ impl Daemon {
         let lease = self.lease(id).await?;
         if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
     }
-
-    /// Returns the variables that the daemon sets for programs on a lease.
-    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
-        self.lease(id).await?.get_environment().await.map_err(of_bus)
-    }
 }
 
 /// Returns `true` if the daemon runs, without starting it.

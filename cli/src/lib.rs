@@ -25,7 +25,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use gpusession_common::units::{human_duration, parse_duration};
 use gpusessiond::client;
-use gpusessiond::environment::Environment;
+use gpusessiond::environment::{self, Audience};
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::{Leases as _, Spec};
 use gpusessiond::paths;
@@ -407,6 +407,14 @@ async fn status(json: bool, wait: bool) -> Result<i32> {
 
 async fn reload(json: bool) -> Result<i32> {
     Daemon::connect().await?.reload().await?;
+    // As `systemctl reload` does: logins take variables from root's file only.
+    let path = paths::variables_file();
+    if nix::unistd::geteuid().is_root() && path.exists() {
+        let failed = |e: String| Failure::new(code::FAILED, format!("{}: cannot write: {e}", path.display()));
+        let config = gpusessiond::config::Config::load(&gpusessiond::config::default_path())
+            .map_err(|e| failed(e.to_string()))?;
+        environment::publish(&config, &path).map_err(|e| failed(e.to_string()))?;
+    }
     if json {
         print(&json!({ "schema": 1, "reloaded": true }).to_string());
     }
@@ -457,7 +465,7 @@ async fn list(mine: bool, json: bool) -> Result<i32> {
 async fn env(json: bool, explain: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
     let (described, mine) = daemon.describe_mine().await?;
-    let environment = if mine.is_empty() { BTreeMap::new() } else { described.environment };
+    let environment = if mine.is_empty() { BTreeMap::new() } else { variables(described.environment)? };
     if json {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
         return Ok(0);
@@ -497,16 +505,29 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     Ok(0)
 }
 
-/// Prints the variables that logins get, from a file that the daemon has written.
+/// Returns the variables of `[environment]` from root's file, which no other user can write.
+///
+/// Without the file, as for a daemon that no unit started, the daemon's word counts.
+fn variables(of_daemon: BTreeMap<String, String>) -> Result<BTreeMap<String, String>> {
+    let path = paths::variables_file();
+    let given = environment::published(&path)
+        .map_err(|e| Failure::new(code::FAILED, format!("{}: {e}", path.display())))?;
+    Ok(given.unwrap_or(of_daemon))
+}
+
+/// Prints the variables that logins get: root's file has them, the daemon's file says who gets
+/// them.
 ///
 /// A user's first login waits for this command, so it must not wait for a daemon that hangs.
 async fn generate(json: bool) -> Result<i32> {
-    let path = paths::environment_file();
-    let given = Environment::read(&path)
-        .map_err(|e| Failure::new(code::FAILED, format!("{}: {e}", path.display())))?;
-    let environment = match given {
-        Some(given) => given.of_uid(nix::unistd::geteuid().as_raw()).await,
-        None => BTreeMap::new(),
+    let path = paths::audience_file();
+    let audience =
+        Audience::read(&path).map_err(|e| Failure::new(code::FAILED, format!("{}: {e}", path.display())))?;
+    let environment = match audience {
+        Some(audience) if audience.includes_uid(nix::unistd::geteuid().as_raw()).await => {
+            variables(BTreeMap::new())?
+        }
+        _ => BTreeMap::new(),
     };
     if json {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
@@ -560,7 +581,8 @@ async fn run_program(run: Run) -> Result<i32> {
     if run.new || (session.is_empty() && !described.leases_on_demand) {
         return run_new(&daemon, Vec::new(), &run).await;
     }
-    let mut environment = if session.is_empty() { Vec::new() } else { unset(described.environment.clone()) };
+    let mut environment =
+        if session.is_empty() { Vec::new() } else { unset(variables(described.environment.clone())?) };
     let have: u32 = session.iter().map(|l| l.gpus).sum();
     if run.wanted.memory.is_some()
         || run.wanted.sm_percent.is_some()
@@ -596,10 +618,7 @@ async fn run_new(daemon: &Daemon, servers: Vec<String>, run: &Run) -> Result<i32
     let spec = Spec { why, servers: servers.clone(), ..run.wanted.spec() };
     let create = async |spec: Spec| daemon.create(&spec, false).await;
     let leases = run::lease(&servers, spec, create).await.map_err(|(_, failure)| failure.no_lease())?;
-    let mut environment = BTreeMap::new();
-    for lease in leases.iter().rev() {
-        environment.extend(daemon.environment(&lease.id).await?);
-    }
+    let mut environment = variables(daemon.describe().await?.environment)?;
     let ids: Vec<&str> = leases.iter().map(|lease| lease.id.as_str()).collect();
     environment.insert("GPUSESSION_LEASE".into(), ids.join(","));
     run::program_with(&run.program, unset(environment)).await

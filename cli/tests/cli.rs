@@ -10,7 +10,7 @@ use std::process::{Output, Stdio};
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
-use gpusessiond::environment::Environment;
+use gpusessiond::environment::{Audience, publish};
 use gpusessiond::leases::engine::Engine;
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{LeaseState, Leases as _};
@@ -397,6 +397,16 @@ async fn run_uses_the_sessions_lease_and_passes_everything_through() {
     assert_eq!(site.run(&["run", "--", "sh", "-c", "kill -TERM $$"]).await.code, 143);
     let environment = site.run_with(&["env"], &[("MINE", "mine")]).await;
     assert_eq!(environment.out, "export NCCL_DEBUG='it'\\''s'\n");
+    // A daemon that was taken over adds a variable: root's file counts.
+    let of_root = gpusessiond::config::Config {
+        environment: [("NCCL_DEBUG".to_owned(), "INFO".to_owned())].into(),
+        ..Default::default()
+    };
+    publish(&of_root, &site.file("environment")).unwrap();
+    let there = [("RUNTIME_DIRECTORY", site.folder.path().to_str().unwrap())];
+    assert_eq!(site.run_with(&["env"], &there).await.out, "export NCCL_DEBUG='INFO'\n");
+    let answer = site.run_with(&["run", "--", "sh", "-c", script], &there).await;
+    assert_eq!(answer.out.trim(), format!("{lib}|INFO|||"));
     let explained = site.run_with(&["env", "--explain"], &[("MINE", "mine")]).await;
     assert!(explained.out.contains("# MINE: set by you"), "{}", explained.out);
     let missing = site.run_with(&["run", "--", "true"], &[("GPUSESSION_LIBDIR", "/nonexistent")]).await;
@@ -449,16 +459,24 @@ async fn login_environment_is_read_without_the_daemon() {
     let mut config = config(&[]);
     config.environment.insert("HF_HOME".into(), "/srv/models 1".into());
     config.environment.insert("MINE".into(), "not this".into());
-    let file = folder.path().join("login/environment.json");
-    Environment::of(&config).write(&file).unwrap();
+    let file = folder.path().join("login/access.json");
+    let variables = folder.path().join("environment");
+    Audience::of(&config).write(&file).unwrap();
+    assert_eq!(ask(&["env", "--generator"]).await.out, "", "root has written no variables");
+    publish(&config, &variables).unwrap();
     let given = ask(&["env", "--generator"]).await;
     assert_eq!((given.code, given.out.as_str()), (0, "HF_HOME=\"/srv/models 1\"\n"), "{}", given.err);
     let given = json(&ask(&["env", "--generator", "--json"]).await);
     assert_eq!(given["environment"]["HF_HOME"], "/srv/models 1");
 
+    std::fs::set_permissions(&variables, std::fs::Permissions::from_mode(0o664)).unwrap();
+    let foreign = ask(&["env", "--generator"]).await;
+    assert_eq!((foreign.code, foreign.out.as_str()), (1, ""), "others than root may write the file");
+    publish(&config, &variables).unwrap();
+
     config.access.users.clear();
     config.access.root = false;
-    Environment::of(&config).write(&file).unwrap();
+    Audience::of(&config).write(&file).unwrap();
     let given = ask(&["env", "--generator"]).await;
     assert_eq!((given.code, given.out.as_str()), (0, ""), "nothing here is for this user");
     std::fs::write(&file, "{").unwrap();

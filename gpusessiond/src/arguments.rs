@@ -22,4 +22,9 @@ pub struct Arguments {
     /// Check the configuration, report its errors, and exit
     #[arg(long)]
     pub check_config: bool,
+    /// Write the variables of [environment] to /run/gpusession/environment for logins, and exit
+    ///
+    /// The service does it as root, since logins take variables from root's files only.
+    #[arg(long, conflicts_with = "check_config")]
+    pub write_environment: bool,
 }

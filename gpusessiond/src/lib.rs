@@ -5,7 +5,7 @@
 //! * [`grant`]: the socket on which programs request GPUs;
 //! * [`peer`]: the process at the other end of these sockets;
 //! * [`login`]: the socket on which PAM reports login sessions;
-//! * [`environment`]: variables that logins get;
+//! * [`environment`]: variables that logins get, and who gets them;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
 //! * [`handover`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
 //! * [`survey`]: the servers' descriptions now;

@@ -30,7 +30,7 @@ use tokio::task::AbortHandle;
 use tracing::{debug, info, warn};
 
 use crate::access::Gate;
-use crate::environment::Environment;
+use crate::environment::Audience;
 use crate::leases::{Leases, Session};
 use crate::peer::{self, Peer, SocketFile};
 
@@ -294,25 +294,20 @@ pub fn bind_at(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 /// Serves a login socket.
 pub struct Server {
     sessions: Arc<Sessions>,
-    given: RwLock<(Arc<Gate>, Arc<Environment>)>,
+    rules: RwLock<(Arc<Gate>, Arc<Audience>)>,
     /// Uid that may use the socket: root, except in tests.
     module: u32,
 }
 
 impl Server {
     /// Creates a server that accepts processes of uid `module` only.
-    pub fn new(
-        sessions: Arc<Sessions>,
-        gate: Arc<Gate>,
-        environment: Arc<Environment>,
-        module: u32,
-    ) -> Arc<Self> {
-        Arc::new(Self { sessions, given: RwLock::new((gate, environment)), module })
+    pub fn new(sessions: Arc<Sessions>, gate: Arc<Gate>, audience: Arc<Audience>, module: u32) -> Arc<Self> {
+        Arc::new(Self { sessions, rules: RwLock::new((gate, audience)), module })
     }
 
-    /// Sets the access rules and variables for future logins.
-    pub fn configure(&self, gate: Arc<Gate>, environment: Arc<Environment>) {
-        *self.given.write().unwrap_or_else(|e| e.into_inner()) = (gate, environment);
+    /// Sets the access rules for future logins.
+    pub fn configure(&self, gate: Arc<Gate>, audience: Arc<Audience>) {
+        *self.rules.write().unwrap_or_else(|e| e.into_inner()) = (gate, audience);
     }
 
     /// Serves until the future is dropped.
@@ -352,16 +347,12 @@ impl Server {
         match Request::parse(&packet[..length]).map_err(io::Error::other)? {
             Request::Close => self.sessions.close(pid),
             Request::Open(open) => {
-                let environment = self.environment(&open).await;
-                let id = match (environment.as_ref(), pidfd) {
-                    (Some(_), Some(pidfd)) => self.sessions.open(open, pid, pidfd),
-                    _ => None,
+                let id = match (self.serves(&open).await, pidfd) {
+                    (true, Some(pidfd)) => Some(self.sessions.open(open, pid, pidfd).unwrap_or_default()),
+                    (true, None) => Some(String::new()),
+                    (false, _) => None,
                 };
-                let reply = id.iter().map(|id| ("GPUSESSION_ID", id.as_str()));
-                let variables = environment.iter().flatten().map(|(k, v)| (k.as_str(), v.as_str()));
-                let packet = Reply { environment: reply.chain(variables).collect() }
-                    .encode()
-                    .map_err(io::Error::other)?;
+                let packet = Reply { session: id.as_deref() }.encode();
                 // The empty buffer of a new socket holds a packet. If the module has given up, the
                 // login goes without variables.
                 stream.try_write(&packet)?;
@@ -370,14 +361,14 @@ impl Server {
         Ok(())
     }
 
-    /// Returns `[environment]` if the user has access or a lease.
+    /// Returns `true` if the user has access or a lease.
     ///
     /// If the user database does not answer in time, the user counts as having access: variables
     /// give no rights.
-    async fn environment(&self, open: &Open) -> Option<BTreeMap<String, String>> {
-        let (gate, environment) = self.given.read().unwrap_or_else(|e| e.into_inner()).clone();
+    async fn serves(&self, open: &Open) -> bool {
+        let (gate, audience) = self.rules.read().unwrap_or_else(|e| e.into_inner()).clone();
         let person = tokio::time::timeout(LOOKUP_TIMEOUT, gate.person(open.uid)).await;
-        environment.of_user(Some(&open.user), person.map_or(true, |p| p.access)).cloned()
+        audience.includes(Some(&open.user), person.map_or(true, |p| p.access))
     }
 }
 

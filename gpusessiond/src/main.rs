@@ -13,7 +13,7 @@ use gpusessiond::arguments::Arguments;
 use gpusessiond::bus::{self, Bus};
 use gpusessiond::client::{self, Remote};
 use gpusessiond::config::{self, Config};
-use gpusessiond::environment::Environment;
+use gpusessiond::environment::{self, Audience};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::handover::{Returned, State, Store};
 use gpusessiond::identity::{self, Home, IdentityError};
@@ -69,6 +69,16 @@ fn main() -> ExitCode {
     if arguments.check_config {
         println!("{}: {} lease(s) configured", path.display(), config.leases.len());
         return ExitCode::SUCCESS;
+    }
+    if arguments.write_environment {
+        let path = paths::variables_file();
+        return match environment::publish(&config, &path) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("gpusessiond: {}: cannot write: {error}", path.display());
+                ExitCode::from(INTERNAL)
+            }
+        };
     }
     let level = log(&config.keys.log_level);
     gpusession_fatal::install("gpusessiond");
@@ -202,15 +212,24 @@ fn token() -> Option<(String, Vec<String>)> {
     Some((tokens.pop()?, servers))
 }
 
-/// Builds the environment of future logins, and writes the file for readers other than the login
-/// socket.
-fn given(config: &Config) -> Arc<Environment> {
-    let environment = Environment::of(config);
-    let path = paths::environment_file();
-    if let Err(error) = environment.write(&path) {
+/// Decides who gets variables at future logins, and writes the file for readers other than the
+/// login socket.
+fn audience(config: &Config) -> Arc<Audience> {
+    let audience = Audience::of(config);
+    let path = paths::audience_file();
+    if let Err(error) = audience.write(&path) {
         warn!("{}: cannot write: {error}; user services do not get [environment]", path.display());
     }
-    Arc::new(environment)
+    // Only root changes the variables: a reload over D-Bus changes who gets them, and nothing else.
+    let path = paths::variables_file();
+    match environment::published(&path) {
+        Ok(Some(given)) if given != config.environment => warn!(
+            "[environment] has changed, and logins keep the variables of before: systemctl reload gpusession"
+        ),
+        Ok(_) => {}
+        Err(error) => warn!("{}: {error}; logins get no variables", path.display()),
+    }
+    Arc::new(audience)
 }
 
 /// Waits for an identity: joins with a token, or waits for `gpusession join`.
@@ -435,7 +454,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let grants = Arc::new(grants);
     grants.resume(inherited.returned.processes).await;
     tokio::spawn(grants.clone().serve(grant_listener));
-    let logins = login::Server::new(sessions.clone(), gate.clone(), given(&config), 0);
+    let logins = login::Server::new(sessions.clone(), gate.clone(), audience(&config), 0);
     tokio::spawn(logins.clone().serve(login_listener));
     let connection =
         zbus::connection::Builder::system().build().await.context("cannot connect to the system bus")?;
@@ -468,7 +487,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
             let config = changed.borrow_and_update().clone();
             level(&config.keys.log_level);
             grants.set_wait(Duration::from_millis(config.keys.wait_ms));
-            logins.configure(gate.clone(), given(&config));
+            logins.configure(gate.clone(), audience(&config));
         }
     };
     // Without an identity no lease can be held, but programs and `gpusession status` get the
@@ -500,7 +519,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         // Exits at once: an orderly end would remove the descriptors from systemd's store.
         std::process::exit(code.into());
     }
-    let _ = std::fs::remove_file(paths::environment_file());
+    let _ = std::fs::remove_file(paths::audience_file());
     tokio::select! {
         () = stop(&engine) => {}
         _ = terminate.recv() => return Ok(FORCED),

@@ -51,9 +51,14 @@ pub fn notice_directory() -> PathBuf {
     runtime_directory().join("notice")
 }
 
-/// File of the variables of logins: `login/environment.json` in the runtime directory.
-pub fn environment_file() -> PathBuf {
-    runtime_directory().join("login/environment.json")
+/// Root's file of the variables of logins: `environment` in the runtime directory.
+pub fn variables_file() -> PathBuf {
+    runtime_directory().join("environment")
+}
+
+/// File of the rules that say who gets them: `login/access.json` in the runtime directory.
+pub fn audience_file() -> PathBuf {
+    runtime_directory().join("login/access.json")
 }
 
 /// Writes a file that all users may read.

@@ -119,19 +119,35 @@ fn systemd_hears_that_it_is_ready_although_no_server_is_there() {
 }
 
 #[test]
-fn the_login_environment_file_exists_while_the_daemon_runs() {
+fn the_file_of_who_gets_variables_exists_while_the_daemon_runs() {
     use nix::sys::signal::{Signal, kill};
     let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
-    let file = folder.path().join("run/login/environment.json");
+    let file = folder.path().join("run/login/access.json");
     let given = |text: &str| std::fs::read_to_string(&file).is_ok_and(|file| file.contains(text));
-    configure(folder.path(), "[environment]\nNCCL_DEBUG = \"WARN\"\n");
+    configure(folder.path(), "[access]\nusers = [\"alice\"]\n[environment]\nNCCL_DEBUG = \"WARN\"\n");
     let mut running = Running(daemon(folder.path(), &bus.address()).spawn().unwrap());
-    until("the file", || given(r#""NCCL_DEBUG":"WARN""#));
-    configure(folder.path(), "[environment]\nNCCL_DEBUG = \"INFO\"\n");
+    until("the file", || given(r#""alice""#));
+    assert!(!given("NCCL_DEBUG"), "the daemon names no variable");
+    configure(folder.path(), "[access]\nusers = [\"bob\"]\n");
     kill(nix::unistd::Pid::from_raw(running.0.id() as i32), Signal::SIGHUP).unwrap();
-    until("the new one", || given(r#""NCCL_DEBUG":"INFO""#));
+    until("the new one", || given(r#""bob""#));
     assert_eq!(running.stop(), 0);
     assert!(!file.exists(), "nothing is left behind");
+}
+
+#[test]
+fn root_writes_the_variables_of_logins_before_the_daemon_starts() {
+    let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
+    let file = folder.path().join("run/environment");
+    let write =
+        || daemon(folder.path(), &bus.address()).arg("--write-environment").status().unwrap().success();
+    configure(folder.path(), "[environment]\nNCCL_DEBUG = \"WARN\"\nHF_HOME = \"/srv/models\"\n");
+    assert!(write());
+    let text = "HF_HOME=/srv/models\nNCCL_DEBUG=WARN\n";
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
+    configure(folder.path(), "[environment]\nLD_PRELOAD = \"/tmp/x\"\n");
+    assert!(!write(), "a configuration with errors changes nothing");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
 }
 
 #[test]

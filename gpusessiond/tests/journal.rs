@@ -15,7 +15,7 @@ use gpusession_proto::journal::{CATALOGS, Event, catalog};
 use gpusession_proto::login::{Open, Request};
 use gpusession_proto::message;
 use gpusessiond::access::Gate;
-use gpusessiond::environment::Environment;
+use gpusessiond::environment::Audience;
 use gpusessiond::grant::Limits;
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{Leases, Spec};
@@ -163,7 +163,7 @@ async fn each_event_says_whom_it_concerns_and_why() {
     let (listener, _file) = login::bind_at(&folder.path().join("pam.sock")).unwrap();
     let gate = Arc::new(Gate::new(config.access.clone()));
     let server =
-        login::Server::new(sessions.clone(), gate, Arc::new(Environment::of(&config)), me.parse().unwrap());
+        login::Server::new(sessions.clone(), gate, Arc::new(Audience::of(&config)), me.parse().unwrap());
     let _serving = tokio::spawn(server.serve(listener));
     let say = async |request: Request| {
         let path = folder.path().join("pam.sock");

@@ -13,7 +13,7 @@ use common::{PATIENCE, config, engine};
 use gpusession_proto::login::{MAX_REPLY, Open, Reply, Request};
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
-use gpusessiond::environment::Environment;
+use gpusessiond::environment::Audience;
 use gpusessiond::leases::Leases;
 use gpusessiond::login::{self, Server, Sessions};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, send, socket};
@@ -32,8 +32,8 @@ impl LoginSocket {
         let gate = Arc::new(Gate::new(config.access.clone()));
         let path = folder.join("pam.sock");
         let (listener, file) = login::bind_at(&path).unwrap();
-        let environment = Arc::new(Environment::of(config));
-        let server = Server::new(sessions.clone(), gate, environment, module);
+        let audience = Arc::new(Audience::of(config));
+        let server = Server::new(sessions.clone(), gate, audience, module);
         Self { path, sessions, task: tokio::spawn(server.serve(listener)), _file: file }
     }
 }
@@ -76,7 +76,7 @@ async fn say_async(path: &Path, packet: Vec<u8>) -> Vec<u8> {
 
 fn id(reply: &[u8]) -> Option<String> {
     let reply = Reply::parse(reply).unwrap();
-    reply.environment.iter().find(|(name, _)| *name == "GPUSESSION_ID").map(|(_, id)| (*id).to_owned())
+    reply.session.map(str::to_owned)
 }
 
 async fn until(what: &str, mut test: impl FnMut() -> bool) {
@@ -152,7 +152,8 @@ async fn a_login_gets_its_environment_and_lasts_as_long_as_its_leader() {
     let reply = say_async(&socket.path, Request::Open(open()).encode()).await;
     let read = Reply::parse(&reply).unwrap();
     let mine = id(&reply).unwrap();
-    assert_eq!(read.environment, [("GPUSESSION_ID", mine.as_str()), ("NCCL_DEBUG", "WARN")]);
+    assert_eq!(read.session, Some(mine.as_str()));
+    assert!(!reply.windows(10).any(|bytes| bytes == b"NCCL_DEBUG"), "variables are root's file's");
     // A second login of one leader joins its session.
     assert_eq!(id(&say_async(&socket.path, Request::Open(open()).encode()).await), Some(mine.clone()));
 

@@ -14,6 +14,7 @@
 
 mod exchange;
 mod options;
+mod variables;
 
 use std::sync::Once;
 use std::time::Instant;
@@ -46,7 +47,8 @@ pub trait Pam {
     fn put(&mut self, name: &str, value: &str) -> bool;
 }
 
-/// Reason why a login session was not bound, for the log of the option `debug` only.
+/// Reason why a login session was not bound or has no variables, for the log of the option `debug`
+/// only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
     /// Failed system call, or the reason.
@@ -66,10 +68,10 @@ impl Trouble {
     }
 }
 
-/// Reports a login session to the daemon, and sets the variables of its answer.
+/// Reports a login session to the daemon, and sets its id and the variables of root's file.
 ///
-/// Variables that the user has set stay. `Ok(false)`: the module ignores this login, or the answer
-/// is empty.
+/// The daemon says whether the user gets them. Variables that the user has set stay. `Ok(false)`:
+/// the module ignores this login, or the user has no access.
 pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     let service = pam.service().unwrap_or_default();
     if options.skips(&service) {
@@ -91,13 +93,19 @@ pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     let deadline = Instant::now() + options.timeout;
     let packet = exchange(&options.socket, &Request::Open(open).encode(), true, deadline)?;
     let reply = Reply::parse(&packet).map_err(|Malformed(what)| Trouble::new(what))?;
-    for (name, value) in reply.environment.iter().filter(|(name, _)| options.allows(name)) {
+    let Some(session) = reply.session else { return Ok(false) };
+    if !session.is_empty() {
         // The id in the environment of an outer login session is wrong for this one.
-        if *name == "GPUSESSION_ID" || !pam.is_set(name, value) {
+        pam.put("GPUSESSION_ID", session);
+    }
+    let text = variables::read(&options.environment)?;
+    let variables = variables::parse(&text).map_err(|Malformed(what)| Trouble::new(what))?;
+    for (name, value) in variables.into_iter().filter(|(name, _)| options.allows(name)) {
+        if !pam.is_set(name, value) {
             pam.put(name, value);
         }
     }
-    Ok(!reply.environment.is_empty())
+    Ok(true)
 }
 
 /// Reports the end of a login session to the daemon, if [`open`] bound it.

@@ -12,13 +12,15 @@ pub struct Options {
     pub min_uid: u32,
     /// `skip_services`: PAM services that the module ignores, separated by commas.
     pub skip_services: Vec<String>,
-    /// `allow`: variables that the daemon may set, separated by commas; an `*` is any end.
+    /// `allow`: variables that the module sets, separated by commas; an `*` is any end.
     ///
-    /// Without it, all that [`gpusession_login::check`] accepts.
+    /// Without it, all that [`gpusession_login::variables::check`] accepts.
     pub allow: Vec<String>,
+    /// `environment`: root's file of variables.
+    pub environment: PathBuf,
     /// `socket`: where the daemon listens.
     pub socket: PathBuf,
-    /// `debug`: logs why a login session was not bound.
+    /// `debug`: logs why a login session was not bound, or has no variables.
     pub debug: bool,
 }
 
@@ -29,6 +31,7 @@ impl Default for Options {
             min_uid: 1000,
             skip_services: vec!["systemd-user".into(), "gdm-launch-environment".into()],
             allow: vec!["*".into()],
+            environment: gpusession_login::variables::PATH.into(),
             socket: "/run/gpusession/pam.sock".into(),
             debug: false,
         }
@@ -50,6 +53,7 @@ impl Options {
                 "min_uid" => options.min_uid = value.parse().unwrap_or(options.min_uid),
                 "skip_services" => options.skip_services = value.split(',').map(str::to_owned).collect(),
                 "allow" => options.allow = value.split(',').map(str::to_owned).collect(),
+                "environment" if value.starts_with('/') => options.environment = value.into(),
                 "socket" if value.starts_with('/') => options.socket = value.into(),
                 "debug" => options.debug = true,
                 _ => {}
@@ -63,12 +67,12 @@ impl Options {
         self.skip_services.iter().any(|s| s == service)
     }
 
-    /// Returns `true` if the daemon may set the variable; `GPUSESSION_ID` always.
+    /// Returns `true` if the module may set the variable.
     pub fn allows(&self, name: &str) -> bool {
         let fits = |pattern: &String| match pattern.strip_suffix('*') {
             Some(begin) => name.starts_with(begin),
             None => name == pattern,
         };
-        name == "GPUSESSION_ID" || self.allow.iter().any(fits)
+        self.allow.iter().any(fits)
     }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use gpusession_common::keys::Row;
 use gpusession_common::units::nearest;
-use gpusession_proto::login;
+use gpusession_proto::login::variables;
 use serde::{Deserialize, Serialize};
 
 use crate::units::{SmPercent, control_address};
@@ -197,19 +197,17 @@ fn read_environment(files: &[File<'_>]) -> Result<BTreeMap<String, String>, Conf
     let mut environment = BTreeMap::new();
     for file in files {
         let invalid = |message| ConfigError::Invalid { path: file.path.into(), message };
-        let variables: BTreeMap<String, String> =
+        let given: BTreeMap<String, String> =
             file.root.get("environment").map(|written| file.value(written)).transpose()?.unwrap_or_default();
-        for (key, value) in variables {
+        for (key, value) in given {
             if key == "GPUSESSION_ID" {
                 return Err(invalid(format!("environment: `{key}`: each session gets its own; remove it")));
             }
-            login::check(&key, &value).map_err(|error| invalid(format!("environment: `{key}`: {error}")))?;
+            variables::check(&key, &value)
+                .map_err(|error| invalid(format!("environment: `{key}`: {error}")))?;
             environment.insert(key, value);
         }
-        let together = environment.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-        let session = std::iter::once(("GPUSESSION_ID", "123456789012"));
-        (login::Reply { environment: session.chain(together).collect() })
-            .encode()
+        variables::encode(environment.iter().map(|(key, value)| (key.as_str(), value.as_str())))
             .map_err(|error| invalid(format!("environment: {error}")))?;
     }
     Ok(environment)

@@ -48,7 +48,7 @@ impl Login {
 
     fn log(&self, Trouble { what, errno }: Trouble) {
         if let Ok(what) = CString::new(what) {
-            let format = c"login session not bound: %s (errno %d)";
+            let format = c"login session not bound, or without variables: %s (errno %d)";
             // SAFETY: the handle is valid, and the format takes a string and a number.
             unsafe { pam_syslog(self.0, libc::LOG_INFO, format.as_ptr(), what.as_ptr(), errno) };
         }

@@ -162,10 +162,11 @@ impl Login {
 /// Logs in with another build of the module.
 fn login_with(folder: &Path, module: &Path, environment: &[(&str, &str)]) -> Login {
     let text = format!(
-        "session required pam_permit.so\nsession optional {} min_uid=0 timeout_ms={} socket={}/pam.sock\n",
+        "session required pam_permit.so\nsession optional {} min_uid=0 timeout_ms={} socket={folder}/pam.sock \
+         environment={folder}/environment\n",
         module.display(),
         TIMEOUT.as_millis(),
-        folder.display()
+        folder = folder.display()
     );
     std::fs::write(folder.join("test"), text).unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
@@ -221,6 +222,7 @@ fn folder() -> tempfile::TempDir {
 #[test]
 fn a_session_is_opened_and_closed() {
     let folder = folder();
+    std::fs::write(folder.path().join("environment"), "NCCL_DEBUG=WARN\nTF_X=1\n").unwrap();
     let listener = listen(folder.path(), 8);
     let daemon = std::thread::spawn(move || {
         let hear = |stream: &mut UnixStream| {
@@ -230,8 +232,7 @@ fn a_session_is_opened_and_closed() {
         };
         let (mut stream, _) = listener.accept().unwrap();
         let opened = hear(&mut stream);
-        let environment = vec![("GPUSESSION_ID", "abcdefghijkl"), ("NCCL_DEBUG", "WARN"), ("TF_X", "1")];
-        stream.write_all(&Reply { environment }.encode().unwrap()).unwrap();
+        stream.write_all(&Reply { session: Some("abcdefghijkl") }.encode()).unwrap();
         let (mut stream, _) = listener.accept().unwrap();
         (opened, hear(&mut stream))
     });
@@ -290,7 +291,7 @@ fn a_full_backlog_costs_no_more_than_the_deadline() {
 
 #[test]
 fn bad_answers_are_no_answers() {
-    let good = Reply { environment: vec![("GPUSESSION_ID", "x")] }.encode().unwrap();
+    let good = Reply { session: Some("x") }.encode();
     let evil =
         String::from_utf8(good.clone()).unwrap().replace("GPUSESSION_ID", "LD_PRELOADxxx").into_bytes();
     let answers: Vec<Vec<u8>> = vec![
@@ -318,7 +319,7 @@ fn bad_answers_are_no_answers() {
 fn a_daemon_that_drips_is_not_waited_for() {
     let folder = folder();
     let daemon = daemon(folder.path(), |stream, _| {
-        let good = Reply { environment: vec![("GPUSESSION_ID", "x")] }.encode().unwrap();
+        let good = Reply { session: Some("x") }.encode();
         // Each byte is a packet of its own, until the module has closed the connection.
         for byte in good.iter().cycle() {
             std::thread::sleep(TIMEOUT / 20);

@@ -1,4 +1,5 @@
-//! Messages between `pam_gpusession.so` and the client daemon on `pam.sock`.
+//! Messages between `pam_gpusession.so` and the client daemon on `pam.sock`, and the file of the
+//! variables that logins get ([`variables`]).
 //!
 //! Each way carries one bounded packet of a `SOCK_SEQPACKET` socket. The crate uses the standard
 //! library only, since the module runs inside `sshd`, `login` and `su`.
@@ -24,7 +25,12 @@
 //! | [`VERSION`] | 2 |
 //! | number of variables; 0 if this user has no lease on this client | 2 |
 //! | each: length of its name, length of its value, name, value | 2 + 2 + … |
+//!
+//! The only variable is `GPUSESSION_ID`, empty for a login session that the daemon does not follow.
+//! The module skips others, which an earlier daemon names.
 #![forbid(unsafe_code)]
+
+pub mod variables;
 
 /// Magic number at the start of every packet.
 pub const MAGIC: [u8; 4] = *b"gpsL";
@@ -37,57 +43,9 @@ pub const MAX_REQUEST: usize = 8 + 4 + 4 * 2 + 4 * MAX_TEXT;
 /// Longest reply, in bytes.
 pub const MAX_REPLY: usize = 16 * 1024;
 /// Maximum number of variables of a reply.
-pub const MAX_VARIABLES: usize = 64;
-/// Longest name of a variable, in bytes.
-pub const MAX_NAME: usize = 64;
-/// Longest value of a variable, in bytes.
-pub const MAX_VALUE: usize = 1024;
-
-/// Beginnings of variable names that are never set at login.
-///
-/// They belong to the loader (`LD_`) and the shell, or say who is logged in, from where and how.
-/// PAM's list would override the values of sshd and the user's terminal.
-const FOREIGN_BEGINNINGS: &[&str] = &["BASH_", "DBUS_", "LC_", "LD_", "SSH_", "SUDO_", "XDG_"];
-/// Other names of the C library, the shells and the login.
-const FOREIGN: &[&str] = &[
-    "BASHOPTS",
-    "CDPATH",
-    "DISPLAY",
-    "ENV",
-    "EUID",
-    "FPATH",
-    "GCONV_PATH",
-    "GETCONF_DIR",
-    "GLIBC_TUNABLES",
-    "GLOBIGNORE",
-    "HOME",
-    "IFS",
-    "KRB5CCNAME",
-    "LANG",
-    "LANGUAGE",
-    "LOCPATH",
-    "LOGNAME",
-    "MAIL",
-    "OLDPWD",
-    "PATH",
-    "PPID",
-    "PROMPT",
-    "PROMPT_COMMAND",
-    "PS0",
-    "PS1",
-    "PS2",
-    "PS3",
-    "PS4",
-    "PWD",
-    "SHELL",
-    "SHELLOPTS",
-    "SHLVL",
-    "TERM",
-    "UID",
-    "USER",
-    "XAUTHORITY",
-    "ZDOTDIR",
-];
+const MAX_REPLY_VARIABLES: usize = 64;
+/// Longest id of a login session, in bytes.
+const MAX_SESSION: usize = 64;
 
 /// A message from `pam_gpusession.so` to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -238,94 +196,54 @@ impl Request {
     }
 }
 
-/// The answer to [`Request::Open`]: the session's environment, empty for a user without leases.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// The answer to [`Request::Open`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Reply<'a> {
-    /// Names and values, each name once.
-    pub environment: Vec<(&'a str, &'a str)>,
+    /// Id of the login session, empty if the daemon does not follow it; `None` for a user without
+    /// access and leases.
+    pub session: Option<&'a str>,
 }
 
 impl<'a> Reply<'a> {
-    /// Encodes the packet; an error if [`check`] or a bound refuses the environment.
-    pub fn encode(&self) -> Result<Vec<u8>, Malformed> {
-        if self.environment.len() > MAX_VARIABLES {
-            return Err(Malformed("more than 64 variables, GPUSESSION_ID among them"));
+    /// Encodes the packet.
+    pub fn encode(&self) -> Vec<u8> {
+        const NAME: &str = "GPUSESSION_ID";
+        let mut out = begin(self.session.is_some().into());
+        if let Some(session) = self.session {
+            out.extend_from_slice(&(NAME.len() as u16).to_le_bytes());
+            out.extend_from_slice(&(session.len() as u16).to_le_bytes());
+            out.extend_from_slice(NAME.as_bytes());
+            out.extend_from_slice(session.as_bytes());
         }
-        let mut out = begin(self.environment.len() as u16);
-        for (name, value) in &self.environment {
-            check(name, value)?;
-            out.extend_from_slice(&(name.len() as u16).to_le_bytes());
-            out.extend_from_slice(&(value.len() as u16).to_le_bytes());
-            out.extend_from_slice(name.as_bytes());
-            out.extend_from_slice(value.as_bytes());
-        }
-        if out.len() > MAX_REPLY {
-            Err(Malformed("the variables are longer than 16384 bytes together"))
-        } else {
-            Ok(out)
-        }
+        out
     }
 
-    /// Reads a packet; rejects it if one variable may not be set at login.
+    /// Reads a packet.
     pub fn parse(packet: &'a [u8]) -> Result<Self, Malformed> {
         if packet.len() > MAX_REPLY {
             return Err(Malformed("the packet is too long"));
         }
         let mut reader = Reader::begin(packet)?;
         let count = usize::from(reader.u16()?);
-        if count > MAX_VARIABLES {
-            return Err(Malformed("more than 64 variables, GPUSESSION_ID among them"));
+        if count > MAX_REPLY_VARIABLES {
+            return Err(Malformed("too many variables"));
         }
-        let mut environment: Vec<(&str, &str)> = Vec::with_capacity(count);
+        let mut session = (count > 0).then_some("");
         for _ in 0..count {
             let (name, value) = (reader.u16()?, reader.u16()?);
-            let name = reader.text(name.into(), MAX_NAME)?;
-            let value = reader.text(value.into(), MAX_VALUE)?;
-            check(name, value)?;
-            if environment.iter().any(|(known, _)| *known == name) {
-                return Err(Malformed("a variable occurs twice"));
+            let name = reader.text(name.into(), MAX_REPLY)?;
+            let value = reader.text(value.into(), MAX_REPLY)?;
+            if name != "GPUSESSION_ID" {
+                continue;
             }
-            environment.push((name, value));
+            if value.len() > MAX_SESSION || !value.bytes().all(|b| b.is_ascii_alphanumeric()) {
+                return Err(Malformed("not the id of a login session"));
+            }
+            session = Some(value);
         }
         reader.end()?;
-        Ok(Self { environment })
+        Ok(Self { session })
     }
-}
-
-/// Checks whether a variable may be set at login.
-///
-/// Its name must not control the loader, a shell or the login itself, and its value must be a
-/// bounded line that needs no quoting. The administrator, who writes it into a file of root, has to
-/// know what other software does with it.
-pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
-    let bytes = name.as_bytes();
-    let word = bytes.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'_');
-    if !(1..=MAX_NAME).contains(&bytes.len()) || !word || bytes[0].is_ascii_digit() {
-        return Err(Malformed(
-            "not the name of a variable: at most 64 letters, digits and _, no digit in front",
-        ));
-    }
-    if name == "CUDA_VISIBLE_DEVICES" {
-        return Err(Malformed("belongs to the user; the server determines the GPUs of a lease"));
-    }
-    if name.starts_with("GPUSESSION_") && name != "GPUSESSION_ID" {
-        return Err(Malformed("belongs to the user, who sets it for a program or a shell"));
-    }
-    if FOREIGN.contains(&name) || FOREIGN_BEGINNINGS.iter().any(|begin| name.starts_with(begin)) {
-        return Err(Malformed(
-            "belongs to the loader, the shell or the login, and is never set at login; set it where the program is started",
-        ));
-    }
-    if value.len() > MAX_VALUE {
-        return Err(Malformed("the value is longer than 1024 bytes"));
-    }
-    // Shells and systemd interpret other bytes in their own ways.
-    if !value.bytes().all(|b| matches!(b, b' '..=b'~') && !b"\"'`$\\".contains(&b)) {
-        return Err(Malformed(
-            "the value may have letters, digits and plain signs of ASCII only: no quote, backslash, dollar sign or control character",
-        ));
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -356,11 +274,9 @@ mod tests {
 
     #[test]
     fn replies_survive_the_way() {
-        let reply = Reply {
-            environment: vec![("GPUSESSION_ID", "abc"), ("NCCL_DEBUG", ""), ("OMP_NUM_THREADS", "4")],
-        };
-        assert_eq!(Reply::parse(&reply.encode().unwrap()), Ok(reply.clone()));
-        assert_eq!(Reply::parse(&Reply::default().encode().unwrap()), Ok(Reply::default()));
+        for session in [None, Some(""), Some("abcdefghijkl")] {
+            assert_eq!(Reply::parse(&Reply { session }.encode()), Ok(Reply { session }));
+        }
     }
 
     #[test]
@@ -369,65 +285,23 @@ mod tests {
             Request::Open(Open { uid: 0x01020304, service: "su".into(), ..Open::default() }).encode();
         assert_eq!(packet, b"gpsL\x01\0\x01\0\x04\x03\x02\x01\x02\0\0\0\0\0\0\0su");
         assert_eq!(Request::Close.encode(), b"gpsL\x01\0\x02\0");
-        let reply = Reply { environment: vec![("CUDA_X", "yz")] };
-        assert_eq!(reply.encode().unwrap(), b"gpsL\x01\0\x01\0\x06\0\x02\0CUDA_Xyz");
+        let reply = Reply { session: Some("yz") };
+        assert_eq!(reply.encode(), b"gpsL\x01\0\x01\0\x0d\0\x02\0GPUSESSION_IDyz");
+        assert_eq!(Reply::default().encode(), b"gpsL\x01\0\0\0");
     }
 
+    /// The answer of an earlier daemon, which had the variables of `[environment]` too.
     #[test]
-    fn variables_of_loader_shell_and_login_are_refused() {
-        let long = "A".repeat(MAX_NAME + 1);
-        let no_names = ["", "1A", "CUDA_ X", "CUDA_X=Y", "BASH_FUNC_ls%%", "É", "A\n", "A\0", long.as_str()];
-        let of_the_user = ["CUDA_VISIBLE_DEVICES", "GPUSESSION_SOCKET", "GPUSESSION_DISABLE"];
-        let beginnings = [
-            "LD_PRELOAD",
-            "LD_LIBRARY_PATH",
-            "LD_",
-            "BASH_ENV",
-            "LC_ALL",
-            "SSH_AUTH_SOCK",
-            "XDG_RUNTIME_DIR",
-        ];
-        for name in no_names.iter().chain(&of_the_user).chain(&beginnings).chain(FOREIGN) {
-            assert!(check(name, "x").is_err(), "{name}");
+    fn other_variables_are_skipped() {
+        let packet = b"gpsL\x01\0\x02\0\x0a\0\x01\0PYTHONPATHx\x0d\0\x02\0GPUSESSION_IDyz";
+        assert_eq!(Reply::parse(packet), Ok(Reply { session: Some("yz") }));
+        assert_eq!(Reply::parse(b"gpsL\x01\0\x01\0\x01\0\x01\0Xy"), Ok(Reply { session: Some("") }));
+        for id in ["a b", "$(id)", "a\n", "\u{e9}", &"a".repeat(MAX_SESSION + 1)] {
+            assert!(Reply::parse(&Reply { session: Some(id) }.encode()).is_err(), "{id}");
         }
-        for name in [
-            "GPUSESSION_ID",
-            "NCCL_NET_PLUGIN",
-            "HF_HOME",
-            "http_proxy",
-            "PYTHONPATH",
-            "_X",
-            "LDX",
-            &long[1..],
-        ] {
-            assert_eq!(check(name, "x"), Ok(()), "{name}");
-        }
-        for value in ["1\n", "1\0", "\x1b[31m", "$(id)", "`id`", "a'b", "a\"b", "a\\b", "é"] {
-            assert!(check("NCCL_SHM_DISABLE", value).is_err(), "{value}");
-        }
-        assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE + 1)).is_err());
-        assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE)).is_ok());
-    }
-
-    #[test]
-    fn replies_are_bounded() {
-        let names: Vec<String> = (0..=MAX_VARIABLES).map(|i| format!("X{i}")).collect();
-        let reply = |n: usize, value: &'static str| Reply {
-            environment: names[..n].iter().map(|name| (name.as_str(), value)).collect(),
-        };
-        assert!(reply(MAX_VARIABLES, "").encode().is_ok());
-        assert!(reply(MAX_VARIABLES + 1, "").encode().is_err());
-        let long: &'static str = "1".repeat(MAX_VALUE).leak();
-        assert!(reply(15, long).encode().is_ok());
-        assert!(reply(16, long).encode().is_err());
-        // Packets that this encoder never writes.
-        let one = Reply { environment: vec![("X", "y")] }.encode().unwrap();
-        let variable = &one[8..];
-        let many = [&one[..6], &65u16.to_le_bytes(), &variable.repeat(65)].concat();
-        let twice = [&one[..6], &2u16.to_le_bytes(), &variable.repeat(2)].concat();
-        for packet in [many, twice] {
-            assert!(Reply::parse(&packet).is_err());
-        }
+        let one = Reply { session: Some("y") }.encode();
+        let many = [&one[..6], &65u16.to_le_bytes(), &one[8..].repeat(65)].concat();
+        assert!(Reply::parse(&many).is_err());
     }
 
     /// Tries each prefix, each extension and each changed byte of good packets.
@@ -435,19 +309,18 @@ mod tests {
     /// Prefixes and extensions are rejected; with a changed byte the content stays within bounds.
     #[test]
     fn no_packet_does_harm() {
-        let reply = Reply { environment: vec![("GPUSESSION_ID", "abcdefghijkl"), ("NCCL_DEBUG", "WARN")] };
-        let packets = [reply.encode().unwrap(), Request::Open(open()).encode(), Request::Close.encode()];
+        let reply = Reply { session: Some("abcdefghijkl") };
+        let packets = [reply.encode(), Request::Open(open()).encode(), Request::Close.encode()];
         let look = |packet: &[u8]| {
             let _ = Request::parse(packet);
             if let Ok(reply) = Reply::parse(packet) {
-                assert!(reply.environment.iter().all(|(n, v)| check(n, v).is_ok()));
+                assert!(reply.session.is_none_or(|id| id.bytes().all(|b| b.is_ascii_alphanumeric())));
             }
         };
         for packet in &packets {
             for cut in 0..packet.len() {
                 assert!(Reply::parse(&packet[..cut]).is_err());
-                // The head of a reply with two variables reads like a close.
-                assert!(matches!(Request::parse(&packet[..cut]), Err(_) | Ok(Request::Close)));
+                assert!(Request::parse(&packet[..cut]).is_err());
             }
             for at in 0..packet.len() {
                 for byte in 0..=255 {
