@@ -23,6 +23,7 @@ pub mod admin;
 pub mod audit;
 pub mod cache;
 pub mod certificate;
+pub mod cgroups;
 pub mod cli;
 pub mod clock;
 pub mod config;

@@ -84,6 +84,16 @@ limits! {
     ///
     /// The server kills a worker with more.
     host_memory: Size = "8GiB";
+    /// Server memory of all workers of a client: percent of the host's, or a size.
+    ///
+    /// Parked device memory counts in addition. The server kills the largest worker.
+    host_memory_total: Memory = "50%";
+    /// Threads of one program's worker: about one for each of its threads that waits for the GPU.
+    threads: Number = 1024;
+    /// Weight of a client's processor time against other clients', 1 to 10000.
+    ///
+    /// It counts only while the processors are busy, and where the service has control groups.
+    cpu_weight: Number = 100;
     /// Time for which a lease may be renewed or requested; 0: off.
     ///
     /// Leases of class boot or background have no end.
@@ -111,8 +121,9 @@ limits! {
     lend_after: Time = "10min";
 }
 
-/// Limits that a user cannot have, since a request does not name its user.
-pub const OF_CLIENTS: [&str; 1] = ["requests_per_s"];
+/// Limits that a user cannot have: a request does not name its user, and the others count what all
+/// users of a client have together.
+pub const OF_CLIENTS: [&str; 3] = ["requests_per_s", "host_memory_total", "cpu_weight"];
 
 /// Limits that each lease or program uses up in part.
 const COUNTED: [&str; 4] = ["gpus", "workers", "connections", "max_persistent"];
@@ -402,6 +413,16 @@ impl Effective {
                 _ => None,
             })
             .min_by_key(|(_, n)| *n)
+    }
+
+    /// Returns the entry with the least memory, and that memory in bytes; percent are of `total`.
+    pub fn least_memory(&self, name: &str, total: u64) -> Option<(&Entry, u64)> {
+        let bytes = |entry: &Entry| match &entry.bound {
+            Bound::Memory(memory) => Some(memory.of(total)),
+            _ => None,
+        };
+        let named = self.entries.iter().filter(|e| e.name == name);
+        named.filter_map(|e| Some((e, bytes(e)?))).min_by_key(|(_, bytes)| *bytes)
     }
 
     /// Returns the times after which an idle lease is warned, parked, released or lent.

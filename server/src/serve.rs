@@ -23,6 +23,7 @@ use crate::accounting::Accounting;
 use crate::audit;
 use crate::cache::{Cache, TRIM_INTERVAL};
 use crate::certificate::holder;
+use crate::cgroups::Cgroups;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
@@ -113,7 +114,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         resume_grace: config.resume_grace,
         isolation,
         mps: host.mps,
+        cgroups: Cgroups::of_this_unit(),
     };
+    info!("{}", options.cgroups);
     let (registry, lost) = LocalRegistry::open(
         &config.state_dir,
         host.gpus,

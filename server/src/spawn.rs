@@ -91,15 +91,17 @@ impl Spawner {
 
     /// Starts a worker with these variables only; returns its process and the channel's other end.
     ///
-    /// If `outlives` is `false`, the worker exits with this process.
+    /// If `outlives` is `false`, the worker exits with this process. The worker enters the control
+    /// group whose `cgroup.procs` is `group`.
     pub async fn start(
         &self,
         program: &Path,
         environment: Vec<(OsString, OsString)>,
         outlives: bool,
+        group: Option<OwnedFd>,
     ) -> io::Result<(Child, OwnedFd)> {
         let program = program.to_path_buf();
-        self.on_thread(move || start(&program, &environment, outlives)).await
+        self.on_thread(move || start(&program, &environment, outlives, group)).await
     }
 
     /// Starts a program that the kernel kills with the server.
@@ -127,6 +129,7 @@ fn start(
     program: &Path,
     environment: &[(OsString, OsString)],
     outlives: bool,
+    group: Option<OwnedFd>,
 ) -> io::Result<(Child, OwnedFd)> {
     let (ours, theirs) = socket_pair()?;
     let mut command = Command::new(program);
@@ -146,6 +149,10 @@ fn start(
         command.pre_exec(move || {
             if !outlives {
                 end_with(parent)?;
+            }
+            // Before the worker runs anything, so that all that it takes counts there.
+            if let Some(group) = &group {
+                enter(group)?;
             }
             if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
                 // Continues: the worker reports it if it matters to a program.
@@ -206,6 +213,13 @@ fn end_with(parent: nix::unistd::Pid) -> io::Result<()> {
     Ok(())
 }
 
+/// Moves this process into the control group with this `cgroup.procs`; runs between fork and exec.
+pub(crate) fn enter(group: &OwnedFd) -> io::Result<()> {
+    // 0 stands for the writing process.
+    nix::unistd::write(group, b"0")?;
+    Ok(())
+}
+
 /// Makes `fd` the descriptor that a worker expects, open across exec.
 fn inherit_as_worker_fd(fd: i32) -> io::Result<()> {
     // SAFETY: dup2 and fcntl take plain numbers; `fd` is open, and descriptor 3 is either `fd` or
@@ -218,4 +232,16 @@ fn inherit_as_worker_fd(fd: i32) -> io::Result<()> {
         }
     };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_cannot_enter_its_group_does_not_start() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let error = start(Path::new("/bin/true"), &[], true, Some(full.into())).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::ENOSPC));
+    }
 }

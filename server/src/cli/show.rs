@@ -104,6 +104,9 @@ pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     if !s.isolation.is_empty() {
         writeln!(out, "  isolation  {}", s.isolation)?;
     }
+    if !s.memory_limits.is_empty() {
+        writeln!(out, "  host       {}", s.memory_limits)?;
+    }
     if s.certificate_expires_unix != 0 {
         let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
         writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;

@@ -111,6 +111,7 @@ impl Supervisor {
             self.0.empty.notify_waiters();
         }
         drop(state);
+        self.cgroups().remove(&worker.client, &worker_id);
         match pause {
             Some(pause) => warn!(
                 gpusession_worker = worker_id,

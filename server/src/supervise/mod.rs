@@ -33,6 +33,7 @@ use self::worker::{Command, Worker, orders};
 pub use self::worker::{Phase, WorkerRecord, hex};
 use crate::accounting::Accounting;
 use crate::cache::Cache;
+use crate::cgroups::Cgroups;
 use crate::clock::{Clock, Moment, Random};
 use crate::isolation::Decision;
 use crate::lease::Lease;
@@ -48,7 +49,7 @@ pub mod channel;
 mod exit;
 mod farewells;
 pub mod handover;
-mod host_memory;
+mod host_bounds;
 mod messages;
 mod mps;
 pub mod park;
@@ -86,6 +87,8 @@ pub struct Options {
     pub isolation: Decision,
     /// Settings of MPS; `None`: this server does not use MPS.
     pub mps: Option<crate::mps::Settings>,
+    /// Control groups of workers.
+    pub cgroups: Cgroups,
 }
 
 /// One worker in a listing.
@@ -296,6 +299,11 @@ impl Supervisor {
         &self.0.options.isolation
     }
 
+    /// Returns the control groups of workers.
+    pub fn cgroups(&self) -> &Cgroups {
+        &self.0.options.cgroups
+    }
+
     /// Returns the MPS domains, if this server uses MPS.
     pub fn mps(&self) -> Option<&Mps> {
         self.0.mps.as_ref()
@@ -415,6 +423,9 @@ impl Supervisor {
             lease.ledger.restore(id, &worker.book.held);
         }
         state.workers.insert(id, worker);
+        if let Some((client, bounds)) = state.bounds(&id) {
+            self.cgroups().take_over(client, &hex(&id), pid, bounds);
+        }
         self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
     }
 
@@ -490,10 +501,10 @@ impl Supervisor {
 
     /// Does the work that is due by time alone.
     ///
-    /// It bounds host memory, retries failed starts, shrinks the stocks of idle leases, answers
-    /// overdue memory requests, and notes running programs.
+    /// It bounds memory and threads, retries failed starts, shrinks the stocks of idle leases,
+    /// answers overdue memory requests, and notes running programs.
     pub fn tick(&self) {
-        self.bound_host_memory();
+        self.bound_workers();
         self.shares_overdue(&mut self.state());
         let now = self.0.clock.now();
         let (warm_workers, idle_exit) = self.stock();

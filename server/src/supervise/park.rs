@@ -224,6 +224,8 @@ impl Supervisor {
                 worker.remember(None);
             }
         }
+        // Its memory comes to the host, and counts there.
+        self.bound_now(&worker.id);
         let parker = Parker::park(&options.program, &options.driver, worker.pid).await;
         if let Err(NotParked::Hangs(why)) = &parker {
             self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));

@@ -13,7 +13,7 @@ use super::channel::Channel;
 use super::exit::describe;
 use super::process::{Process, end_group};
 use super::unadmitted::Unadmitted;
-use super::worker::{LATER, Phase, Queues, Worker, WorkerRecord, orders};
+use super::worker::{LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
 use super::{Event, State, Supervisor, WorkerId, mps, staging};
 use crate::clock;
 use crate::spawn;
@@ -164,7 +164,7 @@ impl Supervisor {
         };
         let end = match end {
             Ok(End::Left) => return None,
-            Ok(End::Ended(status)) => describe(status),
+            Ok(End::Ended(status)) => self.killed_for_memory(id).unwrap_or_else(|| describe(status)),
             Err(reason) => {
                 let by = ending.begins(mps::END_TIMEOUT);
                 if !ending.work_ended {
@@ -190,10 +190,12 @@ impl Supervisor {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
         // The driver shows the worker its lease's GPUs only, in the lease's order.
-        let (gpus, client) = {
+        let (gpus, client, bounds) = {
             let state = self.state();
-            let worker = state.workers.get(id).ok_or("it was stopped before it started")?;
-            (worker.gpus.join(","), worker.client.clone())
+            let gone = "it was stopped before it started";
+            let (_, bounds) = state.bounds(id).ok_or(gone)?;
+            let worker = state.workers.get(id).ok_or(gone)?;
+            (worker.gpus.join(","), worker.client.clone(), bounds)
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
         match self.0.options.cache.as_ref().and_then(|cache| cache.compiled(&client)) {
@@ -209,7 +211,9 @@ impl Supervisor {
         let failed = |e: io::Error| format!("{} cannot be started: {e}", program.display());
         // The MPS daemon exits with this server, and so do the workers that it serves.
         let outlives = self.0.store.exists() && !start.mps;
-        let (child, fd) = self.0.spawner.start(program, variables, outlives).await.map_err(failed)?;
+        let group = self.cgroups().create(&client, &hex(id), bounds).map_err(failed)?;
+        self.bound_client(&client);
+        let (child, fd) = self.0.spawner.start(program, variables, outlives, group).await.map_err(failed)?;
         let pid = child.id().unwrap_or_default();
         let process = Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?;
         let mut state = self.state();

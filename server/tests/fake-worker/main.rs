@@ -12,6 +12,9 @@
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
+//! * `...unmapped...`: a program makes its worker write 1 GiB into a file in memory that it maps
+//!   nowhere.
+//! * `...crowded...`: a program makes its worker start 20 threads.
 //! * `...busy...`: under MPS, workers stop in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //! * `...boasting...`: a program makes its worker report its isolation again.
@@ -233,6 +236,17 @@ fn serve() {
                 if s.driver.contains("hungry") {
                     // The memory stays until the worker exits.
                     std::mem::forget(vec![1u8; 64 << 20]);
+                }
+                if s.driver.contains("unmapped") {
+                    let flags = nix::sys::memfd::MFdFlags::empty();
+                    let file = nix::sys::memfd::memfd_create(c"unmapped", flags).unwrap();
+                    let mut file = std::fs::File::from(file);
+                    (0..1024).for_each(|_| file.write_all(&[7; 1 << 20]).unwrap());
+                    std::mem::forget(file);
+                }
+                if s.driver.contains("crowded") {
+                    let wait = || std::thread::sleep(std::time::Duration::from_secs(3600));
+                    (0..20).for_each(|_| drop(std::thread::spawn(wait)));
                 }
                 if s.driver.contains("clogged") {
                     (0..10_000)

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Read;
 use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -34,6 +35,8 @@ pub struct Server {
     pub data: String,
     /// Further variables of its environment.
     pub variables: Vec<(&'static str, OsString)>,
+    /// `cgroup.procs` of the control group in which the process starts.
+    pub group: Option<PathBuf>,
 }
 
 /// Returns the path of a program that stands in for another one.
@@ -70,8 +73,8 @@ impl Server {
         // Any ELF file passes for a driver, since no worker loads it.
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
         let (control, data) = (String::new(), String::new());
-        let server =
-            Self { attempts: AtomicU32::new(1), folder, process: None, control, data, variables: Vec::new() };
+        let (process, variables, group) = (None, Vec::new(), None);
+        let server = Self { attempts: AtomicU32::new(1), folder, process, control, data, variables, group };
         server.configure(driver, more);
         let made = server.verb(&["pool", "init"]);
         assert!(made.status.success(), "{made:?}");
@@ -144,13 +147,19 @@ impl Server {
         let _ = std::fs::remove_file(&socket_path);
         let socket = UnixDatagram::bind(&socket_path).expect("a socket");
         socket.set_read_timeout(Some(LONG)).expect("a timeout");
-        let child = self
-            .command(&["serve"])
-            .env("NOTIFY_SOCKET", &socket_path)
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .expect("gpuserver starts");
+        let mut command = self.command(&["serve"]);
+        command.env("NOTIFY_SOCKET", &socket_path).stdin(Stdio::null()).stderr(log);
+        if let Some(group) = &self.group {
+            let file = std::fs::File::options().write(true).open(group).expect("a control group");
+            // SAFETY: between fork and exec the closure makes one system call.
+            unsafe {
+                command.pre_exec(move || {
+                    nix::unistd::write(&file, b"0")?;
+                    Ok(())
+                });
+            }
+        }
+        let child = command.spawn().expect("gpuserver starts");
         self.process = Some(child);
         let mut bytes = [0; 4096];
         loop {

@@ -4,6 +4,7 @@
 mod administration;
 mod audit;
 mod common;
+mod fences;
 mod garbage;
 mod health;
 mod identities;

@@ -156,29 +156,48 @@ async fn a_request_above_the_mapped_memory_limit_is_logged() {
     assert!(server.workers().iter().any(|w| w["state"] == "active"));
 }
 
-#[tokio::test]
-async fn a_worker_has_no_more_of_the_servers_memory_than_its_limit() {
-    let limits = "limits.host_memory = \"128MiB\"\nlimits.staging = \"1MiB\"\nlimits.client.vm-1.host_memory = \"32MiB\"";
-    let mut server = Server::prepare("hungry-libcuda.so.1", limits).await;
+/// Starts a program of vm-1, which exceeds a limit, and one of vm-2. Returns the journal once the
+/// first has ended.
+async fn ends_alone(driver: &str, limits: &str) -> String {
+    let mut server = Server::prepare(driver, limits).await;
     server.run_into("journal").await;
-    let (mut hungry, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
+    let (mut excessive, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
     let mut lanes = Vec::new();
-    for vm in [&mut hungry, &mut other] {
+    for vm in [&mut excessive, &mut other] {
         let lease = vm.allocate(10.0).await.unwrap();
         lanes.push(server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true).0);
     }
     assert!(rest(&mut lanes[0]).is_empty(), "ended");
-    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
-    let wanted = "limit host_memory = 32MiB of client vm-1 (";
-    assert!(
-        journal.lines().any(|l| l.contains(wanted) && l.contains("MiB of the server's memory")),
-        "{journal}"
-    );
     assert_eq!(
         server.workers().iter().filter(|w| w["state"] == "active").count(),
         1,
         "the other one goes on"
     );
+    std::fs::read_to_string(server.path("journal")).unwrap()
+}
+
+#[tokio::test]
+async fn a_worker_has_no_more_of_the_servers_memory_than_its_limit() {
+    let limits = "limits.host_memory = \"128MiB\"\nlimits.staging = \"1MiB\"\nlimits.client.vm-1.host_memory = \"32MiB\"";
+    let journal = ends_alone("hungry-libcuda.so.1", limits).await;
+    let wanted = "limit host_memory = 32MiB of client vm-1 (";
+    let named = |l: &str| l.contains(wanted) && l.contains("MiB of the server's memory");
+    assert!(journal.lines().any(named), "{journal}");
+}
+
+#[tokio::test]
+async fn a_clients_workers_have_no_more_of_the_servers_memory_than_its_limit() {
+    let journal = ends_alone("hungry-libcuda.so.1", "limits.client.vm-1.host_memory_total = \"32MiB\"").await;
+    let wanted = "limit host_memory_total = 32MiB of client vm-1 (";
+    let named = |l: &str| l.contains(wanted) && l.contains("its client's workers have");
+    assert!(journal.lines().any(named), "{journal}");
+}
+
+#[tokio::test]
+async fn a_worker_has_no_more_threads_than_its_limit() {
+    let journal = ends_alone("crowded-libcuda.so.1", "limits.client.vm-1.threads = 15").await;
+    let wanted = "limit threads = 15 of client vm-1 (";
+    assert!(journal.lines().any(|l| l.contains(wanted) && l.contains("threads")), "{journal}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

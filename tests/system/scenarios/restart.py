@@ -280,8 +280,8 @@ def run(site, check):
             server.ok("systemctl start gpuserver")
             server.until(workers, 20, "workers for its previous lease")
             # A process that gets no message from the server.
-            server.start("stray", "echo $$$$ >/sys/fs/cgroup/system.slice/gpuserver.service/cgroup.procs; "
-                                  "exec setpriv --reuid gpuserver --clear-groups sleep 1000")
+            server.start("stray", "cd /sys/fs/cgroup/system.slice/gpuserver.service; cd server 2>/dev/null; "
+                                  "echo $$$$ >cgroup.procs; exec setpriv --reuid gpuserver --clear-groups sleep 1000")
             server.until("pgrep -u gpuserver -x sleep", 5)
             server.ok(f"{first}; systemctl stop gpuserver", timeout=120)
             server.until("! pgrep -u gpuserver", 5, "processes are left")

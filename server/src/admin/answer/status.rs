@@ -41,6 +41,9 @@ pub struct StatusView {
     /// Isolation of workers, and what is missing.
     #[serde(default)]
     pub isolation: String,
+    /// `memory limits: control groups`, or `memory limits: sampled` and the reason.
+    #[serde(default)]
+    pub memory_limits: String,
     /// End of the server's certificate, which it renews itself, in seconds since 1970; 0: unknown.
     #[serde(default)]
     pub certificate_expires_unix: u64,
@@ -162,6 +165,7 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         cuda_version: facts.cuda_version,
         authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
         isolation: pool.supervisor().isolation().to_string(),
+        memory_limits: pool.supervisor().cgroups().to_string(),
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),
         warnings: warnings(pool, unix),

@@ -18,8 +18,8 @@ const LIMIT_TABLES: &[&str] = &[
     "A group, a client or a user may also have `warn_after`, `park_after`, `release_after` and `lend_after`, \
      of which 0 counts as the largest; for everyone they are keys outside [limits].",
     "The defaults below are those of [limits].",
-    "Programs on a lease for all users of a machine count for their users by `workers`, `connections` and \
-     `host_memory`.",
+    "Programs on a lease for all users of a machine count for their users by `workers`, `connections`, \
+     `host_memory` and `threads`.",
 ];
 
 fn file(name: &str) -> PathBuf {

@@ -74,6 +74,7 @@ impl Site {
             resume_grace: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,
+            cgroups: gpuserver::cgroups::Cgroups::of_this_unit(),
         };
         let clock = Arc::new(Moved::default());
         let supervisor = {
