@@ -159,6 +159,7 @@ style:
 	@tests/style/floors
 	@tests/style/links
 	@tests/style/dependencies
+	@python3 -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(wildcard tests/*/*.py tests/*/*/*.py)
 
 deny: $(CARGO_DENY)
 	$(CARGO_DENY) --locked check bans licenses sources

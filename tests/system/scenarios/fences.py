@@ -49,7 +49,7 @@ def run(site, check):
             assert before and before.items() <= after.items(), f"{before} {after}"
             client.ok("systemctl stop long")
         with check("groups of ended workers are removed"):
-            server.until(f"test $(find {GROUP} -name 'worker-*' | wc -l) = $(gpuserver ps --json | grep -o '"worker":' | wc -l)", 20)
+            server.until(f"test $(find {GROUP} -name 'worker-*' | wc -l) = $(gpuserver ps --json | grep -o worker.: | wc -l)", 20)
     with check("a program whose worker exceeds a limit ends alone, and the journal names the limit"):
         client.start("hers", "longRun 15; echo status $?", user="alice")
         client.start("his", "longRun 60; echo status $?", user="bob")
