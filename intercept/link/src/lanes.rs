@@ -117,7 +117,8 @@ impl Open {
 }
 
 impl Lanes {
-    pub(crate) fn open(link: &Arc<Link>) -> Result<Self, LinkLost> {
+    /// Opens the first `count` lanes of each direction.
+    pub(crate) fn open(link: &Arc<Link>, count: u16) -> Result<Self, LinkLost> {
         let threads_error = |e| LinkLost(format!("cannot start a thread for a lane: {e}"));
         let returns = link.returns();
         let (up, open) = (Arc::new(UpQueue::new(returns)), Arc::<Open>::default());
@@ -128,13 +129,13 @@ impl Lanes {
             Err(Ended::Broken(e)) => Err(LinkLost(format!("lane {lane}: {e}"))),
             Err(Ended::Fatal(reason)) => Err(LinkLost(reason)),
         };
-        for lane in FIRST_UP_LANE..FIRST_UP_LANE + UP_LANES {
+        for lane in FIRST_UP_LANE..FIRST_UP_LANE + count.min(UP_LANES) {
             let first = connect(lane)?;
             let (queue, open, link) = (up.clone(), open.clone(), Arc::downgrade(link));
             threads::spawn("gpusession-up", move || up::serve(lane, &queue, &open, first, &link))
                 .map_err(threads_error)?;
         }
-        for lane in FIRST_DOWN_LANE..FIRST_DOWN_LANE + DOWN_LANES {
+        for lane in FIRST_DOWN_LANE..FIRST_DOWN_LANE + count.min(DOWN_LANES) {
             let first = connect(lane)?;
             let (transfers, open, link) = (link.down.clone(), open.clone(), Arc::downgrade(link));
             let serve = move || down::serve(lane, &transfers, &open, first, &link, returns);

@@ -18,6 +18,7 @@ pub mod flight;
 pub mod grant;
 pub mod lanes;
 pub mod link;
+pub mod load;
 pub mod log;
 pub mod resume;
 pub mod threads;

@@ -16,7 +16,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use gpusession_proto::changes;
-use gpusession_proto::frame::{BadFrame, HEADER, Header, Reader, WAIT, Writer, op};
+use gpusession_proto::frame::{BadFrame, DOWN_LANES, HEADER, Header, Reader, UP_LANES, WAIT, Writer, op};
 use gpusession_proto::grant::{Endpoint, Outage, PROGRAM_THREAD};
 use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
@@ -409,9 +409,14 @@ impl Link {
 
     /// Returns the bulk lanes; the first call opens them.
     pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, LinkLost> {
+        self.lanes_of(UP_LANES.max(DOWN_LANES))
+    }
+
+    /// As [`Link::lanes`], but opens only the first `count` lanes of each direction.
+    pub fn lanes_of(self: &Arc<Self>, count: u16) -> Result<&Lanes, LinkLost> {
         let lanes = self.lanes.get_or_init(|| {
             self.wait_out()?;
-            Lanes::open(self).map_err(|e| self.lose(&e.0))
+            Lanes::open(self, count).map_err(|e| self.lose(&e.0))
         });
         if let (Ok(lanes), Err(_)) = (lanes, self.check()) {
             lanes.shutdown();

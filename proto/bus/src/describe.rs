@@ -232,6 +232,23 @@ pub struct Surveyed {
     pub cards: Vec<Card>,
 }
 
+/// An endpoint of a server for one measurement: the JSON of `Measure`. It holds a secret.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Endpoint {
+    /// Name of the server.
+    pub server: String,
+    /// HOST:PORT of the data plane.
+    pub addresses: Vec<String>,
+    pub id: [u8; 16],
+    /// SHA-256 of the endpoint's certificate.
+    pub fingerprint: [u8; 32],
+    /// Key of prefaces and of the ticket.
+    pub key: [u8; 32],
+    /// Whether the server lets programs of this machine send data without encryption.
+    pub clear: bool,
+}
+
 /// A card of a server, and its load by all users.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]

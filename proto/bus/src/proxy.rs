@@ -17,6 +17,8 @@ pub trait Manager {
     #[zbus(no_autostart)]
     fn describe_servers(&self) -> zbus::Result<String>;
     #[zbus(allow_interactive_auth, no_autostart)]
+    fn measure(&self, server: &str, seconds: u32) -> zbus::Result<String>;
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn create_lease(
         &self,
         request: HashMap<&str, Variant<'_>>,
