@@ -1,4 +1,4 @@
-//! The data port: passes each connection to the worker that its preface names.
+//! The data port: passes each connection to the worker or endpoint that its preface names.
 //!
 //! The server reads nothing after the preface.
 
@@ -17,6 +17,7 @@ use tracing::info;
 
 use crate::log_throttle::LogThrottle;
 use crate::net::accept_loop;
+use crate::netperf::Endpoints;
 use crate::peer_slots::PeerSlots;
 use crate::supervise::{AdoptError, Supervisor};
 
@@ -50,16 +51,17 @@ pub async fn bind(host: IpAddr, (first, last): (u16, u16)) -> io::Result<TcpList
 /// It passes on all connections accepted by then before it returns.
 pub async fn serve(
     listener: TcpListener,
-    supervisor: Supervisor,
+    (supervisor, endpoints): (Supervisor, Endpoints),
     may_be_clear: MayBeClear,
     mut closed: watch::Receiver<bool>,
 ) {
     let quiet = Arc::new(LogThrottle::default());
     let serve = |socket, peer, mut place| {
-        let (supervisor, may_be_clear, quiet) = (supervisor.clone(), may_be_clear.clone(), quiet.clone());
+        let (supervisor, endpoints) = (supervisor.clone(), endpoints.clone());
+        let (may_be_clear, quiet) = (may_be_clear.clone(), quiet.clone());
         async move {
             let done = tokio::select! {
-                done = hand_over(socket, peer, &supervisor, &may_be_clear) => done,
+                done = hand_over(socket, peer, (&supervisor, &endpoints), &may_be_clear) => done,
                 () = &mut place => Err("another connection needed its slot".to_owned().into()),
             };
             if let Err(Refused(event, reason)) = done
@@ -89,7 +91,7 @@ impl From<String> for Refused {
 async fn hand_over(
     mut socket: TcpStream,
     peer: SocketAddr,
-    supervisor: &Supervisor,
+    (supervisor, endpoints): (&Supervisor, &Endpoints),
     may_be_clear: &MayBeClear,
 ) -> Result<(), Refused> {
     let mut bytes = [0; preface::LEN];
@@ -115,7 +117,11 @@ async fn hand_over(
     let socket = socket.into_std().map_err(|e| e.to_string())?;
     // The worker's threads use blocking calls.
     socket.set_nonblocking(false).map_err(|e| e.to_string())?;
-    if let Err((error, socket)) = supervisor.adopt(&preface, socket, peer) {
+    let adopted = match endpoints.serve(&preface.worker) {
+        true => endpoints.adopt(&preface, socket, peer),
+        false => supervisor.adopt(&preface, socket, peer),
+    };
+    if let Err((error, socket)) = adopted {
         let reason = error.to_string();
         socket.set_nonblocking(true).map_err(|e| e.to_string())?;
         refuse(TcpStream::from_std(socket).map_err(|e| e.to_string())?, error.code(), &reason).await;

@@ -40,6 +40,7 @@ pub mod metrics;
 pub mod monitor;
 pub mod mps;
 pub mod net;
+pub mod netperf;
 pub mod peer_slots;
 pub mod pool;
 pub use gpusession_proto::log_throttle;

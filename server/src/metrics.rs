@@ -70,6 +70,11 @@ const RESUMES: Metric = Metric(
     "counter",
     "Returns of programs after a broken connection since the server started",
 );
+const MEASUREMENTS: Metric = Metric(
+    "gpusession_netperf_total",
+    "counter",
+    "Measurements of the network by client since the server started",
+);
 const BUSY: Metric =
     Metric("gpusession_programs_gpu_busy_seconds_total", "counter", "Time of GPU work of ended programs");
 
@@ -175,6 +180,8 @@ async fn text(pool: &Pool) -> String {
     out.add(server, ENDED_LEASES, of_client(|t| t.leases as f64));
     out.add(server, ENDED_PROGRAMS, of_client(|t| t.programs as f64));
     out.add(server, RESUMES, [(vec![], pool.supervisor().resumes() as f64)]);
+    let measured = pool.endpoints().counts().into_iter();
+    out.add(server, MEASUREMENTS, measured.map(|(client, n)| (vec![("client", client)], n as f64)));
     out.add(server, BUSY, of_client(|t| t.gpu_busy.as_secs_f64()));
     out.0
 }

@@ -156,7 +156,12 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let (closing, closed) = watch::channel(false);
     // None of these tasks ends by itself, except the data port's after `closing`.
     let mut tasks = JoinSet::new();
-    tasks.spawn(data::serve(ports.data, supervisor.clone(), may_be_clear, closed.clone()));
+    tasks.spawn(data::serve(
+        ports.data,
+        (supervisor.clone(), pool.endpoints().clone()),
+        may_be_clear,
+        closed.clone(),
+    ));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(pool.clone().tell_of_workers());

@@ -96,12 +96,13 @@ impl Spawner {
     pub async fn start(
         &self,
         program: &Path,
+        arguments: &'static [&'static str],
         environment: Vec<(OsString, OsString)>,
         outlives: bool,
         group: Option<OwnedFd>,
     ) -> io::Result<(Child, OwnedFd)> {
         let program = program.to_path_buf();
-        self.on_thread(move || start(&program, &environment, outlives, group)).await
+        self.on_thread(move || start(&program, arguments, &environment, outlives, group)).await
     }
 
     /// Starts a program that the kernel kills with the server.
@@ -127,6 +128,7 @@ impl Spawner {
 
 fn start(
     program: &Path,
+    arguments: &[&str],
     environment: &[(OsString, OsString)],
     outlives: bool,
     group: Option<OwnedFd>,
@@ -134,6 +136,7 @@ fn start(
     let (ours, theirs) = socket_pair()?;
     let mut command = Command::new(program);
     command
+        .args(arguments)
         .env_clear()
         .envs(environment.iter().map(|(k, v)| (k, v)))
         .current_dir("/")
@@ -241,7 +244,7 @@ mod tests {
     #[test]
     fn a_process_that_cannot_enter_its_group_does_not_start() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let error = start(Path::new("/bin/true"), &[], true, Some(full.into())).unwrap_err();
+        let error = start(Path::new("/bin/true"), &[], &[], true, Some(full.into())).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(nix::libc::ENOSPC));
     }
 }

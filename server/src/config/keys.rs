@@ -16,8 +16,8 @@ use ipnet::IpNet;
 use super::check::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
-    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OVERCOMMIT,
-    PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
+    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS,
+    OVERCOMMIT, PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
 };
 use super::{Advertised, ConfigError, GpuChoice, Gpus};
 use crate::limits::{Layer, Scope};
@@ -56,6 +56,12 @@ keys! {
         encryption: bool = "on", SWITCH;
         /// Networks (as in "10.1.0.0/16") whose peers may send data without encryption.
         trusted_networks: Vec<IpNet> = [], NETWORKS;
+        /// Peers that may measure the network with `gpusession netperf`: "clients" of the pool,
+        /// "admins" only, or "off".
+        ///
+        /// A measurement takes 10 s at most.
+        /// Two run at a time, and a client may begin one a minute.
+        netperf: String = "clients", MEASURERS, live;
         /// "local": this server alone decides about its GPUs.
         ///
         /// No other value exists yet.

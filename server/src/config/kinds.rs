@@ -96,6 +96,8 @@ pub(super) const SHARING: Kind<Sharing> = Kind {
 };
 pub(super) const DOMAIN: Kind<String> =
     Kind { read: |v| one_of(v, &["client", "server"], &[]), show: String::clone };
+pub(super) const MEASURERS: Kind<String> =
+    Kind { read: |v| one_of(v, &["clients", "admins", "off"], &[]), show: String::clone };
 pub(super) const MPS_CONTROL: Kind<Option<PathBuf>> = Kind {
     read: |v| absolute(v).map(Some),
     show: |path| path_or(path.as_ref(), "in the driver's folder, $PATH, /usr/bin"),

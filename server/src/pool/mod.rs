@@ -49,6 +49,7 @@ use crate::lease::{Lease, Passing, Withdrawn};
 use crate::limits::{Effective, Rates};
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
+use crate::netperf::Endpoints;
 use crate::registry::{Registry, Standing};
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
@@ -122,6 +123,7 @@ pub struct Pool {
     /// Throttle for lines about programs that a limit refuses.
     quiet_of_workers: LogThrottle,
     parking: Parking,
+    endpoints: Endpoints,
     /// Leases whose clients have been warned of an end by `lease_ttl`.
     ending: Mutex<HashSet<String>>,
     /// `Some` after a request to stop; `true`: at once.
@@ -159,6 +161,7 @@ impl Pool {
         let tokens = store::read(&files.tokens)?;
         let clients = Clients::new(store::read(&files.clients)?);
         let config = Mutex::new(Arc::new(facts.config.clone()));
+        let endpoints = Endpoints::new(&supervisor, clock.clone(), random.clone());
         Ok(Self {
             facts,
             config,
@@ -183,6 +186,7 @@ impl Pool {
             quiet: LogThrottle::default(),
             quiet_of_workers: LogThrottle::default(),
             parking: Parking::default(),
+            endpoints,
             ending: Mutex::default(),
             stop: channel(None).0,
         })
@@ -322,6 +326,11 @@ impl Pool {
     /// Returns the state of lent and parked leases.
     pub fn parking(&self) -> &Parking {
         &self.parking
+    }
+
+    /// Returns the endpoints of measurements.
+    pub fn endpoints(&self) -> &Endpoints {
+        &self.endpoints
     }
 
     /// Returns the time since the host started.

@@ -304,6 +304,16 @@ impl Supervisor {
         &self.0.options.cgroups
     }
 
+    /// Returns the path of the workers' program.
+    pub fn program(&self) -> &Path {
+        &self.0.options.program
+    }
+
+    /// Returns the thread that starts processes.
+    pub fn spawner(&self) -> &Spawner {
+        &self.0.spawner
+    }
+
     /// Returns the MPS domains, if this server uses MPS.
     pub fn mps(&self) -> Option<&Mps> {
         self.0.mps.as_ref()

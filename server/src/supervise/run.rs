@@ -213,7 +213,8 @@ impl Supervisor {
         let outlives = self.0.store.exists() && !start.mps;
         let group = self.cgroups().create(&client, &hex(id), bounds).map_err(failed)?;
         self.bound_client(&client);
-        let (child, fd) = self.0.spawner.start(program, variables, outlives, group).await.map_err(failed)?;
+        let (child, fd) =
+            self.0.spawner.start(program, &[], variables, outlives, group).await.map_err(failed)?;
         let pid = child.id().unwrap_or_default();
         let process = Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?;
         let mut state = self.state();

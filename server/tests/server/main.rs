@@ -9,6 +9,7 @@ mod garbage;
 mod health;
 mod identities;
 mod mps;
+mod netperf;
 mod restart;
 mod sharing;
 mod workers;

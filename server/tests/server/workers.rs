@@ -28,10 +28,10 @@ const LEASES: u64 = 5;
 const PROGRAMS: u64 = 25;
 
 /// A server with two simulated GPUs.
-struct Site {
-    server: Server,
+pub struct Site {
+    pub server: Server,
     machine: String,
-    pid: u64,
+    pub pid: u64,
 }
 
 /// Resources that a server and its workers use.
@@ -66,7 +66,7 @@ fn files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
 }
 
 impl Site {
-    async fn start() -> Self {
+    pub async fn start() -> Self {
         let machine = format!("server_{}", std::process::id());
         let lines = "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]";
         let mut server = Server::prepare("libcuda.so.1", lines).await;

@@ -17,6 +17,7 @@ mod frame;
 mod handles;
 mod host_calls;
 mod lanes;
+mod measure;
 mod modules;
 mod monitor;
 mod nvml;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         }
         [_, flag, driver] if flag == contained::FREE => contained::run(driver, None, &[]),
         [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
+        [_, flag] if flag == "--measure" => measure::run(),
         [_] => serve::run(),
         _ => {
             eprintln!(

@@ -221,7 +221,7 @@ fn warm(
 }
 
 /// Creates a key and a certificate that live as long as this worker.
-fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error>> {
+pub fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error>> {
     let key = rcgen::KeyPair::generate()?;
     let certificate = rcgen::CertificateParams::new(vec!["worker".into()])?.self_signed(&key)?;
     let der: CertificateDer<'static> = certificate.der().clone();
@@ -247,29 +247,7 @@ impl Worker {
     }
 
     fn adopt(&self, number: u64, preface: &[u8], socket: OwnedFd) -> io::Result<()> {
-        let preface: &[u8; LEN] = preface.try_into().map_err(|_| io::Error::other("short preface"))?;
-        let preface = Preface::parse(preface).map_err(io::Error::other)?;
-        if preface.worker != self.start.worker {
-            return Err(io::Error::other("preface for another worker"));
-        }
-        let socket = TcpStream::from(socket);
-        socket.set_nonblocking(false)?;
-        // Bounds the handshake and the greeting; lifted once the greeting has arrived.
-        socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
-        let control = socket.try_clone()?;
-        if let Err(e) = preface.check_version() {
-            return Err(refuse_unread(socket, Code::Version, e.to_string()));
-        }
-        if !preface.tls() && self.start.require_tls {
-            let reason = "this server demands encryption, but the grant was made without it; start the program again, \
-                          which asks for a new grant";
-            return Err(refuse_unread(socket, Code::Clear, reason.into()));
-        }
-        let transport = if preface.tls() {
-            Transport::tls_server(socket, self.tls.clone())?
-        } else {
-            Transport::plain(socket)?
-        };
+        let (preface, transport, control) = accept(&self.start, &self.tls, preface, socket)?;
         if preface.resumes() {
             return self.resume(number, &preface, transport, &control);
         }
@@ -287,9 +265,7 @@ impl Worker {
                     ));
                 };
                 let lane = preface.lane.get();
-                let proof = blake3::keyed_hash(&session.lane_secret, &lane.to_le_bytes());
-                let shown = Reader::new(&body).bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
-                if shown.map(blake3::Hash::from_bytes) != Some(proof) {
+                if !proves(&body, &session.lane_secret, lane) {
                     return Err(refuse(&transport, "lane without the secret of the first one".into()));
                 }
                 let (transport, attempt) = (Arc::new(transport), preface.attempt.get());
@@ -362,9 +338,7 @@ impl Worker {
                     .map_err(|e| refuse(&transport, e))?,
             }
         };
-        let mut secret = [0; 32];
-        ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut secret)
-            .map_err(|_| io::Error::other("cannot read random bytes"))?;
+        let secret = secret()?;
         let encrypted = transport.encrypted();
         let grace = Duration::from_secs(self.start.resume_grace_s.into());
         let (end, line) = WorkerEnd::new(self.start.worker, &secret, grace, transport, attempt);
@@ -417,8 +391,56 @@ impl Worker {
     }
 }
 
+/// Opens the stream of a connection that the supervisor has handed over.
+///
+/// The socket, which is returned too, times out until its owner lifts that after the greeting.
+pub fn accept(
+    start: &Start,
+    tls: &Arc<ServerConfig>,
+    preface: &[u8],
+    socket: OwnedFd,
+) -> io::Result<(Preface, Transport, TcpStream)> {
+    let preface: &[u8; LEN] = preface.try_into().map_err(|_| io::Error::other("short preface"))?;
+    let preface = Preface::parse(preface).map_err(io::Error::other)?;
+    if preface.worker != start.worker {
+        return Err(io::Error::other("preface for another worker"));
+    }
+    let socket = TcpStream::from(socket);
+    socket.set_nonblocking(false)?;
+    socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    let control = socket.try_clone()?;
+    if let Err(e) = preface.check_version() {
+        return Err(refuse_unread(socket, Code::Version, e.to_string()));
+    }
+    if !preface.tls() && start.require_tls {
+        let reason = "this server demands encryption, but the grant was made without it; start the program again, \
+                      which asks for a new grant";
+        return Err(refuse_unread(socket, Code::Clear, reason.into()));
+    }
+    let transport = match preface.tls() {
+        true => Transport::tls_server(socket, tls.clone())?,
+        false => Transport::plain(socket)?,
+    };
+    Ok((preface, transport, control))
+}
+
+/// Returns a random secret of a session.
+pub fn secret() -> io::Result<[u8; 32]> {
+    let mut secret = [0; 32];
+    ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut secret)
+        .map_err(|_| io::Error::other("cannot read random bytes"))?;
+    Ok(secret)
+}
+
+/// Returns `true` if a lane's greeting shows that its sender knows the session's secret.
+pub fn proves(greeting: &[u8], secret: &[u8; 32], lane: u16) -> bool {
+    let proof = blake3::keyed_hash(secret, &lane.to_le_bytes());
+    let shown = Reader::new(greeting).bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
+    shown.map(blake3::Hash::from_bytes) == Some(proof)
+}
+
 /// Sends the reason for a refusal before the first frame; the client shows it to its user.
-fn refuse(transport: &Transport, reason: String) -> io::Error {
+pub fn refuse(transport: &Transport, reason: String) -> io::Error {
     refuse_as(transport, Code::Other, reason)
 }
 
@@ -441,7 +463,7 @@ fn refuse_unread(socket: TcpStream, code: Code, reason: String) -> io::Error {
 }
 
 /// Receives the first frame.
-fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>)> {
+pub fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>)> {
     let wait = Wait::AtMost(Duration::ZERO, GREETING_TIMEOUT);
     let mut head = [0; HEADER];
     transport.recv_exact(&mut head, wait)?;

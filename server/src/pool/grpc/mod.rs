@@ -4,6 +4,7 @@
 mod enrolment;
 mod identity;
 mod leases;
+mod measure;
 mod server;
 pub(in crate::pool) mod watch;
 mod workers;
@@ -96,6 +97,13 @@ impl PoolService for Service {
         request: Request<wire::DescribeRequest>,
     ) -> Result<Response<wire::ServerDescription>, Status> {
         server::describe(&self.0, request).await
+    }
+
+    async fn measure(
+        &self,
+        request: Request<wire::MeasureRequest>,
+    ) -> Result<Response<wire::MeasureReply>, Status> {
+        measure::measure(&self.0, request).await
     }
 
     type WatchStream = Events<Watching>;
