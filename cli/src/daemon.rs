@@ -75,6 +75,12 @@ impl Daemon {
         serde_json::from_str(&text).map_err(|e| odd(&e))
     }
 
+    /// Calls `Measure`: an endpoint of a server for a measurement.
+    pub async fn measure(&self, server: &str, seconds: u32) -> Result<describe::Endpoint> {
+        let text = self.manager.measure(server, seconds).await.map_err(of_bus)?;
+        serde_json::from_str(&text).map_err(|e| odd(&e))
+    }
+
     /// Calls `CreateLease`.
     pub async fn create(&self, spec: &Spec, persistent: bool) -> Result<Created> {
         let mut options: HashMap<&str, Variant<'_>> = HashMap::new();

@@ -9,6 +9,7 @@ mod exit;
 mod health;
 mod lease_file;
 mod leave;
+mod netperf;
 mod releases;
 mod report;
 mod run;
@@ -77,6 +78,14 @@ enum Command {
     /// Exit status: 0 without a fault, 1 with one, 69 if neither the daemon nor a server answers.
     /// No check changes anything, and none needs root.
     Health(health::Health),
+    /// Measure the network to a server, as programs use it
+    ///
+    /// Round trips of 64 bytes, the rate in each direction by number of lanes, the use of
+    /// processors, and which part limits programs.
+    ///
+    /// Exit status: 69 if the server is unreachable, 75 if it serves other measurements or this
+    /// machine measured in the last minute, 77 if it does not allow the measurement.
+    Netperf(netperf::Netperf),
     /// Write an archive for a report of a fault, without secrets
     ///
     /// It holds versions, state, configuration, findings of `health`, facts of the host, and the
@@ -234,7 +243,7 @@ pub fn arguments() -> clap::Command {
 const GROUPS: [(&str, &[&str]); 4] = [
     ("See", &["status", "list", "smi", "stats"]),
     ("Run programs", &["run", "request", "release", "park", "unpark", "env", "cache"]),
-    ("Find faults", &["health", "report"]),
+    ("Find faults", &["health", "netperf", "report"]),
     ("Set up", &["join", "leave", "reload", "setup-libs", "setup-pam", "cdi"]),
 ];
 
@@ -333,6 +342,7 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Smi(options) => servers::smi(options, cli.json).await,
         Command::Stats => servers::stats(cli.json).await,
         Command::Health(options) => health::health(options, cli.json).await,
+        Command::Netperf(options) => netperf::netperf(options, cli.json).await,
         Command::Report(options) => report::report(options, cli.json).await,
         Command::Env { generator: true, .. } => generate(cli.json).await,
         Command::Env { explain, .. } => env(cli.json, explain).await,

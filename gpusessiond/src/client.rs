@@ -257,6 +257,11 @@ impl PoolServer for Remote {
         self.call(CALL_TIMEOUT, async |mut c| c.readings(request).await).await
     }
 
+    async fn measure(&self, seconds: u32) -> Result<control::MeasureReply, PoolError> {
+        let request = control::MeasureRequest { seconds };
+        self.call(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await).await
+    }
+
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
         self.call(CALL_TIMEOUT, async |mut c| c.describe(control::DescribeRequest {}).await).await
     }

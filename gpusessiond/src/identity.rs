@@ -359,6 +359,23 @@ impl Held {
 #[derive(Clone)]
 pub struct Identity(Arc<watch::Sender<Arc<Held>>>);
 
+impl Identity {
+    /// Reads an administrator's file from `gpuserver admin create`: certificate, key, authority.
+    pub fn of_administrator(path: &Path) -> Result<Self, IdentityError> {
+        let text = fs::read(path).map_err(|error| IdentityError::File { path: path.into(), error })?;
+        let bad = |message: &str| IdentityError::Bad { path: path.into(), message: message.into() };
+        let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+        let [own, authority] = <[_; 2]>::try_from(found.unwrap_or_default())
+            .map_err(|_| bad("not a file from `gpuserver admin create`"))?;
+        let key = PrivateKeyDer::from_pem_slice(&text).map_err(|e| bad(&e.to_string()))?;
+        let (facts, roots) = (Facts::of(&own), roots(authority)?);
+        let config = builder().with_root_certificates(roots.clone()).with_client_auth_cert(vec![own], key);
+        let mut config = config.map_err(|e| bad(&e.to_string()))?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Self(watch::Sender::new(Arc::new(Held { tls: Arc::new(config), facts, roots })).into()))
+    }
+}
+
 /// Notice of the next change of an [`Identity`].
 pub struct Replaced(watch::Receiver<Arc<Held>>);
 

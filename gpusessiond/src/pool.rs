@@ -135,6 +135,8 @@ pub trait PoolServer: Send + Sync {
     async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError>;
     /// Reads NVML values of a lease's GPUs.
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError>;
+    /// Starts an endpoint for a measurement of the network.
+    async fn measure(&self, seconds: u32) -> Result<control::MeasureReply, PoolError>;
     /// Describes the server and its GPUs.
     async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
     /// Forwards events about this client's leases until the connection ends.

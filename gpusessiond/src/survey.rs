@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gpusession_bus::describe::{Card, Survey, Surveyed};
+use gpusession_bus::describe::{Card, Endpoint, Survey, Surveyed};
 use gpusession_proto::control;
 use tokio::task::JoinSet;
 
@@ -10,6 +10,9 @@ use crate::pool::{PoolError, Trouble};
 
 /// Time that a server has to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Most addresses of an endpoint that are tried.
+const MAX_ADDRESSES: usize = 16;
 
 /// Round trip of a call, and the server's description.
 pub type Answer = Result<(Duration, control::ServerDescription), PoolError>;
@@ -36,6 +39,24 @@ where
     let mut servers = asked.join_all().await;
     servers.sort_by_key(|(index, _)| *index);
     Survey::new(servers.into_iter().map(|(_, server)| server).collect())
+}
+
+/// Checks a server's answer to a request for a measurement.
+pub fn endpoint(reply: control::MeasureReply) -> Result<Endpoint, PoolError> {
+    let odd = || PoolError::new(Trouble::Protocol, "the server's endpoint has no valid id, key or address");
+    let worker = reply.endpoint.ok_or_else(odd)?;
+    let addresses = reply.data_addresses;
+    if addresses.is_empty() || addresses.len() > MAX_ADDRESSES {
+        return Err(odd());
+    }
+    Ok(Endpoint {
+        server: reply.server,
+        addresses,
+        id: worker.id.try_into().map_err(|_| odd())?,
+        fingerprint: worker.fingerprint.try_into().map_err(|_| odd())?,
+        key: reply.key.try_into().map_err(|_| odd())?,
+        clear: reply.clear,
+    })
 }
 
 /// Describes a server by its answer, which arrived at `now` since the epoch.
@@ -126,6 +147,32 @@ mod tests {
         assert_eq!(survey.servers[1].trouble.as_deref(), Some("revoked"));
         assert_eq!(survey.servers[2].cards.len(), 1);
         assert_eq!(survey.servers[2].clock_skew_usec, None);
+    }
+
+    #[test]
+    fn an_endpoint_without_a_valid_id_key_or_address_is_refused() {
+        let worker = control::Worker { id: vec![1; 16], fingerprint: vec![2; 32] };
+        let reply = control::MeasureReply {
+            endpoint: Some(worker.clone()),
+            key: vec![3; 32],
+            server: "gpu-a".into(),
+            data_addresses: vec!["gpu-a:7602".into()],
+            clear: true,
+        };
+        let good = endpoint(reply.clone()).unwrap();
+        assert_eq!((good.id, good.fingerprint, good.key, good.clear), ([1; 16], [2; 32], [3; 32], true));
+        let short = control::Worker { id: vec![1; 15], ..worker.clone() };
+        let long = control::Worker { fingerprint: vec![2; 33], ..worker };
+        for bad in [
+            control::MeasureReply { endpoint: None, ..reply.clone() },
+            control::MeasureReply { endpoint: Some(short), ..reply.clone() },
+            control::MeasureReply { endpoint: Some(long), ..reply.clone() },
+            control::MeasureReply { key: Vec::new(), ..reply.clone() },
+            control::MeasureReply { data_addresses: Vec::new(), ..reply.clone() },
+            control::MeasureReply { data_addresses: vec!["a:1".into(); 17], ..reply },
+        ] {
+            assert_eq!(endpoint(bad).unwrap_err().trouble, Trouble::Protocol);
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ fn leaves(key: &str, value: &Value, out: &mut BTreeSet<(String, &'static str)>) 
 
 /// Compares a verb's JSON with its table in `docs/json.md`: each key is in both, with its type.
 #[track_caller]
-fn documented(verb: &str, value: &Value) {
+pub fn documented(verb: &str, value: &Value) {
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/json.md")).unwrap();
     let section = page.split_once(&format!("## `{verb}`\n")).expect(verb).1;
     let section = section.split("\n## ").next().unwrap();

@@ -6,6 +6,7 @@
 #[path = "../../../gpusessiond/tests/common/mod.rs"]
 mod common;
 mod diagnosis;
+mod netperf;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};

@@ -47,6 +47,8 @@ pub enum Deed {
         /// Uid of the lease's owner.
         owner: u32,
     },
+    /// Measure the network to a server.
+    Measure,
     /// Change settings that concern all users.
     ManagePool,
 }
@@ -70,6 +72,9 @@ impl Deed {
             ),
             Self::Touch { .. } => {
                 ("org.gpusession1.release-other", false, "the lease belongs to another user")
+            }
+            Self::Measure => {
+                ("org.gpusession1.measure", true, "polkit does not let this user measure the network")
             }
             Self::ManagePool => {
                 ("org.gpusession1.manage-pool", false, "only an administrator manages the pool")

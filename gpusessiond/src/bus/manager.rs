@@ -450,6 +450,30 @@ impl Manager {
         Ok(crate::survey::survey(addresses, ask).await.to_json())
     }
 
+    /// Starts an endpoint of a server for a measurement; see [`describe::Endpoint`].
+    #[zbus(out_args("json"))]
+    async fn measure(
+        &self,
+        server: &str,
+        seconds: u32,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<String> {
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.may(Deed::Measure).await?;
+        let snapshot = self.shared.snapshot();
+        let named = |s: &ServerFacts| match server {
+            "" => s.state == "online",
+            name => s.name == name || s.address == name,
+        };
+        let index = snapshot.server_facts().position(named).ok_or_else(|| match server {
+            "" => BusError::not_ready("no server is online"),
+            name => BusError::no_such_server(format!("server {name}: not found")),
+        })?;
+        let endpoint = crate::survey::endpoint(self.shared.leases.measure(index, seconds).await?)?;
+        serde_json::to_string(&endpoint).map_err(|e| BusError::failed(e.to_string()))
+    }
+
     #[zbus(signal)]
     pub(super) async fn lease_new(
         emitter: &SignalEmitter<'_>,

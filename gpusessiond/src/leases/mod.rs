@@ -576,6 +576,8 @@ pub trait Leases: Send + Sync {
     async fn idle_hint(&self, slot: Slot, idle: bool) -> Result<(), PoolError>;
     /// Asks a server for its description; returns the round trip and the answer.
     async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError>;
+    /// Starts an endpoint of a server for a measurement of the network.
+    async fn measure(&self, server: usize, seconds: u32) -> Result<control::MeasureReply, PoolError>;
     /// Releases all leases and waits for the servers' confirmation, at most `limit`.
     async fn shutdown(&self, limit: Duration);
 }

@@ -324,6 +324,10 @@ impl PoolServer for SimServer {
         })
     }
 
+    async fn measure(&self, _seconds: u32) -> Result<control::MeasureReply, PoolError> {
+        Err(PoolError::new(Trouble::Protocol, "a simulated server has no network"))
+    }
+
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
         self.until(|state| !state.hanging).await;
         self.call(|state| {

@@ -182,6 +182,11 @@ impl Engine {
         self.call(|reply| Message::Holder(slot, reply)).await.flatten().ok_or_else(gone)
     }
 
+    async fn server(&self, index: usize) -> Result<Arc<dyn PoolServer>, PoolError> {
+        let gone = || PoolError::new(Trouble::Invalid, "server not found");
+        self.call(|reply| Message::Server(index, reply)).await.flatten().ok_or_else(gone)
+    }
+
     async fn call<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.messages.send(message(reply)).ok()?;
@@ -313,11 +318,12 @@ impl Leases for Engine {
         pool.idle_hint(lease, idle).await
     }
 
+    async fn measure(&self, server: usize, seconds: u32) -> Result<control::MeasureReply, PoolError> {
+        self.server(server).await?.measure(seconds).await
+    }
+
     async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError> {
-        let pool = self.call(|reply| Message::Server(server, reply)).await.flatten();
-        let Some(pool) = pool else {
-            return Err(PoolError::new(Trouble::Invalid, "server not found"));
-        };
+        let pool = self.server(server).await?;
         let begun = Instant::now();
         let description = pool.describe().await?;
         let rtt = begun.elapsed();
