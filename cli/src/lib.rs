@@ -9,6 +9,7 @@ mod exit;
 mod health;
 mod lease_file;
 mod leave;
+mod local;
 mod netperf;
 mod releases;
 mod report;
@@ -109,6 +110,11 @@ enum Command {
     ///
     /// A lease created for it is released when it exits.
     Run(Run),
+    /// Run a program on this machine's own GPUs, with a lease's limits
+    ///
+    /// Starts a private GPU server of this user, which all such runs share, and which ends with the
+    /// last one. The exit status is the program's, or 125 without a GPU, its driver or gpuserver.
+    Local(local::Local),
     /// Request a lease that outlives this command, and write it to a file
     Request(Request),
     /// Release a lease
@@ -242,7 +248,7 @@ pub fn arguments() -> clap::Command {
 /// Groups of verbs in the summary of the help, in the order of a new user's questions.
 const GROUPS: [(&str, &[&str]); 4] = [
     ("See", &["status", "list", "smi", "stats"]),
-    ("Run programs", &["run", "request", "release", "park", "unpark", "env", "cache"]),
+    ("Run programs", &["run", "local", "request", "release", "park", "unpark", "env", "cache"]),
     ("Find faults", &["health", "netperf", "report"]),
     ("Set up", &["join", "leave", "reload", "setup-libs", "setup-pam", "cdi"]),
 ];
@@ -269,6 +275,9 @@ fn grouped(command: clap::Command) -> clap::Command {
 pub fn main() {
     if std::env::args_os().nth(1).is_some_and(|first| first == health::GPU_TEST) {
         std::process::exit(health::gpu_child());
+    }
+    if std::env::args_os().nth(1).is_some_and(|first| first == local::KEEPER) {
+        std::process::exit(local::keeper());
     }
     let parsed = grouped(arguments()).try_get_matches().and_then(|found| Cli::from_arg_matches(&found));
     let cli = match parsed {
@@ -349,6 +358,10 @@ async fn command(cli: Cli) -> Result<i32> {
         // One exit code for all reasons why the program does not run, distinct from its own exit
         // codes.
         Command::Run(run) => run_program(run).await.map_err(|failure| match failure.code {
+            code::USAGE | 126 | 127 => failure,
+            _ => failure.no_lease(),
+        }),
+        Command::Local(options) => local::local(options).await.map_err(|failure| match failure.code {
             code::USAGE | 126 | 127 => failure,
             _ => failure.no_lease(),
         }),
@@ -564,7 +577,7 @@ async fn run_program(run: Run) -> Result<i32> {
     if !servers.is_empty() {
         return match by_daemon(&servers).await {
             false => {
-                run::direct(&servers, run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await
+                run_direct(&servers, run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await
             }
             true => run_new(&Daemon::connect().await?, servers, &run).await,
         };
@@ -583,7 +596,7 @@ async fn run_program(run: Run) -> Result<i32> {
             if own.is_none() {
                 return Err(failure.no_lease());
             }
-            return run::direct(&[], run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await;
+            return run_direct(&[], run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await;
         }
     };
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
@@ -634,6 +647,18 @@ async fn run_new(daemon: &Daemon, servers: Vec<String>, run: &Run) -> Result<i32
     run::program_with(&run.program, unset(environment)).await
 }
 
+/// Runs a program without the daemon, with the caller's identity.
+async fn run_direct(
+    servers: &[String],
+    allow_clear: bool,
+    spec: Spec,
+    known: Option<&str>,
+    program: &[OsString],
+) -> Result<i32> {
+    let program = run::Program { line: program, bound: false };
+    run::direct(&Home::of_caller(), servers, allow_clear, spec, program, known).await
+}
+
 /// Returns the first `n` of the devices that the user made visible, or of all.
 fn subset(n: u32) -> String {
     let n = n as usize;
@@ -671,7 +696,7 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
             }
             .spec();
             spec.request_id = Some(file.request.clone());
-            run::direct(&file.servers, file.allow_clear, spec, Some(&file.id), program).await
+            run_direct(&file.servers, file.allow_clear, spec, Some(&file.id), program).await
         }
     }
 }
@@ -694,7 +719,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
             LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![], allow_clear };
         (file, expires_usec)
     } else {
-        let direct = run::Direct::new(&servers, allow_clear).await?;
+        let direct = run::Direct::new(&Home::of_caller(), &servers, allow_clear).await?;
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::process::ExitStatusExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -23,8 +23,9 @@ use gpusessiond::peer;
 use gpusessiond::pool::PoolServer;
 use gpusessiond::renewal::{self, Renewer};
 use gpusessiond::units::{SmPercent, control_address};
+use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getppid};
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -128,12 +129,11 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// Connects to the servers at `addresses`; without any, to those of the caller's
+    /// Connects with an identity to the servers at `addresses`; without any, to those of its
     /// `servers.toml`.
     ///
-    /// Renews the caller's own identity while the process lives, and follows renewals by others.
-    pub async fn new(addresses: &[String], allow_clear: bool) -> Result<Self> {
-        let home = Home::of_caller();
+    /// Renews the identity while the process lives, and follows renewals by others.
+    pub async fn new(home: &Home, addresses: &[String], allow_clear: bool) -> Result<Self> {
         let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
         let standing = tokio::sync::watch::Sender::new(None);
         let mut renewer = Renewer::new(home.clone(), identity.clone(), Arc::new(renewal::wall), standing);
@@ -175,15 +175,17 @@ impl PrivateSocket {
 /// `allow_clear`: the program's data may be unencrypted. `spec` repeats the request of a known
 /// lease, which yields the same lease; that lease is not released afterwards.
 pub async fn direct(
+    home: &Home,
     servers: &[String],
     allow_clear: bool,
     mut spec: Spec,
+    program: Program<'_>,
     known: Option<&str>,
-    program: &[OsString],
 ) -> Result<i32> {
-    let direct = Direct::new(servers, allow_clear).await?;
+    let direct = Direct::new(home, servers, allow_clear).await?;
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
-    spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
+    spec.why =
+        program.line.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
     let create = async |spec| match engine.create(spec).await {
         Ok(lease) => Ok(lease.facts),
         Err(error) => Err(Failure::of_pool(&error)),
@@ -226,7 +228,7 @@ pub async fn direct(
         ("GPUSESSION_SOCKET".to_owned(), socket.path().into_os_string()),
         ("GPUSESSION_LEASE".to_owned(), ids.join(",").into()),
     ];
-    let code = program_with(program, environment).await;
+    let code = program.run(environment).await;
     complain(engine.as_ref(), &leases).await;
     serving.abort();
     if known.is_none() {
@@ -330,37 +332,72 @@ fn libraries() -> Result<PathBuf> {
 ///
 /// Returns the program's exit status.
 pub async fn program_with(program: &[OsString], environment: Vec<(String, OsString)>) -> Result<i32> {
-    let Some((name, arguments)) = program.split_first() else {
-        return Err(Failure::usage("no program to run"));
-    };
-    let mut path = libraries()?.into_os_string();
-    if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|p| !p.is_empty()) {
-        path.push(":");
-        path.push(old);
+    Program { line: program, bound: false }.run(environment).await
+}
+
+/// A program to run.
+#[derive(Clone, Copy)]
+pub struct Program<'a> {
+    /// Its name and its arguments.
+    pub line: &'a [OsString],
+    /// Whether the kernel kills it with this process.
+    pub bound: bool,
+}
+
+impl Program<'_> {
+    async fn run(self, environment: Vec<(String, OsString)>) -> Result<i32> {
+        let Some((name, arguments)) = self.line.split_first() else {
+            return Err(Failure::usage("no program to run"));
+        };
+        let mut path = libraries()?.into_os_string();
+        if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|p| !p.is_empty()) {
+            path.push(":");
+            path.push(old);
+        }
+        let mut signals = Vec::new();
+        for passed in PASSED_ON {
+            let stream =
+                signal(SignalKind::from_raw(passed as i32)).map_err(|e| Failure::new(1, e.to_string()))?;
+            signals.push((passed, stream));
+        }
+        // The terminal sends an interrupt to the whole foreground group, the program included.
+        let interrupt = signal(SignalKind::interrupt()).map_err(|e| Failure::new(1, e.to_string()))?;
+        let mut command = Command::new(name);
+        command.args(arguments).env("LD_LIBRARY_PATH", path).envs(environment);
+        if self.bound {
+            bind(command.as_std_mut());
+        }
+        let mut child = command.spawn().map_err(|e| {
+            let name = name.to_string_lossy();
+            match e.kind() {
+                std::io::ErrorKind::NotFound => Failure::new(127, format!("{name}: not found")),
+                _ => Failure::new(126, format!("{name}: {e}")),
+            }
+        })?;
+        let pid = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
+        let forward = tokio::spawn(forward(signals, interrupt, pid));
+        let status = child.wait().await.map_err(|e| Failure::new(1, e.to_string()));
+        forward.abort();
+        Ok(code(status?))
     }
-    let mut signals = Vec::new();
-    for passed in PASSED_ON {
-        let stream =
-            signal(SignalKind::from_raw(passed as i32)).map_err(|e| Failure::new(1, e.to_string()))?;
-        signals.push((passed, stream));
+}
+
+/// Makes the kernel kill a child with this process.
+///
+/// The caller's thread must live as long as the process, since the kernel watches the thread.
+pub fn bind(command: &mut std::process::Command) {
+    let parent = Pid::this();
+    // SAFETY: between fork and exec the closure makes two system calls, which are
+    // async-signal-safe, and allocates nothing.
+    unsafe {
+        command.pre_exec(move || {
+            set_pdeathsig(Signal::SIGKILL)?;
+            match getppid() == parent {
+                true => Ok(()),
+                false => Err(nix::errno::Errno::ESRCH.into()),
+            }
+        });
     }
-    // The terminal sends an interrupt to the whole foreground group: the program has it already.
-    let interrupt = signal(SignalKind::interrupt()).map_err(|e| Failure::new(1, e.to_string()))?;
-    let mut child =
-        Command::new(name).args(arguments).env("LD_LIBRARY_PATH", path).envs(environment).spawn().map_err(
-            |e| {
-                let name = name.to_string_lossy();
-                match e.kind() {
-                    std::io::ErrorKind::NotFound => Failure::new(127, format!("{name}: not found")),
-                    _ => Failure::new(126, format!("{name}: {e}")),
-                }
-            },
-        )?;
-    let pid = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
-    let forward = tokio::spawn(forward(signals, interrupt, pid));
-    let status = child.wait().await.map_err(|e| Failure::new(1, e.to_string()));
-    forward.abort();
-    Ok(code(status?))
 }
 
 async fn forward(

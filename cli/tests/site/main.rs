@@ -6,6 +6,7 @@
 #[path = "../../../gpusessiond/tests/common/mod.rs"]
 mod common;
 mod diagnosis;
+mod local;
 mod netperf;
 
 use std::path::{Path, PathBuf};
