@@ -29,6 +29,8 @@ const MAX_RUNNING: usize = 2;
 const PAUSE_INTERVAL: Duration = Duration::from_secs(60);
 /// Time in which an endpoint gets ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Seconds after which a client gives up a broken connection.
+const RETURN_SECONDS: u32 = 3;
 /// Most connections that wait for an endpoint to take them.
 const MAX_WAITING: usize = 32;
 
@@ -115,6 +117,8 @@ impl Table {
 struct Inner {
     program: PathBuf,
     isolation: Isolation,
+    /// Whether programs' connections may come back, so that lanes acknowledge chunks.
+    resumes: bool,
     spawner: Spawner,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
@@ -144,6 +148,7 @@ impl Endpoints {
         Self(Arc::new(Inner {
             program: supervisor.program().into(),
             isolation: supervisor.isolation().workers,
+            resumes: supervisor.resume_grace() > Duration::ZERO,
             spawner: supervisor.spawner().clone(),
             clock,
             random,
@@ -208,7 +213,7 @@ impl Endpoints {
             module_cache_bytes: 0,
             warm: false,
             mps: false,
-            resume_grace_s: 0,
+            resume_grace_s: if self.0.resumes { RETURN_SECONDS } else { 0 },
             staging_bytes: 0,
             isolation: self.0.isolation,
         };

@@ -309,6 +309,11 @@ impl Supervisor {
         &self.0.options.program
     }
 
+    /// Returns the time that a worker waits for a lost client.
+    pub fn resume_grace(&self) -> Duration {
+        self.0.options.resume_grace
+    }
+
     /// Returns the thread that starts processes.
     pub fn spawner(&self) -> &Spawner {
         &self.0.spawner

@@ -11,9 +11,10 @@ use std::process::ExitCode;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_link::flight::{Ended, next_header};
+use gpusession_link::flight::{Ended, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
 use gpusession_link::load::usage;
+use gpusession_link::resume::ack;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::frame::{
@@ -206,6 +207,7 @@ impl Endpoint {
             return Err(refuse(&transport, e.to_string()));
         }
         let secret = secret()?;
+        // A client that has left does not come back: the endpoint waits for none.
         let (end, line) = WorkerEnd::new(self.start.worker, &secret, Duration::ZERO, transport, attempt);
         let session = Arc::new(Session {
             replay: Replay::new(),
@@ -214,6 +216,7 @@ impl Endpoint {
             activity: Activity::default(),
             streams: Table::new(kind::STREAM),
             secret,
+            acknowledges: self.start.resume_grace_s > 0,
             state: Mutex::default(),
             arrival: Condvar::new(),
             pieces: Condvar::new(),
@@ -224,7 +227,7 @@ impl Endpoint {
         }
         session.replies.send_with(op::REPLY, header.seq.get(), 0, |w| {
             w.bytes(&session.secret);
-            w.word(0);
+            w.word(self.start.resume_grace_s.into());
         });
         let done = session.replay.run(&session, line);
         session.close();
@@ -246,6 +249,8 @@ struct Session {
     streams: Table<Stream>,
     /// Proof of the session's lanes.
     secret: [u8; 32],
+    /// Whether both ends acknowledge chunks, as where programs' connections come back.
+    acknowledges: bool,
     state: Mutex<State>,
     /// Bytes have arrived, or the session is closed.
     arrival: Condvar,
@@ -329,12 +334,27 @@ impl Session {
             *state.arrived.entry(transfer).or_default() += len as u64;
             drop(state);
             self.arrival.notify_all();
+            if self.acknowledges {
+                transport.send(&ack(number))?;
+            }
         }
         Ok(())
     }
 
-    /// Sends pieces until the session is closed.
+    /// Sends pieces until the session is closed; drops the client's acknowledgements.
     fn give(&self, transport: &Transport, buffers: &[Vec<u8>]) -> Result<(), Ended> {
+        std::thread::scope(|scope| {
+            if self.acknowledges {
+                scope.spawn(|| acknowledgements(transport, |_| Ok(())));
+            }
+            let sent = self.send(transport, buffers);
+            // Ends the other thread.
+            transport.shutdown();
+            sent
+        })
+    }
+
+    fn send(&self, transport: &Transport, buffers: &[Vec<u8>]) -> Result<(), Ended> {
         for number in 1.. {
             let Some(piece) = self.next_piece() else { break };
             let header = chunk_header(number, piece.transfer, piece.offset, piece.len, 0);
