@@ -6,6 +6,7 @@
     line `spin N`            fills memory N times, prints `spun SECONDS`
     line `kernel SECONDS`    runs one kernel of this duration, waits, prints `kernel SECONDS`
     line `fork`              forks a child that outlives it, prints `forked`
+    line `exec`              replaces itself by `sleep`
     line `fail`              waits until a call fails, prints `failed CODE`, and `failed CODE` of
                              the next call, exits
     end of stdin             exits
@@ -96,6 +97,8 @@ def main():
                 while True:
                     time.sleep(1000)
             print("forked", flush=True)
+        elif words[0] == "exec":
+            os.execvp("sleep", ["sleep", "1000"])
         elif words[0] == "fail":
             codes = []
             while len(codes) < 2:

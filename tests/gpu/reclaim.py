@@ -83,6 +83,7 @@ class Reclaim(parking.Parking):
         self.measure("kill -9 in the middle of a kernel", kill, before=self.in_a_kernel)
         self.measure("kill -9, and a worker that does not react", kill, before=self.deaf)
         self.measure("a fork that outlives its parent", self.fork_and_die)
+        self.measure("exec of another program", lambda p: p.say("exec"))
         # The system tests check this with simulated GPUs.
         if self.card:
             self.measure("a client that is silent", self.silence, SILENT)

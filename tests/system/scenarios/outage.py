@@ -25,6 +25,8 @@ ExecStart=sh -c 'while [ -e /root/slow ]; do sleep 0.1; done'
 [Install]
 WantedBy=network-online.target
 """
+# Message id: a program's connection is back.
+BACK = "e393be9b6a434016ae3d34cc0851e035"
 # Time, in milliseconds, that a login would wait for the daemon; su takes a tenth of it.
 DEADLINE_MS = 500
 
@@ -94,3 +96,15 @@ def run(site, check):
         client.until("systemctl is-active needs-gpus", 20)
         client.ok("rm /root/slow; systemctl disable --now needs-gpus slow-network; "
                   "rm /etc/systemd/system/needs-gpus.service /etc/systemd/system/slow-network.service; systemctl daemon-reload")
+    with check("a program survives a cut of half a minute, which status shows meanwhile; both journals report its return") as note:
+        client.start("program", "longRun 10; echo status $?", user="alice")
+        server.until("gpuserver ps | grep longRun", 20)
+        server.lab("cut", "--silent")
+        line = client.until("gpusession status | grep -o '! .*has no connection to gpu1.*'", 30)
+        note(line)
+        server.lab("heal")
+        seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
+        expect(seen, "steps right")
+        expect(seen, "status 0")
+        for host, name in ((client, "gpusessiond"), (server, "gpuserver")):
+            host.until(f"journalctl -b -t {name} MESSAGE_ID={BACK} --no-pager -o cat | grep 'without a connection'", 10)

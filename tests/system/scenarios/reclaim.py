@@ -26,6 +26,7 @@ int pause(void) {
     if (*end == 'f' && fork() == 0) for (;;) sleep(1000);
     while (access("/tmp/end", F_OK)) usleep(1000);
     if (*end == 'a') abort();
+    if (*end == 'x') execlp("sleep", "sleep", "1000", (char *)0);
     exit(0);
 }
 """
@@ -78,6 +79,7 @@ def run(site, check):
     causes = {
         "exit": ("exit", lambda p: now_and("touch /tmp/end")),
         "abort": ("abort", lambda p: now_and("touch /tmp/end")),
+        "exec of another program": ("x", lambda p: now_and("touch /tmp/end")),
         "kill -9": (None, lambda p: now_and(f"kill -9 {p.pid}")),
         "a fork that outlives its parent": ("fork", lambda p: now_and(f"kill -9 {p.pid}")),
     }
