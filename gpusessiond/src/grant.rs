@@ -548,7 +548,9 @@ impl Programs {
     }
 
     fn enter(&self, granted: &[Granted]) {
-        self.lock().extend(granted.iter().map(|one| (one.worker, one.clone())));
+        // Zeros stand for no worker.
+        let workers = granted.iter().filter(|one| one.worker != [0; 16]);
+        self.lock().extend(workers.map(|one| (one.worker, one.clone())));
     }
 
     fn leave(&self, granted: &[Granted]) {
