@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use common::{GrantSocket, PATIENCE, ask_async, config, engine, request, until, want};
 use gpusession_proto::control::{Loss, PoolEvent, StateChange, Warning, pool_event};
-use gpusession_proto::grant::{Outcome, Reply};
+use gpusession_proto::grant::{self, Outage, Outcome, Reply, Want};
 use gpusession_proto::journal::{CATALOGS, Event, catalog};
 use gpusession_proto::login::{Open, Request};
 use gpusession_proto::message;
@@ -156,6 +156,14 @@ async fn each_event_says_whom_it_concerns_and_why() {
         connection.write_all(&message::encode(&outcome(about()))).unwrap();
         journal.has(event, &[("LEASE", "second"), ("USER", &me), ("REASON", "refused")]).await;
     }
+
+    let (reply, _connection) = ask_async(&open.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    let worker = endpoints[0].worker;
+    let outage = Outage { lease: "second".into(), worker, ms: 1234, number: 1, over: true };
+    ask_async(&open.path, grant::Request { want: Want::Outage(outage), ..request() }).await;
+    let back = [("LEASE", "second"), ("USER", me.as_str()), ("REASON", "1234 ms without a connection")];
+    journal.has(Event::ProgramBack, &back).await;
 
     let folder = tempfile::tempdir().unwrap();
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());
