@@ -350,7 +350,8 @@ mod tests {
         assert_eq!(begin(&mut table, 4, "a", 1060), Ok(()));
         assert_eq!(table.counts, [("a", 2), ("b", 1), ("c", 1)].map(|(c, n)| (c.to_owned(), n)).into());
         assert_eq!(table.begun.len(), 3, "forgets clients that may measure again");
-        assert_eq!(NoMeasurement::Again(Duration::from_millis(300)).to_string().split(' ').nth(8), Some("1"));
+        let soon = NoMeasurement::Again(Duration::from_millis(300)).to_string();
+        assert!(soon.ends_with(" in 1 s"), "{soon}");
     }
 
     #[test]

@@ -149,25 +149,34 @@ async fn a_hostile_client_gains_nothing_from_its_endpoint() {
     for lane in [17, u16::MAX] {
         assert!(!reason(&mut endpoint.lane(lane, &secret)).is_empty(), "lane {lane}");
     }
-    let mut up = endpoint.lane(1, &secret);
-    assert!(reason(&mut endpoint.lane(1, &secret)).contains("open already"));
-    // A chunk that is too long, and more transfers than any client has under way.
     let chunk = |len: usize, number: u32, transfer: u64| {
         let mut chunk = header(op::CHUNK, transfer);
         (chunk.len, chunk.ack, chunk.number) = ((len as u32).into(), (len as u64).into(), number.into());
         chunk
     };
-    up.write_all(chunk(CHUNK + 8, 1, 9).as_bytes()).unwrap();
-    assert!(reason(&mut up).contains("not a chunk"));
+    let mut up = endpoint.lane(1, &secret);
+    // A transfer shows that the lane is open.
+    up.write_all(&[chunk(8, 1, 3).as_bytes(), &[0; 8]].concat()).unwrap();
+    ask(&mut log, 3, &[1, 8, 0]);
+    reply(&mut log, 3);
+    assert!(reason(&mut endpoint.lane(1, &secret)).contains("open already"));
+    // A chunk that is too long, and more transfers than any client has under way. Acknowledgements
+    // of the chunks before come first.
+    let refused_after = |stream: &mut TcpStream, chunks: usize| {
+        let said = rest(stream);
+        Refusal::read(&said[chunks * HEADER..]).expect("a refusal").reason
+    };
+    up.write_all(chunk(CHUNK + 8, 2, 9).as_bytes()).unwrap();
+    assert!(refused_after(&mut up, 1).contains("not a chunk"));
     let mut up = endpoint.lane(2, &secret);
     let many: Vec<u8> = (1..=65).flat_map(|n| [chunk(8, n, n.into()).as_bytes(), &[0; 8]].concat()).collect();
     let _ = up.write_all(&many);
-    assert!(reason(&mut up).contains("too many transfers"));
+    assert!(refused_after(&mut up, 64).contains("too many transfers"));
     // A malformed frame on the log ends the endpoint.
-    ask(&mut log, 3, &[0, 0, 0]);
-    reply(&mut log, 3);
+    ask(&mut log, 4, &[0, 0, 0]);
+    reply(&mut log, 4);
     assert!(alive(pid));
-    ask(&mut log, 4, &[1, MAX_TRANSFER + 1, 0]);
+    ask(&mut log, 5, &[1, MAX_TRANSFER + 1, 0]);
     rest(&mut log);
     eventually("the endpoint's end", async || !alive(pid)).await;
 
