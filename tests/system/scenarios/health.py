@@ -47,8 +47,6 @@ def client_faults(server):
     return [
         Fault("another vendor's library first in LD_LIBRARY_PATH", "library.first", OTHER, variables=f"LD_LIBRARY_PATH={OTHER}"),
         Fault("CUDA's stubs in LD_LIBRARY_PATH", "library.first", "a stub for linking", variables=f"LD_LIBRARY_PATH={STUBS}"),
-        Fault("another vendor's library first in the loader's cache", "library.first", OTHER,
-              f"echo {OTHER} >/etc/ld.so.conf.d/00-other.conf && ldconfig", remedy="rm /etc/ld.so.conf.d/00-other.conf && ldconfig"),
         Fault("the loader does not search gpusession's folder", "library.loader-file", "/dev/null", "gpusession setup-libs --remove", "warning"),
         Fault("a shell that turned gpusession off", "library.variables", "GPUSESSION_DISABLE=1", variables="GPUSESSION_DISABLE=1"),
         Fault("a shell that hides all GPUs", "library.variables", "hides all GPUs", variables="CUDA_VISIBLE_DEVICES="),
