@@ -465,16 +465,18 @@ impl Server {
                         }
                     },
                     None => {
+                        // A process that exits closes its connection first.
                         match &pidfd {
-                            Some(_) if served && replaced(caller.pid).await => {
-                                info!(
+                            Some(_) => tokio::select! {
+                                biased;
+                                () = process_end(pidfd.as_ref()) => {}
+                                true = replaced(caller.pid), if served => info!(
                                     gpusession_user = caller.uid,
                                     "process {} ({program}) of uid {}: runs another program now; its workers end",
                                     caller.pid,
                                     caller.uid
-                                );
-                            }
-                            Some(_) => process_end(pidfd.as_ref()).await,
+                                ),
+                            },
                             None => gone(&stream, None).await,
                         }
                         break;
