@@ -58,6 +58,18 @@ pub struct Event {
     /// UUIDs of its GPUs.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
+    /// Worker that serves the program.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub worker: String,
+    /// User of the program.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub user: String,
+    /// Program that began or ended.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub program: String,
+    /// Whether user and program are the client's word.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub claimed: bool,
     /// `ok`, or the code of a refusal.
     pub result: String,
     /// Further facts: a reason, or the request of an administrator.
@@ -96,6 +108,8 @@ pub struct Wanted {
     pub event: String,
     /// Lease; empty: all.
     pub lease: String,
+    /// User; empty: all.
+    pub user: String,
 }
 
 impl Wanted {
@@ -105,6 +119,7 @@ impl Wanted {
             && same(&self.client, &line.event.client)
             && same(&self.event, &line.event.event)
             && same(&self.lease, &line.event.lease)
+            && same(&self.user, &line.event.user)
     }
 }
 
@@ -241,7 +256,8 @@ impl Trail {
         }
         let mut out = Vec::new();
         for mut event in events {
-            for text in [&mut event.actor, &mut event.from, &mut event.client, &mut event.detail] {
+            let Event { actor, from, client, user, program, detail, .. } = &mut event;
+            for text in [actor, from, client, user, program, detail] {
                 *text = plain(text);
             }
             seq += 1;
@@ -305,7 +321,7 @@ impl Trail {
 }
 
 enum Order {
-    Write(Event, Option<oneshot::Sender<Result<(), String>>>),
+    Write(Box<Event>, Option<oneshot::Sender<Result<(), String>>>),
     Prune(Kept),
     Stop,
 }
@@ -339,16 +355,21 @@ impl Audit {
 
     /// Notes an event soon. Events beyond [`MAX_WAITING`] are lost, and their number is noted.
     pub fn note(&self, event: Event) {
-        if self.orders.try_send(Order::Write(event, None)).is_err() {
+        if self.orders.try_send(Order::Write(Box::new(event), None)).is_err() {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Counts events that their sender has lost.
+    pub fn lose(&self, events: u64) {
+        self.lost.fetch_add(events, Ordering::Relaxed);
     }
 
     /// Returns when the event is on the disk.
     pub async fn sure(&self, event: Event) -> Result<(), String> {
         let (told, answer) = oneshot::channel();
         let ended = || "the audit trail's thread has ended".to_owned();
-        self.orders.send(Order::Write(event, Some(told))).await.map_err(|_| ended())?;
+        self.orders.send(Order::Write(Box::new(event), Some(told))).await.map_err(|_| ended())?;
         answer.await.unwrap_or_else(|_| Err(ended()))
     }
 
@@ -388,7 +409,7 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
         while let Some(order) = next {
             match order {
                 Order::Write(event, answer) => {
-                    events.push(event);
+                    events.push(*event);
                     told.extend(answer);
                 }
                 Order::Prune(kept) => prune = Some(kept),

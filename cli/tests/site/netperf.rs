@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use super::diagnosis::documented;
 use super::*;
+use gpusession_test_support::json_table::documented;
 
 /// Lines of a server that lets clients of this machine send data without encryption.
 const CLEAR: &str = "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]\n";

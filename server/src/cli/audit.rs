@@ -27,6 +27,9 @@ pub struct AuditOptions {
     /// Only lines about this lease
     #[arg(long, value_name = "ID", default_value = "")]
     pub lease: String,
+    /// Only programs of this user, by the word of its client
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub user: String,
     /// Verb for the trail
     #[command(subcommand)]
     pub verb: Option<AuditVerb>,
@@ -61,6 +64,7 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
         client: options.client.clone(),
         event: options.event.clone(),
         lease: options.lease.clone(),
+        user: options.user.clone(),
     };
     let value = match running(server, &Ask::Audit { wanted: wanted.clone() })? {
         Some(value) => value,

@@ -559,6 +559,8 @@ pub fn audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Res
     let dash = |text: String| if text.is_empty() { "-".into() } else { text };
     for line in lines {
         let e = line.event;
+        let of = if e.user.is_empty() { String::new() } else { format!(" of {}", e.user) };
+        let program = if e.program.is_empty() { String::new() } else { format!("{}{of}; ", e.program) };
         table.add_row([
             date(line.time_usec / 1_000_000),
             line.seq.to_string(),
@@ -568,7 +570,7 @@ pub fn audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Res
             dash(e.client),
             dash(e.lease),
             e.result,
-            dash(e.detail),
+            dash(format!("{program}{}", e.detail).trim_end_matches("; ").to_owned()),
         ]);
     }
     print(out, &table, n, "no events in this time")

@@ -172,6 +172,8 @@ keys! {
         ///
         /// Leases and programs continue.
         audit_required: bool = "on", SWITCH, live;
+        /// Notes the users of programs in the audit trail, whose lines stay for `audit_keep`.
+        audit_users: bool = "on", SWITCH, live;
         /// Time in which a client can renew its certificate after the end of it; 0: none.
         renew_grace: Duration = "30d", DURATION, live;
         /// Folder of leases, clients, tokens and the pool's authority; by default the

@@ -1,6 +1,7 @@
 //! The pool: its authority, join tokens and clients, and the control service.
 
 pub mod administrators;
+mod allowance;
 mod authenticate;
 pub mod ca;
 pub mod clients;
@@ -32,6 +33,7 @@ use tonic::Status;
 use tracing::{info, warn};
 
 use self::administrators::{Administrators, NotIssued};
+use self::allowance::Allowance;
 use self::ca::Authority;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
@@ -122,6 +124,8 @@ pub struct Pool {
     quiet: LogThrottle,
     /// Throttle for lines about programs that a limit refuses.
     quiet_of_workers: LogThrottle,
+    /// Events of the audit trail that each client may cause at will.
+    allowance: Mutex<Allowance>,
     parking: Parking,
     endpoints: Endpoints,
     /// Leases whose clients have been warned of an end by `lease_ttl`.
@@ -185,6 +189,7 @@ impl Pool {
             random,
             quiet: LogThrottle::default(),
             quiet_of_workers: LogThrottle::default(),
+            allowance: Mutex::default(),
             parking: Parking::default(),
             endpoints,
             ending: Mutex::default(),
@@ -356,7 +361,22 @@ impl Pool {
                 Ok(Event::Workers { client, lease, stock, ended }) => {
                     self.tell(&client, workers_ready(lease, stock, ended));
                 }
-                Ok(Event::Stuck { .. }) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Ok(Event::Program { client, lease, gpus, worker, user, program, end }) => {
+                    let event = audit::own(if end.is_some() { "program-ended" } else { "program-started" });
+                    self.note_of_client(audit::Event {
+                        client,
+                        lease,
+                        gpus,
+                        worker: hex(&worker),
+                        user: if self.config().audit_users { user } else { String::new() },
+                        program,
+                        claimed: true,
+                        detail: end.unwrap_or_default(),
+                        ..event
+                    });
+                }
+                Ok(Event::Stuck { .. }) => {}
+                Err(broadcast::error::RecvError::Lagged(events)) => self.audit.lose(events),
                 Err(broadcast::error::RecvError::Closed) => return,
             }
         }

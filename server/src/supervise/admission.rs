@@ -100,6 +100,9 @@ impl Supervisor {
         worker.process = Some(process.clone());
         worker.phase = Phase::Active;
         (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
+        if let Some(begins) = worker.program_event(None) {
+            let _ = self.0.events.send(begins);
+        }
         let mut lease = leases.get_mut(&worker.lease);
         if let Some(lease) = &mut lease {
             lease.ledger.admit(*id);

@@ -78,6 +78,9 @@ impl Supervisor {
             Some(reason) => format!("{reason} ({end})"),
             None => end,
         };
+        if let Some(ends) = worker.program_event(Some(&reason)) {
+            let _ = self.0.events.send(ends);
+        }
         if worker.given {
             state.farewells.add(*id, lease_key, reason.clone(), self.0.clock.now());
         }

@@ -10,6 +10,7 @@ use gpusession_proto::supervise::ToWorker;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
+use super::Event;
 use super::handover::Kept;
 use super::quota::Ledger;
 pub use super::record::{Phase, WorkerRecord};
@@ -89,6 +90,20 @@ impl WorkerRecord {
     /// process on.
     pub(super) fn user(&self) -> &str {
         if self.user.is_empty() { self.process.as_ref().map_or("", |p| &p.user) } else { &self.user }
+    }
+
+    /// Returns the event of its program's begin or `end`, if it serves one.
+    pub(super) fn program_event(&self, end: Option<&str>) -> Option<Event> {
+        let process = self.process.as_ref()?;
+        Some(Event::Program {
+            client: self.client.clone(),
+            lease: self.lease.clone(),
+            gpus: self.gpus.clone(),
+            worker: self.id,
+            user: self.user().into(),
+            program: process.program.clone(),
+            end: end.map(str::to_owned),
+        })
     }
 
     /// Returns `true` if the worker may report its isolation now.

@@ -60,6 +60,37 @@ async fn joins_changes_and_leases_are_there_before_their_answers() {
 }
 
 #[tokio::test]
+async fn refusals_by_limits_and_programs_are_in_the_trail() {
+    let server = Server::start_with("libcuda.so.1", "limits.gpus = 1").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(50.0).await.unwrap();
+    vm.allocate(50.0).await.unwrap_err();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("the start", async || !events(&server, &["--event", "program-started"]).is_empty()).await;
+    drop(lane);
+    vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
+    eventually("the end", async || !events(&server, &["--event", "program-ended"]).is_empty()).await;
+    let refused = ("lease-refused".to_owned(), "client vm-1".to_owned(), "limit-gpus".to_owned());
+    assert_eq!(events(&server, &["--event", "lease-refused"]), [refused]);
+    let answer = server.json(&["audit", "--client", "vm-1"]);
+    let started = answer["audit"].as_array().unwrap().iter().find(|row| row["event"] == "program-started");
+    let started = started.unwrap();
+    let id = data_encoding::HEXLOWER.encode(&worker.id);
+    assert_eq!((&started["worker"], &started["claimed"]), (&id.into(), &true.into()));
+    let user = started["user"].as_str().unwrap().to_owned();
+    assert_eq!(events(&server, &["--user", &user]).len(), 2, "begin and end");
+    gpusession_test_support::json_table::documented("gpuserver audit", &answer);
+
+    server.verb(&["config", "set", "audit_users", "off"]);
+    let lease = vm.allocate(50.0).await.unwrap();
+    let _lane = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+    let starts = || events(&server, &["--event", "program-started"]).len();
+    eventually("the second start", async || starts() == 2).await;
+    assert_eq!(events(&server, &["--user", &user]).len(), 2, "the trail names no user any more");
+}
+
+#[tokio::test]
 async fn without_room_for_the_trail_nobody_joins_and_leases_continue() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;

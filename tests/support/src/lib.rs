@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+pub mod json_table;
 pub mod relay;
 
 /// A file that cargo builds for a package other than the tested one.

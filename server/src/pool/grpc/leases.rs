@@ -199,6 +199,15 @@ fn not_allocated(pool: &Pool, client: &str, e: AllocateError) -> Status {
             "client {client}: no lease: {text}{more}"
         );
     }
+    if let AllocateError::Limit(exceeded) = &e {
+        pool.note_of_client(audit::Event {
+            actor: format!("client {client}"),
+            client: client.into(),
+            result: format!("limit-{}", exceeded.name),
+            detail: exceeded.text.clone(),
+            ..audit::own("lease-refused")
+        });
+    }
     use tonic::Code::{FailedPrecondition, ResourceExhausted};
     use wire::refusal::Kind;
     match e {

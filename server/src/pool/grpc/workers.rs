@@ -8,6 +8,7 @@ use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
 use tracing::info;
 
+use crate::audit;
 use crate::lease::Place;
 use crate::pool::status::{beyond, bounded, unfit};
 use crate::pool::{Pool, locked};
@@ -61,6 +62,18 @@ pub(super) async fn take_workers(
                 gpusession_reason = text,
                 "client {client}: no worker: {text}{more}"
             );
+        }
+        if let TakeError::Limit(exceeded) = &e
+            && wish.waiting > 0
+        {
+            pool.note_of_client(audit::Event {
+                actor: format!("client {client}"),
+                client: client.clone(),
+                lease: wish.lease.clone(),
+                result: format!("limit-{}", exceeded.name),
+                detail: exceeded.text.clone(),
+                ..audit::own("program-refused")
+            });
         }
         match e {
             TakeError::Limit(exceeded) => beyond(exceeded),
