@@ -17,6 +17,7 @@ class DescriptorStore:
         self.ready = threading.Event()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+        self.lock = threading.RLock()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
         threading.Thread(target=self.listen, daemon=True).start()
@@ -28,10 +29,11 @@ class DescriptorStore:
             lines = text.decode(errors="replace").split("\n")
             name = next((line[7:] for line in lines if line.startswith("FDNAME=")), "")
             if "FDSTORE=1" in lines:
-                # A listening socket replaces the stored one of its name.
-                if any(kept == name for kept, _ in self.kept) and len(fds) == 1:
-                    self.remove(name)
-                self.kept += [(name, fd) for fd in fds]
+                with self.lock:
+                    # A listening socket replaces the stored one of its name.
+                    if any(kept == name for kept, _ in self.kept) and len(fds) == 1:
+                        self.remove(name)
+                    self.kept += [(name, fd) for fd in fds]
             else:
                 for fd in fds:
                     os.close(fd)
@@ -42,9 +44,10 @@ class DescriptorStore:
 
     def remove(self, name):
         """Drops the descriptors of this name."""
-        for _, fd in [entry for entry in self.kept if entry[0] == name]:
-            os.close(fd)
-        self.kept = [entry for entry in self.kept if entry[0] != name]
+        with self.lock:
+            for _, fd in [entry for entry in self.kept if entry[0] == name]:
+                os.close(fd)
+            self.kept = [entry for entry in self.kept if entry[0] != name]
 
     def close(self):
         """Drops all descriptors, as at a stop of the unit."""
@@ -54,6 +57,12 @@ class DescriptorStore:
     def popen(self, command, env, **options):
         """Calls `subprocess.Popen` with the stored descriptors."""
         self.ready.clear()
+        # Messages of a killed process may still arrive: no descriptor is closed before the child
+        # has its copies.
+        with self.lock:
+            return self.start(command, env, options)
+
+    def start(self, command, env, options):
         names, fds = [name for name, _ in self.kept], [fd for _, fd in self.kept]
 
         def place():
