@@ -47,6 +47,9 @@ fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     let make = || {
         let mut region = Region::new(client, base, size, mirror::SAME, false, false);
         region.there = there;
+        if matches!(kind, Kind::Host(_)) {
+            region = region.resting();
+        }
         thread::within(range.ctx, || create(region))
     };
     let made = match make() {

@@ -5,8 +5,10 @@
 //! same memory while both run are not supported.
 
 use std::io::IoSliceMut;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use gpusession_link::link::Reply;
 use gpusession_proto::changes::{self, BLOCK};
@@ -16,6 +18,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
 use crate::client::{Client, word};
+use crate::descriptors;
 use crate::status::Result;
 use crate::window::PAGE;
 use crate::written_pages::{self, Watch};
@@ -24,6 +27,8 @@ use crate::written_pages::{self, Watch};
 const RUN: usize = 64;
 /// Shorter regions are compared sooner than the kernel says what the program has written.
 const WATCHED: usize = 64 << 10;
+/// Shortest time without a change after which a page of pinned memory rests.
+const REST_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Way to read a region's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -81,6 +86,17 @@ pub struct Region {
     shadow: Mutex<Vec<u8>>,
     /// The kernel's notes of what the program has written; without them all memory is compared.
     watch: Option<Watch>,
+    /// For watched pinned memory.
+    rest: Option<Mutex<Rest>>,
+}
+
+/// Blocks of pinned memory that need no comparison, since the kernel would note a change.
+///
+/// A block that was written is compared before each launch, until it has not changed for a time.
+struct Rest {
+    /// Whether a block has changed since the last round, by number.
+    changed: Vec<bool>,
+    next_round: Instant,
 }
 
 /// Reference to a region by a graph or a capture, whose copies name it.
@@ -164,10 +180,20 @@ impl Region {
             made: AtomicBool::new(false),
             names: AtomicUsize::new(0),
             shadow: Mutex::new(vec![0; len as usize]),
-            watch: (kind == mirror::DEVICE && len as usize >= WATCHED)
-                .then(|| Watch::new(written_pages::around(base as usize, len as usize)))
-                .flatten(),
+            watch: (kind == mirror::DEVICE).then(|| watch(base, len)).flatten(),
+            rest: None,
         }
+    }
+
+    /// Lets blocks of this pinned memory rest, which is private to the process.
+    pub fn resting(mut self) -> Self {
+        let blocks = self.len.div_ceil(BLOCK);
+        self.watch = watch(self.base as u64, self.len as u64).filter(|_| self.base.is_multiple_of(BLOCK));
+        self.rest = self.watch.is_some().then(|| {
+            // All of them are new.
+            Mutex::new(Rest { changed: vec![true; blocks], next_round: Instant::now() + REST_INTERVAL })
+        });
+        self
     }
 
     /// Number by which the worker knows the region.
@@ -211,17 +237,25 @@ impl Region {
         let mut body = Vec::new();
         let first = offset / BLOCK * BLOCK;
         let end = offset.saturating_add(len).min(self.len);
-        match &self.watch {
-            Some(watch) if first < end => {
+        match (&self.watch, &self.rest) {
+            (Some(watch), Some(rest)) if first < end && watch.works() => {
+                let found = written(watch, &mut lock(rest), self.base, first..end);
+                for pages in found {
+                    self.compare_pages(pages, reading, &mut body)?;
+                }
+            }
+            (Some(watch), None) if first < end => {
                 let pages = written_pages::around(self.base + first, end - first);
-                watch.take(pages, |pages| {
-                    let first = pages.start.saturating_sub(self.base) / BLOCK * BLOCK;
-                    self.compare(first, (pages.end - self.base).min(self.len), reading, &mut body)
-                })?;
+                watch.take(pages, |pages| self.compare_pages(pages, reading, &mut body))?;
             }
             _ => self.compare(first, end, reading, &mut body)?,
         }
         if body.is_empty() { Ok(()) } else { self.send(&mut body) }
+    }
+
+    fn compare_pages(&self, pages: Range<usize>, reading: Reading, body: &mut Vec<u8>) -> Result {
+        let first = pages.start.saturating_sub(self.base) / BLOCK * BLOCK;
+        self.compare(first, (pages.end - self.base).min(self.len), reading, body)
     }
 
     fn send(&self, body: &mut Vec<u8>) -> Result {
@@ -256,7 +290,8 @@ impl Region {
     /// Appends the changes of some blocks to a frame's body; `shadow` is their known contents.
     fn compare_run(&self, shadow: &mut [u8], offset: usize, reading: Reading, body: &mut Vec<u8>) {
         let mut changed = 0..0;
-        let take = |shadow: &[u8], changed: std::ops::Range<usize>, body: &mut Vec<u8>| {
+        let mut rest = self.rest.as_ref().map(lock);
+        let take = |shadow: &[u8], changed: Range<usize>, body: &mut Vec<u8>| {
             if !changed.is_empty() {
                 changes::push(body, (offset + changed.start) as u64, &shadow[changed]);
             }
@@ -268,6 +303,9 @@ impl Region {
             let copy = &mut copy[..known.len()];
             if !reading.copy_differing(self.base + offset + at, known, copy) {
                 continue;
+            }
+            if let Some(block) = rest.as_mut().and_then(|r| r.changed.get_mut((offset + at) / BLOCK)) {
+                *block = true;
             }
             if self.kind == mirror::DEVICE {
                 // Neighbouring blocks travel as one part, which the worker copies at once.
@@ -284,6 +322,55 @@ impl Region {
         }
         take(shadow, changed, body);
     }
+}
+
+/// Lets the kernel note writes to memory, if that is worth it.
+fn watch(base: u64, len: u64) -> Option<Watch> {
+    let (base, len) = (base as usize, len as usize);
+    (len >= WATCHED).then(|| Watch::new(written_pages::around(base, len))).flatten()
+}
+
+/// Returns the pages of pinned memory that may have changed; in each round, more of them rest.
+///
+/// A device writes behind the kernel's back only to pages that it pinned before, which is a write.
+/// So such pages did not rest before. When they are to rest, a descriptor tells of the device. This
+/// function looks for it after the protection, and the caller compares after that. So a device that
+/// has finished before shows in the memory, and one that has not in the descriptors.
+fn written(watch: &Watch, rest: &mut Rest, base: usize, part: Range<usize>) -> Vec<Range<usize>> {
+    let mut found: Vec<Range<usize>> = Vec::new();
+    let round = Instant::now() >= rest.next_round;
+    let mut to_rest = false;
+    let mut note = |pages| {
+        found.push(pages);
+        Ok::<_, std::convert::Infallible>(())
+    };
+    let (first, end) = (part.start / BLOCK, part.end.div_ceil(BLOCK));
+    let pages = |blocks: Range<usize>| base + blocks.start * BLOCK..base + blocks.end * BLOCK;
+    if !round {
+        let Ok(()) = watch.look(pages(first..end), note);
+        return found;
+    }
+    let whole = part.start == 0 && end == rest.changed.len();
+    let mut at = first;
+    for blocks in rest.changed[first..end].chunk_by(|a, b| a == b) {
+        let run = pages(at..at + blocks.len());
+        at += blocks.len();
+        let Ok(()) = if blocks[0] {
+            watch.look(run, &mut note)
+        } else {
+            to_rest = true;
+            watch.take(run, &mut note)
+        };
+    }
+    if to_rest && !descriptors::harmless() {
+        watch.give_up();
+        return vec![pages(first..end)];
+    }
+    if whole {
+        rest.changed.fill(false);
+        rest.next_round = Instant::now() + REST_INTERVAL;
+    }
+    found
 }
 
 /// Creates a region's mirror in its worker.
@@ -452,6 +539,59 @@ mod tests {
         assert_eq!(sent(&program, &region), [(2 * BLOCK as u64, 4)]);
         region.upload().unwrap();
         assert!(sent(&program, &region).is_empty(), "the worker knows all");
+        discard(&region).unwrap();
+    }
+
+    /// Waits for the next round of resting blocks.
+    fn next_round(region: &Region) {
+        if let Some(rest) = &region.rest {
+            lock(rest).next_round = Instant::now();
+        }
+    }
+
+    #[test]
+    fn pinned_memory_rests_and_wakes() {
+        let program = Program::new();
+        let blocks = WATCHED / BLOCK;
+        let base = program.client.window().allocate_host(WATCHED as u64).unwrap();
+        // SAFETY: memory of this test alone, which stays mapped.
+        let memory = unsafe { std::slice::from_raw_parts_mut(base as *mut u8, WATCHED) };
+        memory.fill(0);
+        let region = Region::new(program.client, base, WATCHED as u64, mirror::SAME, false, true).resting();
+        let region = create(region).unwrap();
+        program.frames();
+        let watched = || region.watch.as_ref().filter(|watch| watch.works());
+        let busy = || {
+            let mut pages = 0;
+            let all = region.base..region.base + region.len;
+            let count = |found: Range<usize>| {
+                pages += found.len() / BLOCK;
+                Ok::<_, ()>(())
+            };
+            watched()?.look(all, count).ok()?;
+            Some(pages)
+        };
+        for round in 0..4 {
+            next_round(&region);
+            region.upload().unwrap();
+            assert!(sent(&program, &region).is_empty());
+            memory[BLOCK * (3 + round)] = 7;
+            region.upload().unwrap();
+            assert_eq!(sent(&program, &region), [((BLOCK * (3 + round)) as u64, 4)]);
+        }
+        // An old kernel, a sandbox, or a test beside this one with a harmful descriptor.
+        if let Some(pages) = busy() {
+            assert!(pages < blocks, "{pages} of {blocks} pages are compared");
+            next_round(&region);
+            region.upload().unwrap();
+            next_round(&region);
+            region.upload().unwrap();
+            assert!(busy().is_none_or(|pages| pages == 0), "all pages rest");
+        }
+        changed(region.id(), 16, &[7; 8]);
+        memory[WATCHED - 1] = 9;
+        region.upload().unwrap();
+        assert_eq!(sent(&program, &region), [(WATCHED as u64 - 4, 4)], "the device's change does not return");
         discard(&region).unwrap();
     }
 

@@ -5,8 +5,11 @@
 //! pages at once. Where either fails, as on older kernels, in sandboxes, and for memory for which
 //! the program has a `userfaultfd` of its own, all pages count as written.
 //!
-//! A device that writes to pinned pages is not noted, so only managed memory is watched: the pages
-//! of native managed memory move, and cannot be a device's target either.
+//! A device that writes to pinned pages is not noted. The pages of native managed memory move, and
+//! cannot be a device's target either, so each scan of managed memory protects them again. A page
+//! of pinned memory that was written counts as written, until it rests. [`crate::regions`] lets it
+//! rest after a time without changes, if no descriptor lets a device write
+//! ([`crate::descriptors`]).
 
 use std::fs::File;
 use std::ops::Range;
@@ -127,12 +130,40 @@ impl Watch {
     pub fn take<E>(
         &self,
         pages: Range<usize>,
+        written: impl FnMut(Range<usize>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.scan(pages, true, written)
+    }
+
+    /// Passes the pages to `written` that were written since [`Watch::take`] took them.
+    pub fn look<E>(
+        &self,
+        pages: Range<usize>,
+        written: impl FnMut(Range<usize>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.scan(pages, false, written)
+    }
+
+    /// Ends the watch: all pages count as written.
+    pub fn give_up(&self) {
+        self.works.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns `true` unless all pages count as written.
+    pub fn works(&self) -> bool {
+        self.works.load(Ordering::Relaxed)
+    }
+
+    fn scan<E>(
+        &self,
+        pages: Range<usize>,
+        protect: bool,
         mut written: impl FnMut(Range<usize>) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut next = pages.start;
-        while next < pages.end && self.works.load(Ordering::Relaxed) {
+        while next < pages.end && self.works() {
             let mut found = [abi::PageRegion::default(); RANGES];
-            match scan(next..pages.end, &mut found) {
+            match scan(next..pages.end, protect, &mut found) {
                 Some((count, end)) => {
                     next = end;
                     for region in &found[..count] {
@@ -140,7 +171,7 @@ impl Watch {
                     }
                 }
                 // The program has closed the descriptors, or has a `userfaultfd` of its own.
-                None => self.works.store(false, Ordering::Relaxed),
+                None => self.give_up(),
             }
         }
         if next < pages.end { written(next..pages.end) } else { Ok(()) }
@@ -149,10 +180,12 @@ impl Watch {
 
 /// Returns how many ranges of written pages it has found, and the end of the pages that it has
 /// looked at.
-fn scan(pages: Range<usize>, found: &mut [abi::PageRegion]) -> Option<(usize, usize)> {
+///
+/// With `protect`, the next scan does not find them again.
+fn scan(pages: Range<usize>, protect: bool, found: &mut [abi::PageRegion]) -> Option<(usize, usize)> {
     let mut arg = abi::PmScanArg {
         size: size_of::<abi::PmScanArg>() as u64,
-        flags: abi::PM_SCAN_WP_MATCHING | abi::PM_SCAN_CHECK_WPASYNC,
+        flags: abi::PM_SCAN_CHECK_WPASYNC | if protect { abi::PM_SCAN_WP_MATCHING } else { 0 },
         start: pages.start as u64,
         end: pages.end as u64,
         vec: found.as_mut_ptr() as u64,
@@ -219,6 +252,15 @@ mod tests {
         };
         taken(0, PAGES);
         assert_eq!(taken(0, PAGES), []);
+        write(7);
+        for _ in 0..2 {
+            let note = |pages: Range<usize>| {
+                assert_eq!(pages, page(7)..page(8), "a look protects nothing");
+                Ok::<_, ()>(())
+            };
+            watch.look(page(0)..page(PAGES), note).unwrap();
+        }
+        assert_eq!(taken(0, PAGES), [7]);
         (0..PAGES).step_by(3).for_each(write);
         assert_eq!(taken(600, 600), (600..PAGES).step_by(3).collect::<Vec<_>>());
         write(900);
