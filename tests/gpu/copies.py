@@ -40,6 +40,16 @@ def bench(quick):
     common.measure("d2h_pinned", rate(lambda: back.copy_(device, non_blocking=True)), "GB/s")
     check("d2h_pinned", back)
 
+    for kib in (128, 1024, 16384):
+        some, there = torch.arange(kib * 128, dtype=torch.int64), torch.empty(kib * 128, dtype=torch.int64, device="cuda")
+
+        def upload(some=some, there=there):
+            there.copy_(some)
+            torch.cuda.synchronize()
+
+        common.measure(f"h2d_pageable_{kib}KiB", common.timed(upload, 8 * repeat) * 1e6, "us")
+        common.expect(f"copies h2d_pageable {kib} KiB", torch.equal(there.cpu(), some))
+
     def both():
         with torch.cuda.stream(streams[0]):
             other.copy_(pinned, non_blocking=True)

@@ -1,10 +1,14 @@
 """Greedy generation of 64 tokens with GPT-2 (124 M parameters, random weights), bf16, batch 1."""
 
+import argparse
+
 import common
 
 
-def generate(repeat):
-    """Generate several times, print the tokens of the first run, report the median time."""
+def generate(repeat, each=False):
+    """Generate several times, print the tokens of the first run, report the median time.
+
+    With `each`, every run prints its tokens."""
     import torch
     from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
@@ -18,6 +22,8 @@ def generate(repeat):
     def once():
         with torch.inference_mode():
             results.append(model.generate(prompt, attention_mask=mask, generation_config=settings)[0].tolist())
+        if each:
+            print("gpt2 run", len(results), common.digest_of_bytes(str(results[-1]).encode()), flush=True)
 
     taken = common.timed(once, repeat, warm_up=2)
     assert all(result == results[0] for result in results)
@@ -31,4 +37,7 @@ def bench(quick):
 
 
 if __name__ == "__main__":
-    generate(1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=1)
+    args = parser.parse_args()
+    generate(args.repeat, args.repeat > 1)

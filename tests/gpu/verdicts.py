@@ -2,7 +2,7 @@
 
 import re
 
-EXPECTED_STATUS = {"devAssert": 3}
+EXPECTED_STATUS = {"devAssert": 3, "torch-ranks-killed": 1}
 
 
 def difference(native, remote):

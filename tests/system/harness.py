@@ -151,15 +151,24 @@ class Host:
             raise Failed(done.stderr)
 
     @contextlib.contextmanager
-    def refuses(self, port):
-        """Rejects connections to a port, as a firewall would."""
+    def filters(self, **chains):
+        """Filters packets of this host; `chains` has a rule for each hook."""
         nft = ["nsenter", "-t", str(lab.leader(lab.host(self.name))), "-n", "nft"]
-        rules = f"table inet refuses {{ chain input {{ type filter hook input priority 0; tcp dport {port} reject with tcp reset; }}; }}"
-        subprocess.run([*nft, "-f", "-"], input=rules, text=True, check=True)
+        parts = " ".join(f"chain {hook} {{ type filter hook {hook} priority 0; {rule}; }};" for hook, rule in chains.items())
+        subprocess.run([*nft, "-f", "-"], input=f"table inet filters {{ {parts} }}", text=True, check=True)
         try:
             yield
         finally:
-            subprocess.run([*nft, "delete table inet refuses"], check=True)
+            subprocess.run([*nft, "delete table inet filters"], check=True)
+
+    def refuses(self, port):
+        """Rejects connections to a port, as a firewall would."""
+        return self.filters(input=f"tcp dport {port} reject with tcp reset")
+
+    def loses(self, percent):
+        """Loses packets in both directions."""
+        rule = f"numgen random mod 100 < {percent} drop"
+        return self.filters(input=rule, output=rule)
 
     def logins(self, how, count, limit=-1):
         """Returns the milliseconds of `count` logins; stops at the first one within a limit."""

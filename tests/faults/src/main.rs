@@ -3,9 +3,11 @@
 //! It runs until its standard input ends, then prints what it did. The first connection of a
 //! program is undisturbed until both ends know of each other: before that, a break means another
 //! worker.
+//!
+//! A line on its standard input is a fault of all connections at once, and `done` answers it when
+//! the fault begins: `reset`, `outage SECONDS`, `silence SECONDS`, `address`.
 
 use std::collections::BTreeMap;
-use std::io::Read as _;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -27,7 +29,8 @@ struct Arguments {
     to: SocketAddr,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Frames that a connection has on average, in one direction.
+    /// Frames that a connection has on average, in one direction; 0: no connection breaks at
+    /// random.
     #[arg(long, default_value_t = 25)]
     units: u32,
 }
@@ -35,6 +38,9 @@ struct Arguments {
 /// Draws the fate of a connection.
 fn fate(random: &mut fastrand::Rng, first: &FirstBytes, units: u32) -> (Fate, &'static str) {
     let greets = Preface::parse(first).is_ok_and(|preface| preface.lane.get() == 0 && !preface.resumes());
+    if units == 0 {
+        return (Fate::default(), "undisturbed");
+    }
     let least = if greets { GREETING_UNITS } else { 0 };
     // One in four breaks at its beginning: in the preface, the handshake or the rest of the log.
     let unit = match random.u32(..4) {
@@ -58,6 +64,23 @@ fn fate(random: &mut fastrand::Rng, first: &FirstBytes, units: u32) -> (Fate, &'
     }
 }
 
+/// Executes a line of standard input.
+fn execute(relay: &Relay, line: &str) -> Result<(), String> {
+    let (word, time) = line.split_once(' ').unwrap_or((line, ""));
+    let seconds = || match time.parse() {
+        Ok(seconds) => Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string()),
+        Err(_) => Err(format!("{line}: no time in seconds")),
+    };
+    match word {
+        "reset" => relay.cut(),
+        "outage" => relay.outage(seconds()?),
+        "silence" => relay.silence(seconds()?),
+        "address" => relay.change_address(),
+        _ => return Err(format!("{line}: not a fault; reset, outage, silence and address are")),
+    }
+    Ok(())
+}
+
 fn main() -> std::io::Result<()> {
     let Arguments { listen, to, seed, units } = Arguments::parse();
     let random = Mutex::new(fastrand::Rng::with_seed(seed));
@@ -70,7 +93,12 @@ fn main() -> std::io::Result<()> {
         fate
     });
     println!("ready");
-    std::io::stdin().read_to_end(&mut Vec::new())?;
+    for line in std::io::stdin().lines() {
+        match execute(&relay, &line?) {
+            Ok(()) => println!("done"),
+            Err(why) => println!("faulty-relay: {why}"),
+        }
+    }
     let cuts = relay.cuts();
     let places: Vec<String> =
         Place::ALL.iter().zip(cuts).map(|(place, n)| format!("{n} {place:?}")).collect();

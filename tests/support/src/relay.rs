@@ -7,9 +7,11 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+use socket2::{Domain, Socket, Type};
 
 const PREFACE: usize = 64;
 const HEADER: usize = 40;
@@ -99,6 +101,10 @@ struct State {
     cuts: [AtomicUsize; Place::ALL.len()],
     /// End of the latest outage.
     out_until: Mutex<Option<Instant>>,
+    /// End of the latest silence of all connections.
+    silent_until: Mutex<Option<Instant>>,
+    /// How often the clients' address has changed.
+    moves: AtomicU8,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -144,7 +150,7 @@ impl Relay {
                     let mut first = [0; PREFACE];
                     // They stay in the socket for the thread that passes them on.
                     if !serving.is_out() && peek(&program, &mut first).is_ok() {
-                        let Ok(worker) = TcpStream::connect(worker) else { return };
+                        let Ok(worker) = serving.connect(worker) else { return };
                         let fate = fate(serving.connections.load(Ordering::SeqCst), &first);
                         serving.join(Arc::new([program, worker]), fate);
                     }
@@ -156,6 +162,22 @@ impl Relay {
 
     /// Resets all connections now.
     pub fn cut(&self) {
+        self.state.cut();
+    }
+
+    /// Resets all connections, and lets none through for a time.
+    pub fn outage(&self, time: Duration) {
+        self.state.outage(time);
+    }
+
+    /// Passes no byte for a time; no end notices more than the silence.
+    pub fn silence(&self, time: Duration) {
+        *lock(&self.state.silent_until) = Some(Instant::now() + time);
+    }
+
+    /// Resets all connections; the server sees later ones from another address of loopback.
+    pub fn change_address(&self) {
+        self.state.moves.fetch_add(1, Ordering::SeqCst);
         self.state.cut();
     }
 
@@ -185,7 +207,7 @@ impl State {
         let happens = Arc::new(AtomicBool::new(false));
         for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
             let (ends, state, happens) = (ends.clone(), self.clone(), happens.clone());
-            std::thread::spawn(move || match pass(&ends[from], &ends[1 - from], cut, preface) {
+            std::thread::spawn(move || match pass(&state, &ends[from], &ends[1 - from], cut, preface) {
                 Some(cut) => {
                     happens.store(true, Ordering::SeqCst);
                     state.cuts[cut.place as usize].fetch_add(1, Ordering::SeqCst);
@@ -206,16 +228,39 @@ impl State {
                 close(&ends[..1], cut.reset);
                 std::thread::sleep(time);
             }
-            With::Outage(time) => {
-                *lock(&self.out_until) = Some(Instant::now() + time);
-                self.cut();
-            }
+            With::Outage(time) => self.outage(time),
         }
         close(&ends[..], cut.reset);
     }
 
+    /// Connects to a worker from the clients' present address.
+    fn connect(&self, worker: SocketAddr) -> std::io::Result<TcpStream> {
+        let moves = self.moves.load(Ordering::SeqCst);
+        if moves == 0 {
+            return TcpStream::connect(worker);
+        }
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        socket.bind(&SocketAddr::from(([127, 0, 1, moves], 0)).into())?;
+        socket.connect(&worker.into())?;
+        Ok(socket.into())
+    }
+
+    /// Waits for the end of a silence.
+    fn wait_for_sound(&self) {
+        while let Some(left) =
+            lock(&self.silent_until).and_then(|until| until.checked_duration_since(Instant::now()))
+        {
+            std::thread::sleep(left);
+        }
+    }
+
     fn is_out(&self) -> bool {
         lock(&self.out_until).is_some_and(|until| Instant::now() < until)
+    }
+
+    fn outage(&self, time: Duration) {
+        *lock(&self.out_until) = Some(Instant::now() + time);
+        self.cut();
     }
 
     fn cut(&self) {
@@ -257,7 +302,13 @@ fn disconnect(socket: &TcpStream) {
 }
 
 /// Passes bytes on until the cut or the end; returns the cut.
-fn pass(mut from: &TcpStream, mut to: &TcpStream, cut: Option<Cut>, preface: usize) -> Option<Cut> {
+fn pass(
+    state: &State,
+    mut from: &TcpStream,
+    mut to: &TcpStream,
+    cut: Option<Cut>,
+    preface: usize,
+) -> Option<Cut> {
     let mut buf = vec![0; 64 << 10];
     // Bytes of the present unit that have passed, its header so far, and its length if known.
     let (mut unit, mut at, mut head) = (0, 0, Vec::new());
@@ -267,6 +318,7 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, cut: Option<Cut>, preface: usi
             Ok(0) | Err(_) => return None,
             Ok(n) => n,
         };
+        state.wait_for_sound();
         let (mut seen, mut until) = (0, n);
         while seen < n {
             let whole = match len {
