@@ -22,10 +22,19 @@ pub const HEADER: usize = 40;
 pub const MAX_BODY: usize = 4 << 20;
 /// Longest data that travels inside its request or reply on lane 0, in bytes.
 pub const INLINE_MAX: usize = 64 << 10;
-/// Payload of one [`op::CHUNK`] frame on a bulk lane, in bytes.
-///
-/// The last one of a transfer may be shorter.
+/// Longest payload of one [`op::CHUNK`] frame on a bulk lane, in bytes.
 pub const CHUNK: usize = 2 << 20;
+/// Shortest payload of a chunk, in bytes, but for the last one of a transfer.
+const SHORT_CHUNK: usize = 256 << 10;
+
+/// Returns the payload in bytes of each chunk of a transfer, of which the last one may be shorter.
+///
+/// A transfer of some hundred kilobytes uses several lanes.
+pub const fn chunk_of(transfer: usize) -> usize {
+    let share = transfer.div_ceil(UP_LANES as usize).next_multiple_of(SHORT_CHUNK);
+    if share < CHUNK { share } else { CHUNK }
+}
+
 /// Number of lanes for data to the device, counted from [`FIRST_UP_LANE`].
 pub const UP_LANES: u16 = 8;
 /// Number of lanes for data from the device, counted from [`FIRST_DOWN_LANE`].

@@ -168,7 +168,7 @@ impl Transfer {
             Direction::ToServer => {
                 let body = |w: &mut Writer<'_>| Request::Take(len as u64).write(w);
                 let call = link.begin_call(op::MEASURE, CALLER, body)?;
-                let sent = lanes.send(call.seq, range);
+                let sent = lanes.send(call.seq, lanes.upload(range, false));
                 (call, Some(sent))
             }
             Direction::FromServer => {

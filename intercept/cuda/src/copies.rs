@@ -130,19 +130,20 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         return upwards_done(stream, wait, shown);
     }
     let lanes = client.link.lanes().map_err(unavailable)?;
-    let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
-    let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
     let pinned = ranges::is_pinned(client, source as u64, len as u64);
     let taken = wait || !pinned;
+    // SAFETY: for pageable memory and synchronous calls, this function waits until the bytes are
+    // sent. Pinned memory must not change before the program has synchronized, and a free
+    // synchronizes.
+    let upload = lanes.upload(unsafe { HostRange::new(source, len) }, taken);
+    let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
+    let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
     if taken && !shown && ranges::is_device(client, target, len as u64) {
         stream.copied_in(seq)
     } else {
         stream.worked(seq)
     }
-    // SAFETY: for pageable memory and synchronous calls, this function waits until the bytes are
-    // sent. Pinned memory must not change before the program has synchronized, and a free
-    // synchronizes.
-    let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
+    let sent = lanes.send(seq, upload);
     drop(order);
     if taken && !sent.wait() {
         return Err(crate::status::DEVICE_UNAVAILABLE);
@@ -378,10 +379,11 @@ pub fn bulk_post(
     bytes: &[u8],
 ) -> Result<u64> {
     let lanes = client.link.lanes().map_err(unavailable)?;
+    // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
+    let upload = lanes.upload(unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) }, true);
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op, body)?;
-    // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
-    let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
+    let sent = lanes.send(seq, upload);
     drop(order);
     if sent.wait() { Ok(seq) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

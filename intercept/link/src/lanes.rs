@@ -150,8 +150,22 @@ impl Lanes {
         self.up.fail_all();
     }
 
-    /// Queues a transfer to the device.
-    pub fn send(&self, transfer: u64, range: HostRange) -> Sent {
-        UpQueue::send(&self.up, transfer, range)
+    /// Prepares a transfer to the device.
+    ///
+    /// With `taken`, the program may change its memory when [`Sent::wait`] returns. A short
+    /// transfer copies the memory here, and that wait takes no time.
+    pub fn upload(&self, range: HostRange, taken: bool) -> Upload {
+        Upload { range, copy: if taken { self.up.stage(range) } else { None } }
     }
+
+    /// Queues a transfer.
+    pub fn send(&self, transfer: u64, upload: Upload) -> Sent {
+        UpQueue::send(&self.up, transfer, upload.range, upload.copy)
+    }
+}
+
+/// Source of a transfer to the device.
+pub struct Upload {
+    range: HostRange,
+    copy: Option<Vec<u8>>,
 }

@@ -17,7 +17,7 @@ use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
 use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, ack};
 use gpusession_link::transport::{Transport, Wait};
-use gpusession_proto::frame::{BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, UP_LANES};
+use gpusession_proto::frame::{BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, UP_LANES, chunk_of};
 use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
@@ -494,9 +494,10 @@ impl Lanes {
         mut copy: impl FnMut(usize, usize, &mut Slot) -> Result<(), Status>,
     ) -> Result<(), Status> {
         let slots = self.outgoing();
-        for offset in (0..len).step_by(CHUNK) {
+        let chunk = chunk_of(len);
+        for offset in (0..len).step_by(chunk) {
             let mut slot = slots.take();
-            let len = CHUNK.min(len - offset);
+            let len = chunk.min(len - offset);
             self.sent.fetch_add(len as u64, Ordering::Relaxed);
             let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);

@@ -18,7 +18,7 @@ use gpusession_link::resume::ack;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::frame::{
-    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, Header, Reader, UP_LANES, op,
+    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, Header, Reader, UP_LANES, chunk_of, op,
 };
 use gpusession_proto::measure::Request;
 use gpusession_proto::supervise::{FromWorker, Isolation, Start, ToWorker};
@@ -392,14 +392,15 @@ impl Session {
 
     /// Queues a transfer to the client; waits while too much is queued.
     fn queue(&self, transfer: u64, bytes: u64) -> bool {
-        for offset in (0..bytes).step_by(CHUNK) {
+        let chunk = chunk_of(bytes as usize);
+        for offset in (0..bytes).step_by(chunk) {
             let full = |state: &mut State| !state.closed && state.queue.len() >= MAX_PIECES;
             let waited = self.pieces.wait_while(self.state(), full);
             let mut state = waited.unwrap_or_else(PoisonError::into_inner);
             if state.closed {
                 return false;
             }
-            let len = CHUNK.min((bytes - offset) as usize);
+            let len = chunk.min((bytes - offset) as usize);
             state.queue.push_back(Piece { transfer, offset, len });
         }
         self.pieces.notify_all();

@@ -180,8 +180,8 @@ fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
     let words = [target, bytes.len() as u64, 0, 0];
     let seq = client.link.post(op::COPY_TO_DEVICE, CALLER, |w| words.iter().for_each(|word| w.word(*word)));
     // SAFETY: `source` outlives the transfer, whose end `wait` awaits.
-    let sent =
-        lanes.send(seq.expect("a link"), unsafe { HostRange::new(source.as_ptr() as usize, source.len()) });
+    let upload = lanes.upload(unsafe { HostRange::new(source.as_ptr() as usize, source.len()) }, true);
+    let sent = lanes.send(seq.expect("a link"), upload);
     assert!(sent.wait(), "the link is lost: {:?}", client.heard.0.lock().expect("a list"));
     source.fill(0xee);
 }

@@ -47,7 +47,8 @@ fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
     });
     let begun = begun.expect("the worker is there");
     // SAFETY: `bytes` outlives the transfer, whose end `wait` and the reply below await.
-    let sent = lanes.send(begun.seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
+    let upload = lanes.upload(unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) }, true);
+    let sent = lanes.send(begun.seq, upload);
     assert!(sent.wait(), "the bytes went out");
     assert_eq!(client.link.finish_call(begun).expect("the worker is there").status, 0);
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use gpusession_proto::frame::{BadFrame, CHUNK, FIRST_UP_LANE, Header, UP_LANES};
+use gpusession_proto::frame::{BadFrame, CHUNK, FIRST_UP_LANE, Header, UP_LANES, chunk_of};
 use zerocopy::IntoBytes as _;
 
 use super::{HostRange, Open, chunk_header, lock};
@@ -14,9 +14,18 @@ use crate::link::Link;
 use crate::transport::Transport;
 
 /// Time after the last byte for which a copy waits for acknowledgements before it keeps the bytes.
+///
+/// Each piece that is left adds about the time that keeping it takes. So the wait is at worst twice
+/// as long as with the better choice.
 const ACKNOWLEDGEMENT_WINDOW: Duration = Duration::from_micros(200);
+const KEEP_WINDOW: Duration = Duration::from_millis(1);
+/// Longest transfer that is kept at once, so that the program waits for no lane. Lanes together are
+/// faster than one thread that copies, which counts for longer ones.
+const MAX_STAGED: usize = CHUNK / 4;
 /// Most bytes that the link keeps of memory that belongs to the program again.
 const MAX_KEPT: usize = 16 * CHUNK;
+/// Most bytes of buffers for the next copies; fresh memory costs more than the copy itself.
+const MAX_FREE: usize = 4 * CHUNK;
 
 /// Pieces that wait for a lane to the device, and those under way on each.
 ///
@@ -38,6 +47,8 @@ struct State {
     lanes: [Lane; UP_LANES as usize],
     /// Bytes of pieces whose source is [`Source::Kept`].
     kept: usize,
+    /// Buffers of earlier copies.
+    free: Vec<Vec<u8>>,
     lost: bool,
 }
 
@@ -60,7 +71,7 @@ struct Piece {
 enum Source {
     Program(HostRange),
     /// A copy, because the program may have changed its memory meanwhile.
-    Kept(Arc<[u8]>),
+    Kept(Arc<Vec<u8>>),
 }
 
 impl Source {
@@ -113,7 +124,10 @@ impl Sent {
                 state = queue.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let until = *until.get_or_insert_with(|| Instant::now() + ACKNOWLEDGEMENT_WINDOW);
+            let until = *until.get_or_insert_with(|| {
+                let open = progress.open.load(Ordering::Relaxed) as u32;
+                Instant::now() + ACKNOWLEDGEMENT_WINDOW + KEEP_WINDOW * open
+            });
             let left = until.saturating_duration_since(Instant::now());
             if !left.is_zero() {
                 state = queue.progress.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -140,12 +154,24 @@ impl State {
         let Some(piece) = self.lanes.iter_mut().flat_map(|lane| lane.flight.at_rest()).find(mine) else {
             return false;
         };
+        let mut copy = self.free.pop().unwrap_or_default();
         // SAFETY: the range's creator promised that it stays mapped until the count below.
-        let copy = unsafe { piece.source.bytes() }.into();
-        self.kept += piece.source.len();
-        piece.source = Source::Kept(copy);
+        copy.extend_from_slice(unsafe { piece.source.bytes() });
+        self.kept += copy.len();
+        piece.source = Source::Kept(Arc::new(copy));
         progress.open.fetch_sub(1, Ordering::Relaxed);
         true
+    }
+
+    /// Takes back the memory of a piece that has arrived.
+    fn reuse(&mut self, bytes: Arc<Vec<u8>>) {
+        self.kept -= bytes.len();
+        if let Ok(mut bytes) = Arc::try_unwrap(bytes)
+            && self.free.iter().map(Vec::capacity).sum::<usize>() + bytes.capacity() <= MAX_FREE
+        {
+            bytes.clear();
+            self.free.push(bytes);
+        }
     }
 
     /// Forgets a piece that no lane reads any more.
@@ -158,7 +184,7 @@ impl State {
         }
         match piece.source {
             Source::Program(_) => drop(piece.progress.open.fetch_sub(1, Ordering::Relaxed)),
-            Source::Kept(bytes) => self.kept -= bytes.len(),
+            Source::Kept(bytes) => self.reuse(bytes),
         }
     }
 
@@ -180,30 +206,56 @@ impl UpQueue {
         Self { state: Mutex::default(), work: Condvar::new(), progress: Condvar::new(), returns }
     }
 
-    pub(super) fn send(queue: &Arc<Self>, transfer: u64, range: HostRange) -> Sent {
-        let chunks = range.len.div_ceil(CHUNK);
+    /// Copies a short range, if there is room for the copy.
+    pub(super) fn stage(&self, range: HostRange) -> Option<Vec<u8>> {
+        let mut copy = {
+            let mut state = lock(&self.state);
+            let staged = range.len <= MAX_STAGED && state.kept + range.len <= MAX_KEPT && !state.lost;
+            staged.then(|| state.free.pop().unwrap_or_default())?
+        };
+        // SAFETY: the range's creator promised that it is mapped.
+        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(range.address as *const u8, range.len) });
+        Some(copy)
+    }
+
+    /// Queues a transfer from a copy, or from a range of the program's memory.
+    pub(super) fn send(queue: &Arc<Self>, transfer: u64, range: HostRange, copy: Option<Vec<u8>>) -> Sent {
+        let chunk = if copy.is_some() { MAX_STAGED } else { chunk_of(range.len) };
+        let chunks = range.len.div_ceil(chunk);
         let progress = Arc::new(Progress {
             unwritten: AtomicUsize::new(chunks),
-            open: AtomicUsize::new(chunks),
+            open: AtomicUsize::new(if copy.is_some() { 0 } else { chunks }),
             failed: AtomicBool::new(false),
         });
+        let piece = |offset: usize, source| Piece {
+            transfer,
+            offset: offset as u64,
+            source,
+            written: false,
+            progress: progress.clone(),
+        };
         let mut state = lock(&queue.state);
-        for offset in (0..range.len).step_by(CHUNK) {
-            let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
-            let piece = Piece {
-                transfer,
-                offset: offset as u64,
-                source: Source::Program(piece),
-                written: false,
-                progress: progress.clone(),
-            };
-            if state.lost {
-                state.release(piece, false);
-            } else {
-                state.pieces.push_back(piece);
+        let pieces: Vec<_> = match copy {
+            Some(copy) => {
+                state.kept += copy.len();
+                vec![piece(0, Source::Kept(Arc::new(copy)))]
             }
+            None => (0..range.len)
+                .step_by(chunk)
+                .map(|offset| {
+                    let part =
+                        HostRange { address: range.address + offset, len: chunk.min(range.len - offset) };
+                    piece(offset, Source::Program(part))
+                })
+                .collect(),
+        };
+        if state.lost {
+            pieces.into_iter().for_each(|piece| state.release(piece, false));
+        } else {
+            state.pieces.extend(pieces);
         }
         drop(state);
+        // All of them, also for one piece: the thread that waited the longest wakes the slowest.
         queue.work.notify_all();
         Sent { queue: queue.clone(), progress }
     }
@@ -296,6 +348,8 @@ impl UpQueue {
             let bytes = unsafe { source.bytes() };
             let pad = bytes.len().next_multiple_of(8) - bytes.len();
             let done = transport.send_parts(&[header.as_bytes(), bytes, &[0; 8][..pad]]);
+            // The buffer of a copy is free once its piece is released.
+            drop(source);
             let mut state = lock(&self.state);
             let flight = &mut state.lanes[lane].flight;
             if let Some(piece) = flight.written()
@@ -358,7 +412,7 @@ mod tests {
         let len = (pieces - 1) * CHUNK + PIECE;
         assert!(memory.len() >= len);
         // SAFETY: each test's memory outlives its transfers.
-        let sent = UpQueue::send(&queue, 7, unsafe { HostRange::new(memory.as_ptr() as usize, len) });
+        let sent = UpQueue::send(&queue, 7, unsafe { HostRange::new(memory.as_ptr() as usize, len) }, None);
         (queue, sent)
     }
 
@@ -386,7 +440,7 @@ mod tests {
         written(&queue, 0);
         assert!(!waiting.join().unwrap(), "the link was lost");
         // SAFETY: as above.
-        let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) });
+        let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) }, None);
         assert!(!late.wait());
     }
 
@@ -422,6 +476,31 @@ mod tests {
         assert!(sent.wait());
         assert_eq!(lock(&queue.state).kept, 0);
         queue.acknowledge(3, 2).unwrap_err();
+    }
+
+    #[test]
+    fn a_short_transfer_is_copied_and_waits_for_no_lane() {
+        let mut memory = vec![7; MAX_STAGED];
+        let queue = Arc::new(UpQueue::new(true));
+        // SAFETY: the memory outlives the transfers.
+        let range = |memory: &[u8]| unsafe { HostRange::new(memory.as_ptr() as usize, memory.len()) };
+        let copy = queue.stage(range(&memory)).unwrap();
+        let address = copy.as_ptr();
+        assert!(UpQueue::send(&queue, 7, range(&memory), Some(copy)).wait());
+        memory.fill(8);
+        let (number, _, source) = queue.next(0).unwrap();
+        assert!(matches!(&source, Source::Kept(bytes) if bytes.iter().all(|byte| *byte == 7)));
+        drop(source);
+        written(&queue, 0);
+        assert_eq!(lock(&queue.state).kept, MAX_STAGED);
+        queue.acknowledge(0, number).unwrap();
+        assert_eq!(lock(&queue.state).kept, 0);
+        // Its buffer serves the next copy.
+        let copy = queue.stage(range(&memory)).unwrap();
+        assert_eq!(copy.as_ptr(), address);
+        assert!(queue.stage(range(&[0; MAX_STAGED + 1])).is_none(), "lanes are faster");
+        lock(&queue.state).kept = MAX_KEPT - 5;
+        assert!(queue.stage(range(&memory[..5])).is_some() && queue.stage(range(&memory[..6])).is_none());
     }
 
     #[test]
