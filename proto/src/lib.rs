@@ -20,7 +20,6 @@ pub mod codec;
 pub mod frame;
 pub mod grant;
 pub mod handle;
-pub mod image;
 pub mod isolation;
 #[cfg(feature = "control")]
 pub mod join;

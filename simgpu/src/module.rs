@@ -11,6 +11,7 @@ use crate::ptx;
 use crate::ptx::code::Program;
 use crate::ptx::exec::{Consts, resolve_consts};
 use crate::registry::{Registry, handle};
+use gpusession_image::elf::{self, Variable};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -32,7 +33,7 @@ fn ptx_version(driver: u32) -> (u32, u32) {
 /// A compiled image: bytecode of PTX, or the kernels and variables of machine code.
 pub enum Content {
     Program(Arc<Program>),
-    Machine(fatbin::ElfInfo),
+    Machine { kernels: Vec<elf::Kernel>, variables: Vec<Variable> },
 }
 
 /// Compiles an image; the text of an error describes the cause.
@@ -58,9 +59,9 @@ pub fn compile(image: Image) -> std::result::Result<Content, (errors::Error, Str
             "no kernel image is available for execution on the device".into(),
         )),
         Image::Elf(bytes) => {
-            let info =
-                fatbin::elf(&bytes).ok_or((errors::INVALID_IMAGE, "not a machine-code image".to_owned()))?;
-            Ok(Content::Machine(info))
+            let (kernels, variables) =
+                elf::read(&bytes).ok_or((errors::INVALID_IMAGE, "not a machine-code image".to_owned()))?;
+            Ok(Content::Machine { kernels, variables })
         }
     }
 }
@@ -203,7 +204,9 @@ impl Module {
         let space = &driver()?.space;
         let wanted: Vec<(String, u64)> = match &*content {
             Content::Program(p) => p.vars.iter().map(|v| (v.name.clone(), v.size)).collect(),
-            Content::Machine(info) => info.variables.iter().map(|v| (v.name.clone(), v.size)).collect(),
+            Content::Machine { variables, .. } => {
+                variables.iter().map(|v| (v.name.clone(), v.size)).collect()
+            }
         };
         let mut variables: Vec<Arc<Allocation>> = Vec::new();
         for (name, size) in &wanted {
@@ -245,8 +248,8 @@ impl Module {
             }
             consts = resolve_consts(p, &bases);
         }
-        if let Content::Machine(info) = &*content {
-            for (var, a) in info.variables.iter().zip(&variables) {
+        if let Content::Machine { variables: described, .. } = &*content {
+            for (var, a) in described.iter().zip(&variables) {
                 // SAFETY: the allocation has `var.size` bytes, at least as many as `init`; no other
                 // code has its address yet.
                 unsafe {
@@ -281,7 +284,7 @@ impl Module {
         let (params, param_size) = self.content.params(name).ok_or(NOT_FOUND)?;
         let entry = match &*self.content {
             Content::Program(p) => Some((p.clone(), p.kernels[name])),
-            Content::Machine(_) => None,
+            Content::Machine { .. } => None,
         };
         let f = Arc::new(Function {
             name: CString::new(name).map_err(|_| NOT_FOUND)?,
@@ -326,9 +329,10 @@ impl Content {
                 let f = &p.funcs[*p.kernels.get(name)? as usize];
                 Some((f.params.iter().map(|s| (s.offset, s.size)).collect(), f.param_size))
             }
-            Content::Machine(info) => {
-                let k = info.kernels.iter().find(|k| k.name == name)?;
-                Some((k.params.clone(), k.param_size))
+            Content::Machine { kernels, .. } => {
+                let params = kernels.iter().find(|k| k.name == name)?.params.as_ref()?;
+                let end = params.last().map_or(0, |p| p.offset + p.size);
+                Some((params.iter().map(|p| (p.offset, p.size)).collect(), end))
             }
         }
     }
@@ -340,7 +344,7 @@ impl Content {
     pub fn kernel_names(&self) -> Vec<String> {
         match self {
             Content::Program(p) => p.kernel_order.clone(),
-            Content::Machine(info) => info.kernels.iter().map(|k| k.name.clone()).collect(),
+            Content::Machine { kernels, .. } => kernels.iter().map(|k| k.name.clone()).collect(),
         }
     }
 }

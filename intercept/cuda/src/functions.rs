@@ -4,17 +4,21 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
-use crate::client::{Client, word};
+use crate::client::{Client, unavailable, word};
 use crate::status::{INVALID_HANDLE, INVALID_IMAGE, Result};
-use crate::{clients, handles, libraries};
+use crate::{clients, handles, libraries, signatures, trace};
 
 /// Most bytes of a kernel's parameters, by CUDA's documentation.
 const MAX_PARAM_BYTES: usize = 32_764;
-/// Most parameters that the library believes a kernel to have, as many as a worker describes.
+/// Most parameters of a kernel, as many as a worker describes.
 const MAX_PARAMS: u64 = 4096;
+/// Most bytes and parameters of a kernel that the server alone describes: 4 KiB are what every
+/// kernel may have.
+const BELIEVED_BYTES: u64 = 4096;
+const BELIEVED_PARAMS: usize = 1024;
 
 /// Position of a parameter within the parameter buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,14 +105,10 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     }
     // A kernel belongs to all clients, so its handle has the number 0.
     let new = handles::mint(handle::FUNC, if how == How::Kernel { 0 } else { client.number });
-    let (params, attributes) = match ask(client, new, parent, how, &key.2) {
-        Ok(told) => told,
-        Err(status) => {
-            handles::retire(new);
-            return Err(status);
-        }
-    };
-    let function = Function::new(new, key.2.clone(), how, parent, params)?;
+    let asked = ask(client, new, parent, how, &key.2).and_then(|(params, attributes)| {
+        Ok((Function::new(new, key.2.clone(), how, parent, params)?, attributes))
+    });
+    let (function, attributes) = asked.inspect_err(|_| handles::retire(new))?;
     *function.known.lock().unwrap_or_else(PoisonError::into_inner) = 1 << client.number;
     *function.attributes.lock().unwrap_or_else(PoisonError::into_inner) = attributes;
     let slot = handle::slot(new) as usize;
@@ -126,12 +126,17 @@ type Attributes = HashMap<(u8, i32, i32), i32>;
 
 /// Makes a function known to a worker; returns its parameters and attributes.
 fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<(Vec<Param>, Attributes)> {
-    let reply = client.call(op::GET_FUNCTION, |w| {
+    let body = |w: &mut Writer<'_>| {
         w.word(new);
         w.word(parent);
         w.word(how as u64);
         w.bytes(name.to_bytes());
-    })?;
+    };
+    let begun = client.link.begin_call(op::GET_FUNCTION, client.caller(), body).map_err(unavailable)?;
+    // The library reads the image while the server's driver loads it.
+    let known = sizes(parent, how, name, signatures::QUICK);
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    client.check_status(reply.status)?;
     let mut r = reply.reader();
     let count = word(&mut r)?;
     if count > MAX_PARAMS {
@@ -142,6 +147,20 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
         let both = word(&mut r)?;
         params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
     }
+    let known = match known {
+        None if !believed(&params) => sizes(parent, how, name, signatures::LONG),
+        known => known,
+    };
+    let told = || params.iter().map(|param| param.size);
+    if known.map_or_else(|| !believed(&params), |known| !told().eq(known)) {
+        trace::why(&format!(
+            "kernel {}: server {} describes its parameters otherwise than the program's image; \
+             ask its administrator",
+            name.to_string_lossy(),
+            client.link.server
+        ));
+        return Err(INVALID_IMAGE);
+    }
     let count = word(&mut r)?;
     let mut attributes = Attributes::new();
     for attribute in 0..count as i32 {
@@ -151,6 +170,20 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
         }
     }
     Ok((params, attributes))
+}
+
+/// Returns the bytes of each parameter of a function, by the program's own image.
+fn sizes(parent: u64, how: How, name: &CStr, longest: u64) -> Option<Vec<u32>> {
+    match how {
+        How::OfKernel => find(parent).ok().map(|kernel| kernel.params.iter().map(|p| p.size).collect()),
+        How::Function | How::Kernel => signatures::of(parent).find(&name.to_string_lossy(), longest),
+    }
+}
+
+/// Returns `true` for parameters that the library takes from a server without proof.
+fn believed(params: &[Param]) -> bool {
+    let end = params.last().map_or(0, |last| u64::from(last.offset) + u64::from(last.size));
+    params.len() <= BELIEVED_PARAMS && end <= BELIEVED_BYTES
 }
 
 /// Removes the functions of an unloaded module or library.
@@ -406,6 +439,38 @@ mod tests {
         let program = Program::new();
         program.answer(op::GET_FUNCTION, 0, &[MAX_PARAMS + 1]);
         assert_eq!(function(&program, How::Function, c"f").err(), Some(INVALID_IMAGE));
+    }
+
+    #[test]
+    fn a_server_describes_no_more_of_a_program_than_its_image() {
+        let program = Program::new();
+        let image: &[u8] = b".version 8.4\n.entry f(.param .u64 a, .param .u32 b) { ret; }\0";
+        let note = |parent| signatures::note(parent, signatures::Signatures::copied(&image.into()));
+        let both = |offset: u64, size: u64| offset | size << 32;
+        let ask = |parent, how, params: &[u64]| {
+            let words = [&[params.len() as u64], params, &[0]].concat();
+            program.answer(op::GET_FUNCTION, 0, &words);
+            get(program.client, parent, how, c"f".into())
+        };
+        [301, 302, 303, 304].into_iter().for_each(note);
+        let truth = [both(0, 8), both(8, 4)];
+        for (parent, lie) in [
+            (301, &[both(0, 8), both(8, 32_756)][..]),
+            (302, &[both(0, 8)]),
+            (303, &[both(0, 8), both(8, 4), both(12, 4)]),
+        ] {
+            assert_eq!(ask(parent, How::Function, lie), Err(INVALID_IMAGE), "{lie:?}");
+            assert!(ask(parent, How::Function, &truth).is_ok());
+        }
+        let kernel = ask(304, How::Kernel, &truth).unwrap();
+        assert_eq!(ask(kernel, How::OfKernel, &[both(0, 9)]), Err(INVALID_IMAGE));
+        assert!(ask(kernel, How::OfKernel, &truth).is_ok());
+        // Of an image that the library cannot read, a server may name 4 KiB.
+        assert!(ask(305, How::Function, &[both(0, 4096)]).is_ok());
+        assert_eq!(ask(306, How::Function, &[both(0, 4097)]), Err(INVALID_IMAGE));
+        let many: Vec<u64> = (0..=BELIEVED_PARAMS as u64).map(|i| both(i, 1)).collect();
+        assert_eq!(ask(307, How::Function, &many), Err(INVALID_IMAGE));
+        assert!(ask(307, How::Function, &many[1..].iter().map(|p| p - 1).collect::<Vec<_>>()).is_ok());
     }
 
     #[test]

@@ -6,14 +6,12 @@ use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
 use std::sync::{Mutex, PoisonError};
 
+use gpusession_image::{ELF, FATBIN, WRAPPER};
 use gpusession_proto::frame::op;
 
 use crate::client::{Client, word};
 use crate::status::{INVALID_IMAGE, INVALID_VALUE, Result};
 
-const WRAPPER: u32 = 0x4662_43b1;
-const FATBIN: u32 = 0xba55_ed50;
-const ELF: u32 = 0x464c_457f;
 /// Maximum bytes of an image in one frame.
 const PIECE: usize = 1 << 20;
 /// Maximum length of an image in bytes; a longer one counts as invalid.

@@ -51,6 +51,7 @@ mod references;
 mod regions;
 mod route;
 mod run_ahead;
+mod signatures;
 mod status;
 mod stream;
 mod streams;

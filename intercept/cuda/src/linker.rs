@@ -6,6 +6,7 @@ use gpusession_proto::handle;
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN};
 use crate::jit::Options;
+use crate::signatures::Signatures;
 use crate::status::NO_BINARY_FOR_GPU;
 use crate::{handles, images};
 
@@ -21,6 +22,7 @@ pub struct Link {
     pub handle: u64,
     /// Options of the whole link, with the program's buffers for the logs.
     options: Options,
+    inputs: Signatures,
     /// The linked image, which the program may read until it destroys the state.
     image: Option<Vec<u8>>,
 }
@@ -44,7 +46,9 @@ impl Link {
             options.write(w);
         })?;
         self.options.logs(&reply)?;
-        self.client.check_status(reply.status)
+        self.client.check_status(reply.status)?;
+        self.inputs.add(data);
+        Ok(())
     }
 
     /// Links the inputs and fetches the image.
@@ -72,6 +76,7 @@ impl Link {
                 }
                 image.extend_from_slice(part);
             }
+            self.inputs.are_inputs_of(&image);
             self.image = Some(image);
         }
         Ok(self.image.as_deref().unwrap_or_default())
@@ -86,7 +91,7 @@ pub fn create(client: &'static Client, options: Options) -> Result<Link> {
         options.write(w);
     });
     made.inspect_err(|_| handles::retire(handle))?;
-    Ok(Link { client, handle, options, image: None })
+    Ok(Link { client, handle, options, inputs: Signatures::default(), image: None })
 }
 
 /// Links fat binaries for the current device, as the driver does for `nvcc -rdc=true`.

@@ -13,6 +13,7 @@ use crate::functions::{self, How};
 use crate::images::Image;
 use crate::jit::Options;
 use crate::ranges::{self, Kind};
+use crate::signatures::{self, Signatures};
 use crate::status::{INVALID_IMAGE, NO_BINARY_FOR_GPU};
 use crate::{clients, handles, images, libraries, linker, mapped, references, thread};
 
@@ -20,6 +21,7 @@ use crate::{clients, handles, images, libraries, linker, mapped, references, thr
 pub fn load(client: &'static Client, image: &Image<'_>, options: &Options) -> Result<u64> {
     let new = client.mint(handle::MODULE);
     load_on(client, op::MODULE_LOAD, new, image, options).inspect_err(|_| handles::retire(new))?;
+    signatures::note(new, Signatures::copied(image));
     Ok(new)
 }
 
@@ -68,7 +70,8 @@ fn load_bytes(client: &Client, operation: u16, new: u64, image: &[u8], options: 
 /// Loads a library, which belongs to no context, on every client.
 ///
 /// One success suffices, because the library may have no code for another client's kind of GPU.
-pub fn load_library(image: &Image<'_>, options: &Options) -> Result<u64> {
+/// `signatures` are the image's.
+pub fn load_library(image: &Image<'_>, signatures: Signatures, options: &Options) -> Result<u64> {
     let current = clients::get()?;
     let new = handles::mint(handle::LIBRARY, 0);
     let mut failed = Vec::new();
@@ -87,6 +90,7 @@ pub fn load_library(image: &Image<'_>, options: &Options) -> Result<u64> {
         Some(_) => libraries::failed_on(new, failed),
         None => {}
     }
+    signatures::note(new, signatures);
     Ok(new)
 }
 
@@ -151,6 +155,7 @@ pub fn unload(parent: u64, kind: u8, operation: u16) -> Result {
         return Err(INVALID_HANDLE);
     }
     functions::forget(parent);
+    signatures::forget(parent);
     references::forget(parent);
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(p, ..), (base, _)| {
@@ -219,20 +224,31 @@ pub fn of_library(library: u64) -> Result<u64> {
         w.word(library);
     })?;
     modules.insert(key, new);
+    signatures::note(new, signatures::of(library));
     Ok(new)
 }
 
 /// Removes the modules of an unloaded library.
 pub fn forget_library(library: u64) {
     let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    modules.get_or_insert_default().retain(|(l, _), _| *l != library);
+    modules.get_or_insert_default().retain(|(l, _), module| {
+        if *l == library {
+            signatures::forget(*module);
+        }
+        *l != library
+    });
 }
 
 /// Removes the modules, variables and functions that libraries had in a destroyed context.
 pub fn forget_context(ctx: u64) {
     functions::forget_context(ctx);
     let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    modules.get_or_insert_default().retain(|(_, of), _| *of != ctx);
+    modules.get_or_insert_default().retain(|(_, of), module| {
+        if *of == ctx {
+            signatures::forget(*module);
+        }
+        *of != ctx
+    });
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(_, of, ..), _| *of != ctx);
 }

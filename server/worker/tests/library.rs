@@ -24,11 +24,12 @@ use gpusession_proto::supervise::FromWorker;
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
 use harness::{KEY, MIB, Machine, Options, Random, WINDOW, Worker};
 use nix::errno::Errno;
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect};
 use program::{Cuda, KERNEL, at};
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
+const INVALID_IMAGE: i32 = 200;
 const INVALID_PTX: i32 = 218;
 const ILLEGAL_ADDRESS: i32 = 700;
 const NOT_SUPPORTED: i32 = 801;
@@ -109,6 +110,7 @@ gpusession_test_support::programs!(
     copies_much_behind_large_copies,
     faults_at_its_fourth_launch,
     loads_an_unknown_instruction,
+    launches_for_a_lying_server,
     loses_its_worker,
     works_with_a_long_image,
     loads_one_long_image_in_two_threads,
@@ -417,6 +419,30 @@ fn faults_at_its_fourth_launch() {
     assert_eq!(value, 3);
 }
 
+/// Launches with an argument behind which no byte can be read.
+fn launches_for_a_lying_server() {
+    const PAGE: usize = 4096;
+    let cuda = begin();
+    let module = cuda.load(KERNEL);
+    let len = NonZeroUsize::new(2 * PAGE).expect("a length");
+    // SAFETY: a new mapping.
+    let pages = unsafe {
+        mmap_anonymous(None, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
+    }
+    .expect("two pages");
+    // SAFETY: the second page is this program's, and nothing is in it.
+    unsafe { mprotect(pages.byte_add(PAGE), PAGE, ProtFlags::PROT_NONE) }.expect("a page without access");
+    let argument = pages.as_ptr() as u64 + (PAGE - size_of::<u64>()) as u64;
+    let mut each = [argument];
+    match cuda.try_get("cuModuleGetFunction", &[module, c"increment".as_ptr() as u64]) {
+        Err(status) => assert_eq!(status, INVALID_IMAGE),
+        Ok(function) => {
+            cuda.call("cuLaunchKernel", &[function, 1, 1, 1, 1, 1, 1, 0, 0, at(&mut each), 0]);
+            panic!("the program believes the server");
+        }
+    }
+}
+
 fn loads_an_unknown_instruction() {
     let cuda = begin();
     let text = KERNEL.to_str().expect("text").replace("add.u32", "frobnicate.u32");
@@ -598,6 +624,14 @@ fn a_stream_that_stands_still_does_not_fill_the_log() {
 fn an_instruction_that_is_not_known_is_named() {
     let (_machine, worker) = worker(&[]);
     succeeds("loads_an_unknown_instruction", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_server_that_lies_about_a_kernel_reads_nothing_of_the_program() {
+    let (_machine, worker) = worker(&[("SIMGPU_PARAM_SIZE", "4096")]);
+    let (output, _) = program::run("launches_for_a_lying_server", vec![granted(&worker)], &[]);
+    let said = said(&output);
+    assert!(said.contains("kernel increment: server test describes its parameters otherwise"), "{said}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{out, out_opt, text};
 use crate::context::working;
-use crate::driver::driver;
+use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
 use crate::module::{self, Content, FUNCTIONS, Function, KERNELS, LIBRARIES, Library, MODULES, Module};
@@ -126,7 +126,9 @@ fn params(h: usize) -> Result<Vec<(u32, u32)>> {
 }
 
 fn param(h: usize, index: usize) -> Result<(u32, u32)> {
-    params(h)?.get(index).copied().ok_or(INVALID_VALUE)
+    let (at, size) = params(h)?.get(index).copied().ok_or(INVALID_VALUE)?;
+    let claimed = config().param_size;
+    Ok((at, if claimed == 0 { size } else { claimed }))
 }
 
 /// Returns a kernel as a function of the current context, or of its device's primary context.

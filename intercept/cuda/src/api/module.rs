@@ -15,6 +15,7 @@ use crate::jit::Options;
 use crate::modules::{
     client_of, forget_library, global, load, load_data, load_library, names, of_library, unload,
 };
+use crate::signatures::Signatures;
 use crate::{clients, images, streams, thread};
 
 fn load_file(path: *const c_char) -> Result<Vec<u8>> {
@@ -23,6 +24,22 @@ fn load_file(path: *const c_char) -> Result<Vec<u8>> {
     let mut image = std::fs::read(path).map_err(|_| FILE_NOT_FOUND)?;
     image.push(0);
     Ok(image)
+}
+
+/// Returns `true` if the program keeps a library's image until it unloads the library.
+fn keeps_image(keys: *const i32, values: *const *mut c_void, count: u32) -> Result<bool> {
+    /// `CUlibraryOption`
+    const BINARY_IS_PRESERVED: i32 = 1;
+    const MOST: u32 = 16;
+    if count == 0 {
+        return Ok(false);
+    }
+    if count > MOST || keys.is_null() || values.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: by the call's contract both arrays have `count` elements.
+    let options = (0..count as usize).map(|i| unsafe { (keys.add(i).read(), values.add(i).read()) });
+    Ok(options.into_iter().any(|(key, value)| key == BINARY_IS_PRESERVED && value as usize & 0xff != 0))
 }
 
 fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result {
@@ -109,15 +126,16 @@ driver! {
 
     fn cuLibraryLoadData(
         library: *mut *mut c_void, image: *const c_void, keys: *const i32, values: *const *mut c_void, count: u32,
-        _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
+        library_keys: *const i32, library_values: *const *mut c_void, library_count: u32,
     ) {
-        // Library options only state whether the program keeps the image; the worker has a copy of
-        // its own.
         if library.is_null() {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load_library(&images::read_image(image)?, &options)? as *mut c_void)
+        let image = images::read_image(image)?;
+        let kept = keeps_image(library_keys, library_values, library_count)?;
+        let signatures = if kept { Signatures::kept(&image) } else { Signatures::copied(&image) };
+        give(library, load_library(&image, signatures, &options)? as *mut c_void)
     }
 
     fn cuLibraryLoadFromFile(
@@ -128,7 +146,9 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load_library(&load_file(path)?.as_slice().into(), &options)? as *mut c_void)
+        let file = load_file(path)?;
+        let image = file.as_slice().into();
+        give(library, load_library(&image, Signatures::copied(&image), &options)? as *mut c_void)
     }
 
     fn cuLibraryUnload(library: *mut c_void) {

@@ -3,7 +3,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::Reader;
-use gpusession_proto::image;
 
 use super::module::{hash, name};
 use crate::answer::{Answer, Done};
@@ -51,7 +50,7 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let mut options = Options::read(r)?;
     let mut input = session.images.get(&hash).ok_or(status::INVALID_VALUE)?.to_vec();
     let len = input.len();
-    image::check(&input).map_err(|_| status::INVALID_IMAGE)?;
+    gpusession_image::check(&input).map_err(|_| status::INVALID_IMAGE)?;
     input.extend_from_slice(&TERMINATOR);
     let link = lock(&link);
     // SAFETY: a state of this worker; the input has `len` bytes, and the name ends in a zero.

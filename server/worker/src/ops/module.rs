@@ -2,9 +2,9 @@
 
 use std::ffi::{CStr, CString, c_char};
 
+use gpusession_image::Kind;
 use gpusession_proto::frame::Reader;
 use gpusession_proto::handle::{CTX, make};
-use gpusession_proto::image::{self, Kind};
 
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Handle, Status, check, status};
@@ -44,7 +44,7 @@ pub fn data(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// Refuses an image that a driver would read beyond its end.
 pub fn checked(image: &[u8]) -> Result<(), Status> {
-    match image::check(image) {
+    match gpusession_image::check(image) {
         Ok(Kind::Text) if image.last() != Some(&0) => Err(status::INVALID_IMAGE),
         Ok(_) => Ok(()),
         Err(_) => Err(status::INVALID_IMAGE),

@@ -3,6 +3,8 @@
 //! A driver learns an image's length from headers in the image itself. An image whose headers
 //! contradict the number of its bytes would make the driver read other memory.
 
+use crate::{ELF, FATBIN, WRAPPER, bytes};
+
 /// Form of an image, which its first bytes show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -25,9 +27,6 @@ pub enum Bad {
     Part,
 }
 
-const WRAPPER: u32 = 0x4662_43b1;
-const FATBIN: u32 = 0xba55_ed50;
-const ELF: u32 = 0x464c_457f;
 /// Length of a 64-bit ELF header, and of the entries of its two tables.
 const ELF_HEADER: usize = 64;
 const SEGMENT: u64 = 56;
@@ -41,28 +40,20 @@ const ELF_ENTRY: u16 = 2;
 /// Length of the part of an entry's header that every version has.
 const ENTRY_HEADER: usize = 64;
 
-fn bytes_at<const N: usize>(image: &[u8], at: u64) -> Result<[u8; N], Bad> {
-    let at = usize::try_from(at).map_err(|_| Bad::Header)?;
-    let end = at.checked_add(N).ok_or(Bad::Header)?;
-    image.get(at..end).and_then(|bytes| bytes.try_into().ok()).ok_or(Bad::Header)
-}
-
 fn u16_at(image: &[u8], at: u64) -> Result<u16, Bad> {
-    bytes_at(image, at).map(u16::from_le_bytes)
+    bytes::u16_at(image, at).ok_or(Bad::Header)
 }
 
 fn u32_at(image: &[u8], at: u64) -> Result<u32, Bad> {
-    bytes_at(image, at).map(u32::from_le_bytes)
+    bytes::u32_at(image, at).ok_or(Bad::Header)
 }
 
 fn u64_at(image: &[u8], at: u64) -> Result<u64, Bad> {
-    bytes_at(image, at).map(u64::from_le_bytes)
+    bytes::u64_at(image, at).ok_or(Bad::Header)
 }
 
-/// Returns the bytes of a part, if the image has all of them.
 fn part(image: &[u8], offset: u64, size: u64) -> Result<&[u8], Bad> {
-    let range = || Some(usize::try_from(offset).ok()?..usize::try_from(offset.checked_add(size)?).ok()?);
-    range().and_then(|range| image.get(range)).ok_or(Bad::Part)
+    bytes::part(image, offset, size).ok_or(Bad::Part)
 }
 
 /// Checks that every part which the image's headers name lies in the image.
