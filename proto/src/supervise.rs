@@ -192,6 +192,22 @@ pub enum Isolation {
     Require,
 }
 
+impl Isolation {
+    /// Returns the word for a helper's command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Try => "try",
+            Self::Require => "require",
+        }
+    }
+
+    /// Reads a word of [`Isolation::as_str`].
+    pub fn parse(word: &str) -> Option<Self> {
+        [Self::Off, Self::Try, Self::Require].into_iter().find(|isolation| isolation.as_str() == word)
+    }
+}
+
 /// One GPU of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceLimit {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, ToMonitor, uuid_text};
+use gpusession_proto::supervise::Isolation;
 use serde::Serialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{ChildStdin, ChildStdout};
@@ -94,7 +95,9 @@ pub struct Monitor {
 
 impl Monitor {
     /// Starts the monitor; needs a runtime. The monitor exits when the last handle is dropped.
-    pub fn start(worker: PathBuf, driver: PathBuf) -> Self {
+    ///
+    /// The process restricts itself as `isolation` says.
+    pub fn start(worker: PathBuf, driver: PathBuf, isolation: Isolation) -> Self {
         let shared = Arc::new(Shared {
             readings: watch::channel(None).0,
             versions: watch::channel(None).0,
@@ -102,7 +105,7 @@ impl Monitor {
             faults: Mutex::default(),
         });
         let (questions, asked) = mpsc::channel(256);
-        tokio::spawn(supervise(worker, driver, shared.clone(), asked));
+        tokio::spawn(supervise(worker, driver, isolation, shared.clone(), asked));
         Self { shared, questions }
     }
 
@@ -141,12 +144,18 @@ impl Monitor {
 }
 
 /// Runs the monitor, and restarts it when it exits.
-async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut asked: mpsc::Receiver<Asked>) {
+async fn supervise(
+    worker: PathBuf,
+    driver: PathBuf,
+    isolation: Isolation,
+    shared: Arc<Shared>,
+    mut asked: mpsc::Receiver<Asked>,
+) {
     let mut pause = BACKOFF_MIN;
     let mut told = String::new();
     loop {
         let begun = Instant::now();
-        let why = match serve(&worker, &driver, &shared, &mut asked).await {
+        let why = match serve(&worker, &driver, isolation, &shared, &mut asked).await {
             Ok(()) => return,
             Err(e) => e.to_string(),
         };
@@ -173,10 +182,11 @@ async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut as
 async fn serve(
     worker: &Path,
     driver: &Path,
+    isolation: Isolation,
     shared: &Shared,
     asked: &mut mpsc::Receiver<Asked>,
 ) -> io::Result<()> {
-    let (mut child, mut to, from) = spawn::child(worker, "--monitor", driver, &[])?;
+    let (mut child, mut to, from) = spawn::child(worker, "--monitor", driver, &[isolation.as_str()])?;
     let (answers_in, mut answers) = mpsc::channel(1);
     let receiving = receive(from, shared, answers_in);
     tokio::pin!(receiving);

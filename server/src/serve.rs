@@ -112,7 +112,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: config.resume_grace,
-        isolation,
+        isolation: isolation.clone(),
         mps: host.mps,
         cgroups: Cgroups::of_this_unit(),
     };
@@ -124,7 +124,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         clock.clone(),
         random.clone(),
     )?;
-    let monitor = Monitor::start(host.worker, host.driver.clone());
+    let monitor = Monitor::start(host.worker, host.driver.clone(), isolation.workers);
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
         Supervisor::new(options, store.clone(), left.workers, accounting, clock.clone(), random.clone())?;

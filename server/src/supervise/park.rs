@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use gpusession_proto::supervise::{DeviceLimit, ToWorker};
+use gpusession_proto::supervise::{DeviceLimit, Isolation, ToWorker};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::oneshot;
@@ -67,14 +67,26 @@ fn hangs() -> String {
 
 impl Parker {
     /// Moves the device memory of process `pid` to host memory.
-    pub async fn park(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
+    pub async fn park(
+        program: &Path,
+        driver: &Path,
+        isolation: Isolation,
+        pid: u32,
+    ) -> Result<Self, NotParked> {
         let limit = LOCK_TIMEOUT.as_millis().to_string();
-        Self::start(program, driver, "--park", &[&pid.to_string(), &limit], MOVE_TIMEOUT).await
+        let rest = [isolation.as_str(), &pid.to_string(), &limit];
+        Self::start(program, driver, "--park", &rest, MOVE_TIMEOUT).await
     }
 
     /// Takes over the memory of a process that an earlier server parked.
-    pub async fn parked(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
-        Self::start(program, driver, "--parked", &[&pid.to_string()], MOVE_TIMEOUT).await
+    pub async fn parked(
+        program: &Path,
+        driver: &Path,
+        isolation: Isolation,
+        pid: u32,
+    ) -> Result<Self, NotParked> {
+        let rest = [isolation.as_str(), &pid.to_string()];
+        Self::start(program, driver, "--parked", &rest, MOVE_TIMEOUT).await
     }
 
     async fn start(
@@ -226,7 +238,8 @@ impl Supervisor {
         }
         // Its memory comes to the host, and counts there.
         self.bound_now(&worker.id);
-        let parker = Parker::park(&options.program, &options.driver, worker.pid).await;
+        let parker =
+            Parker::park(&options.program, &options.driver, options.isolation.workers, worker.pid).await;
         if let Err(NotParked::Hangs(why)) = &parker {
             self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));
         }
@@ -277,7 +290,7 @@ impl Supervisor {
     /// Starts the helper that keeps the memory of a worker from [`Supervisor::left_parked`].
     pub async fn keep_parked(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
-        Parker::parked(&options.program, &options.driver, worker.pid).await
+        Parker::parked(&options.program, &options.driver, options.isolation.workers, worker.pid).await
     }
 
     /// Gives a lease's GPUs to others, as [`Supervisor::set_away`] does.

@@ -124,6 +124,7 @@ impl Site {
         let mut monitor = Command::new(artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")))
             .arg("--monitor")
             .arg(self.server.path("sim/libcuda.so.1"))
+            .arg("off")
             .envs(self.server.variables.iter().map(|(name, value)| (name, value)))
             .env_remove("XDG_RUNTIME_DIR")
             .stdin(Stdio::piped())

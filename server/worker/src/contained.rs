@@ -10,10 +10,9 @@ use std::process::ExitCode;
 
 use gpusession_proto::isolation::{Failure, Report};
 use gpusession_proto::readings::uuid_bytes;
-use gpusession_proto::supervise::{DeviceLimit, Isolation, Start};
 use landlock::ABI;
 
-use crate::containment;
+use crate::containment::{self, Calls, Files, Gpus};
 use crate::driver::{Driver, Status, check};
 
 /// Flag of the process that takes a worker's restrictions.
@@ -44,9 +43,11 @@ pub fn run(driver: &str, state_dir: Option<&str>, gpus: &[String]) -> ExitCode {
 /// Takes the restrictions in a worker's order, with the driver's start in between.
 fn fenced(driver: &str, state_dir: &Path, gpus: &[String]) -> Report {
     let landlock = containment::landlock();
-    let mut lacking = containment::before_driver(&worker(driver, gpus), landlock);
+    let uuids = gpus.iter().filter_map(|gpu| uuid_bytes(gpu)).collect();
+    let files = Files { driver, gpus: Gpus::These(uuids), ..Files::default() };
+    let mut lacking = containment::before_driver(&files, landlock);
     let failure = works(driver).err();
-    lacking.extend(containment::before_client(false, landlock).err());
+    lacking.extend(containment::before_client(Calls::Own, landlock).err());
     if lacking.is_empty() {
         lacking.extend(holes(state_dir));
     }
@@ -54,26 +55,6 @@ fn fenced(driver: &str, state_dir: &Path, gpus: &[String]) -> Report {
         landlock: if landlock == ABI::Unsupported { 0 } else { landlock as u32 },
         lacking,
         driver: failure,
-    }
-}
-
-/// Returns the settings of a worker with these GPUs.
-fn worker(driver: &str, gpus: &[String]) -> Start {
-    let device = |uuid| DeviceLimit { uuid, memory_bytes: 0, sm_percent: 100, context_bytes: 0 };
-    Start {
-        worker: [0; 16],
-        lease: String::new(),
-        ticket_key: [0; 32],
-        driver: driver.into(),
-        devices: gpus.iter().filter_map(|gpu| uuid_bytes(gpu)).map(device).collect(),
-        require_tls: true,
-        module_cache: None,
-        module_cache_bytes: 0,
-        warm: true,
-        mps: false,
-        resume_grace_s: 0,
-        staging_bytes: 0,
-        isolation: Isolation::Require,
     }
 }
 

@@ -1,4 +1,5 @@
-//! Restrictions of a worker, which is presumed to be controlled by its client.
+//! Restrictions of a worker, which is presumed to be controlled by its client, and of helpers that
+//! read what clients send.
 //!
 //! Before it serves a client, a worker gives up these rights:
 //! * capabilities, all of them;
@@ -10,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use gpusession_proto::supervise::Start;
+use gpusession_proto::supervise::{Isolation, Start};
 use landlock::{
     ABI, Access, AccessFs, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetStatus, path_beneath_rules,
@@ -56,6 +57,66 @@ const OWN_THREADS: &str = "/proc/self/task";
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
 
+/// Files that a process needs in addition to those of every driver's process.
+#[derive(Default)]
+pub struct Files<'a> {
+    /// The driver's library.
+    pub driver: &'a str,
+    pub gpus: Gpus,
+    /// Folder of images.
+    pub module_cache: Option<&'a str>,
+    /// Whether the process is a client of MPS.
+    pub mps: bool,
+}
+
+/// GPUs whose device files a process opens.
+#[derive(Default)]
+pub enum Gpus {
+    #[default]
+    All,
+    /// By UUID.
+    These(Vec<[u8; 16]>),
+}
+
+impl<'a> From<&'a Start> for Files<'a> {
+    fn from(start: &'a Start) -> Self {
+        Self {
+            driver: &start.driver,
+            gpus: Gpus::These(start.devices.iter().map(|device| device.uuid).collect()),
+            module_cache: start.module_cache.as_deref(),
+            mps: start.mps,
+        }
+    }
+}
+
+/// System calls that a process needs in addition to those of every driver's process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Calls {
+    /// None.
+    Own,
+    /// Local sockets: the driver connects to the MPS daemon as long as the program runs.
+    ///
+    /// The server answers no worker on its administration socket.
+    Mps,
+    /// Local sockets and other processes, for the helper that parks a worker.
+    Park,
+}
+
+/// Returns the measures that a helper lacks after it has restricted itself; an error with
+/// [`Isolation::Require`] if there are any.
+///
+/// `isolation` is the server's decision; `restrict` returns what this host does not support.
+pub fn of_helper(
+    isolation: Isolation,
+    restrict: impl FnOnce(ABI) -> Vec<String>,
+) -> Result<Vec<String>, String> {
+    let lacking = if isolation == Isolation::Off { Vec::new() } else { restrict(landlock()) };
+    if isolation == Isolation::Require && !lacking.is_empty() {
+        return Err(format!("isolation = \"require\": not possible: {}", lacking.join("; ")));
+    }
+    Ok(lacking)
+}
+
 /// Returns the newest version of Landlock that this kernel and this program support.
 pub fn landlock() -> ABI {
     const VERSION: libc::c_uint = 1 << 0;
@@ -72,7 +133,7 @@ pub fn landlock() -> ABI {
 /// Restricts capabilities, files, core dumps and sizes; returns what this host does not support.
 ///
 /// Applied to the first thread, before the driver starts others.
-pub fn before_driver(start: &Start, landlock: ABI) -> Vec<String> {
+pub fn before_driver(files: &Files<'_>, landlock: ABI) -> Vec<String> {
     let said = |what: &'static str| move |e: String| format!("{what}: {e}");
     // A root without capabilities keeps the pinned memory that it could have had. Others may not
     // raise the limit.
@@ -85,7 +146,7 @@ pub fn before_driver(start: &Start, landlock: ABI) -> Vec<String> {
         at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
         at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
         at_most(Resource::RLIMIT_NOFILE, MAX_FILES).map_err(said("open files")),
-        files_only(start, landlock).map_err(said("landlock")),
+        files_only(files, landlock).map_err(said("landlock")),
         no_capabilities().map_err(|e| said("capabilities")(e.to_string())),
     ];
     parts.into_iter().filter_map(Result::err).collect()
@@ -121,7 +182,7 @@ fn no_capabilities() -> std::io::Result<()> {
     }
 }
 
-fn files_only(start: &Start, abi: ABI) -> Result<(), String> {
+fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
     // open.
     std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
@@ -130,22 +191,25 @@ fn files_only(start: &Start, abi: ABI) -> Result<(), String> {
     let read = READ
         .iter()
         .map(Path::new)
-        .chain(Path::new(&start.driver).parent())
+        .chain(Path::new(files.driver).parent())
         .chain(own.as_deref().and_then(Path::parent));
     // A driver's folder may consist of links.
-    let target = std::fs::canonicalize(&start.driver).ok();
+    let target = std::fs::canonicalize(files.driver).ok();
     let target = target.as_deref().and_then(Path::parent);
     let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
     // The folder in which an MPS daemon listens, if one runs.
     let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
-    let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
+    let write = WRITE.iter().copied().chain(files.module_cache).chain(runtime.as_deref());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
-    let uuids: Vec<_> = start.devices.iter().map(|d| d.uuid).collect();
-    // Clients of MPS open further devices, which no test has determined: allow all of them.
-    let (gpus, known) = if start.mps { (vec!["/dev".into()], Ok(())) } else { devices::of(&uuids) };
+    let (gpus, known) = match &files.gpus {
+        // Clients of MPS open further devices, which no test has determined: allow all of them.
+        _ if files.mps => (vec!["/dev".into()], Ok(())),
+        Gpus::These(uuids) => devices::of(uuids),
+        Gpus::All => (devices::all(), Ok(())),
+    };
     let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
     let write = write.chain(gpus.iter().map(PathBuf::as_path));
-    let shared = match start.mps {
+    let shared = match files.mps {
         true => AccessFs::from_all(abi),
         false => {
             let files = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate;
@@ -169,9 +233,22 @@ fn files_only(start: &Start, abi: ABI) -> Result<(), String> {
 }
 
 /// Restricts the system calls of all threads, once the driver is warm.
-pub fn before_client(mps: bool, landlock: ABI) -> Result<(), String> {
-    calls_only(mps, landlock).map_err(|e| format!("seccomp: {e}"))
+pub fn before_client(calls: Calls, landlock: ABI) -> Result<(), String> {
+    calls_only(calls, landlock).map_err(|e| format!("seccomp: {e}"))
 }
+
+/// System calls of [`NEVER`] with which the driver reaches the process that it parks.
+const PARKING: &[i64] = &[
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_kill,
+    libc::SYS_tkill,
+    libc::SYS_rt_sigqueueinfo,
+    libc::SYS_rt_tgsigqueueinfo,
+];
 
 /// System calls that are answered with EPERM.
 ///
@@ -292,10 +369,7 @@ fn no_x32() -> Result<(), seccompiler::Error> {
 }
 
 /// Installs the filters.
-///
-/// Under MPS the driver connects to NVIDIA's daemon as long as the program runs, so local sockets
-/// stay allowed. The server answers no worker on its administration socket.
-fn calls_only(mps: bool, landlock: ABI) -> Result<(), String> {
+fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     let said = |e: seccompiler::BackendError| e.to_string();
     let arch = std::env::consts::ARCH.try_into().map_err(said)?;
     let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
@@ -312,15 +386,18 @@ fn calls_only(mps: bool, landlock: ABI) -> Result<(), String> {
     no_x32().map_err(|e| e.to_string())?;
     // The newer call hides its flags from filters: the C library falls back to the older one.
     let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    let by_path = landlock < ABI::V3;
+    let parks = calls == Calls::Park;
+    // The helper that parks has no rules of Landlock, which would keep it from other processes.
+    let by_path = landlock < ABI::V3 && !parks;
     if by_path {
         hidden.insert(libc::SYS_openat2, Vec::new());
     }
     install(hidden, libc::ENOSYS)?;
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
+    let never = NEVER.iter().filter(|call| !parks || !PARKING.contains(call));
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = never.map(|call| (*call, Vec::new())).collect();
     // The supervisor hands over the client's connections; a worker talks to no other process of
     // this host.
-    if mps {
+    if calls != Calls::Own {
         rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
     } else {
         rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
@@ -331,7 +408,7 @@ fn calls_only(mps: bool, landlock: ABI) -> Result<(), String> {
         rules.insert(libc::SYS_socketpair, datagrams.into_iter().collect::<Result<_, _>>()?);
     }
     let own = u64::from(std::process::id());
-    for call in OWN_PROCESS {
+    for call in OWN_PROCESS.iter().filter(|_| !parks) {
         let other = vec![condition(0, SeccompCmpOp::Ne, 0)?, condition(0, SeccompCmpOp::Ne, own)?];
         rules.insert(*call, vec![rule(other)?]);
     }
@@ -379,22 +456,9 @@ mod tests {
         assert!(done.status.success() && said.contains("contained"), "{done:?}");
     }
 
-    fn start(mps: bool) -> Start {
-        Start {
-            worker: [0; 16],
-            lease: String::new(),
-            ticket_key: [0; 32],
-            driver: "/usr/lib/libcuda.so.1".into(),
-            devices: Vec::new(),
-            require_tls: true,
-            module_cache: None,
-            module_cache_bytes: 0,
-            warm: !mps,
-            mps,
-            resume_grace_s: 0,
-            staging_bytes: 0,
-            isolation: gpusession_proto::supervise::Isolation::Require,
-        }
+    fn files(mps: bool) -> Files<'static> {
+        let gpus = Gpus::These(Vec::new());
+        Files { driver: "/usr/lib/libcuda.so.1", gpus, module_cache: None, mps }
     }
 
     fn denied(result: i64, what: &str) {
@@ -407,8 +471,8 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             return alone("containment_denies_files_sockets_and_signals", &[]);
         }
-        let files = before_driver(&start(false), landlock());
-        let calls = before_client(false, landlock());
+        let files = before_driver(&files(false), landlock());
+        let calls = before_client(Calls::Own, landlock());
         // A kernel without Landlock reports that.
         match files.as_slice() {
             [] => {
@@ -502,6 +566,36 @@ mod tests {
     }
 
     #[test]
+    fn a_helper_that_parks_reaches_processes_and_starts_none() {
+        if std::env::var_os(ALONE).is_none() {
+            return alone("a_helper_that_parks_reaches_processes_and_starts_none", &[]);
+        }
+        before_client(Calls::Park, landlock()).unwrap();
+        assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err(), "a network");
+        // SAFETY: plain system calls without memory.
+        unsafe {
+            let parent = libc::getppid();
+            assert_eq!(libc::kill(parent, 0), 0);
+            denied(libc::fork().into(), "fork");
+            denied(libc::syscall(libc::SYS_execve, 0, 0, 0), "execve");
+            denied(libc::syscall(libc::SYS_io_uring_setup, 0, 0), "io_uring_setup");
+            denied(libc::shmget(libc::IPC_PRIVATE, 4096, 0o600).into(), "shmget");
+        }
+        println!("contained");
+        std::process::exit(0);
+    }
+
+    #[test]
+    fn a_helper_that_lacks_a_measure_serves_only_if_the_server_says_so() {
+        let lacks = |_| vec!["landlock: missing".into()];
+        assert_eq!(of_helper(Isolation::Off, |_| unreachable!()), Ok(Vec::new()));
+        assert_eq!(of_helper(Isolation::Try, lacks), Ok(vec!["landlock: missing".into()]));
+        assert_eq!(of_helper(Isolation::Require, |_| Vec::new()), Ok(Vec::new()));
+        let why = of_helper(Isolation::Require, lacks).unwrap_err();
+        assert!(why.contains("require") && why.contains("landlock: missing"), "{why}");
+    }
+
+    #[test]
     fn under_mps_a_worker_reaches_a_daemon_and_no_network() {
         use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
         const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
@@ -514,8 +608,8 @@ mod tests {
             return alone(test, &[(PIPES, pipes.as_path())]);
         }
         let pipes = PathBuf::from(std::env::var_os(PIPES).unwrap());
-        let files = before_driver(&start(true), landlock());
-        before_client(true, landlock()).unwrap();
+        let files = before_driver(&files(true), landlock());
+        before_client(Calls::Mps, landlock()).unwrap();
         UnixStream::connect(pipes.join("control")).unwrap();
         UnixDatagram::unbound().unwrap();
         if files.is_empty() {
@@ -546,10 +640,10 @@ mod tests {
         }
         let file = PathBuf::from(std::env::var_os(FILE).unwrap());
         // A folder that the worker reads.
-        let readable =
-            Start { driver: file.with_file_name("libcuda.so.1").display().to_string(), ..start(false) };
+        let driver = file.with_file_name("libcuda.so.1").display().to_string();
+        let readable = Files { driver: &driver, ..files(false) };
         let lacking = before_driver(&readable, ABI::V1);
-        before_client(false, ABI::V1).unwrap();
+        before_client(Calls::Own, ABI::V1).unwrap();
         let landlocked = landlock() != ABI::Unsupported;
         assert_eq!(lacking.is_empty(), landlocked, "{lacking:?}");
         let path = std::ffi::CString::new(file.as_os_str().as_encoded_bytes()).unwrap();

@@ -38,20 +38,28 @@ mod supervise;
 
 use std::process::ExitCode;
 
+use gpusession_proto::supervise::Isolation;
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
-    match &arguments[..] {
-        [_, flag, driver] if flag == "--probe" => probe::run(driver),
-        [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, Some(limit)),
-        [_, flag, driver, pid] if flag == "--parked" => park::run(driver, pid, None),
-        [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
-        [_, flag, driver, state, gpus @ ..] if flag == contained::FENCED => {
+    // The third word of the helpers that restrict themselves.
+    let isolation = arguments.get(3).and_then(|word| Isolation::parse(word));
+    match (&arguments[..], isolation) {
+        ([_, flag, driver], _) if flag == "--probe" => probe::run(driver),
+        ([_, flag, driver, _, pid, limit], Some(isolation)) if flag == "--park" => {
+            park::run(driver, isolation, pid, Some(limit))
+        }
+        ([_, flag, driver, _, pid], Some(isolation)) if flag == "--parked" => {
+            park::run(driver, isolation, pid, None)
+        }
+        ([_, flag, driver], _) if flag == probe::HOLD => probe::hold(driver),
+        ([_, flag, driver, state, gpus @ ..], _) if flag == contained::FENCED => {
             contained::run(driver, Some(state), gpus)
         }
-        [_, flag, driver] if flag == contained::FREE => contained::run(driver, None, &[]),
-        [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
-        [_, flag] if flag == "--measure" => measure::run(),
-        [_] => serve::run(),
+        ([_, flag, driver], _) if flag == contained::FREE => contained::run(driver, None, &[]),
+        ([_, flag, driver, _], Some(isolation)) if flag == "--monitor" => monitor::run(driver, isolation),
+        ([_, flag], _) if flag == "--measure" => measure::run(),
+        ([_], _) => serve::run(),
         _ => {
             eprintln!(
                 "gpuserver-worker: wrong arguments: only gpuserver starts workers\n\

@@ -28,7 +28,7 @@ use zerocopy::IntoBytes as _;
 
 use crate::activity::Activity;
 use crate::answer::Answer;
-use crate::containment;
+use crate::containment::{self, Calls};
 use crate::execute::{Perform, Replay};
 use crate::executor::Executor;
 use crate::frame::Frame;
@@ -103,8 +103,8 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
     }
     if start.isolation != Isolation::Off {
         let landlock = containment::landlock();
-        let mut lacking = containment::before_driver(&start, landlock);
-        lacking.extend(containment::before_client(false, landlock).err());
+        let mut lacking = containment::before_driver(&(&start).into(), landlock);
+        lacking.extend(containment::before_client(Calls::Own, landlock).err());
         if start.isolation == Isolation::Require && !lacking.is_empty() {
             return Err(format!("isolation = \"require\": not possible: {}", lacking.join("; ")));
         }

@@ -1,7 +1,8 @@
-//! `gpuserver-worker --monitor DRIVER` queries the server's NVML.
+//! `gpuserver-worker --monitor DRIVER ISOLATION` queries the server's NVML.
 //!
 //! So `gpuserver` itself loads no NVML, and facts about a card need no program's worker. The
-//! monitor reads [`ToMonitor`] from its standard input until EOF.
+//! monitor reads [`ToMonitor`] from its standard input until EOF. Clients choose its queries, so it
+//! takes a worker's restrictions, with the files of all GPUs.
 //!
 //! However many clients ask, it asks the card the same question at most once every [`MAX_AGE`].
 #![expect(clippy::disallowed_methods, reason = "NVML is polled")]
@@ -15,7 +16,9 @@ use std::time::{Duration, Instant};
 
 use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, FromMonitor, GpuReading, Query, ToMonitor};
+use gpusession_proto::supervise::Isolation;
 
+use crate::containment::{self, Calls, Files};
 use crate::nvml::Nvml;
 
 /// Age up to which an answer is reused.
@@ -28,9 +31,9 @@ const EVENTS: u64 = 2 | 8;
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Serves until standard input ends.
-pub fn run(driver: &str) -> ExitCode {
+pub fn run(driver: &str, isolation: Isolation) -> ExitCode {
     let mut input = io::stdin().lock();
-    let nvml = match Nvml::load(Path::new(driver)) {
+    let nvml = match load(driver, isolation) {
         Ok(nvml) => Arc::new(nvml),
         Err(reason) => {
             tell(&FromMonitor::Failed(reason));
@@ -72,6 +75,20 @@ pub fn run(driver: &str) -> ExitCode {
         }
     }
     ExitCode::SUCCESS
+}
+
+/// Loads NVML under restrictions: files before it starts, system calls after it.
+fn load(driver: &str, isolation: Isolation) -> Result<Nvml, String> {
+    let files = Files { driver, ..Files::default() };
+    let mut lacking = containment::of_helper(isolation, |abi| containment::before_driver(&files, abi))?;
+    let nvml = Nvml::load(Path::new(driver))?;
+    lacking.extend(containment::of_helper(isolation, |abi| {
+        containment::before_client(Calls::Own, abi).err().into_iter().collect()
+    })?);
+    if !lacking.is_empty() {
+        eprintln!("gpuserver-worker: the monitor runs without: {}", lacking.join("; "));
+    }
+    Ok(nvml)
 }
 
 fn read(nvml: &Nvml, uuid: [u8; 16], device: usize) -> GpuReading {

@@ -1,4 +1,5 @@
-//! `gpuserver-worker --park DRIVER PID LIMIT_MS` moves another worker's device memory to the host.
+//! `gpuserver-worker --park DRIVER ISOLATION PID LIMIT_MS` moves another worker's device memory to
+//! the host.
 //!
 //! It keeps the memory there until asked to bring it back. `gpuserver` itself never loads CUDA, and
 //! a parked process cannot unpark itself.
@@ -6,13 +7,19 @@
 //! The first line on stdout is `parked`, or `no CODE TEXT` before it exits. Then each line on stdin
 //! asks for the memory. The answers are `back` or `no CODE TEXT` before it exits, or `full` if the
 //! GPU has no room now. It also exits at EOF on stdin: the memory stays parked, and `--parked
-//! DRIVER PID` takes over.
+//! DRIVER ISOLATION PID` takes over.
+//!
+//! A client may control the process that it parks, so it gives up system calls once the driver is
+//! ready. It keeps its files: Landlock would keep it from the process.
 
 use std::ffi::c_void;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use gpusession_proto::supervise::Isolation;
+
+use crate::containment::{self, Calls};
 use crate::driver::{Driver, Status, check, status};
 
 /// `CUcheckpointLockArgs`
@@ -26,14 +33,14 @@ struct LockArgs {
 /// Parks and unparks a process; the exit status is 0 if the process runs again.
 ///
 /// Without a limit the process is parked already.
-pub fn run(driver: &str, pid: &str, limit: Option<&str>) -> ExitCode {
+pub fn run(driver: &str, isolation: Isolation, pid: &str, limit: Option<&str>) -> ExitCode {
     let (Ok(pid), Ok(limit)) = (pid.parse(), limit.map(str::parse).transpose()) else {
         eprintln!("gpuserver-worker: --park needs a driver, a process id and a number of milliseconds");
         return ExitCode::from(1);
     };
     let driver = Driver::load(Path::new(driver)).map_err(|e| (status::NOT_SUPPORTED, e));
     let requests = std::io::stdin().lines().map_while(Result::ok);
-    match driver.and_then(|driver| stay(driver, pid, limit, requests, say)) {
+    match driver.and_then(|driver| stay(driver, isolation, pid, limit, requests, say)) {
         Ok(()) => ExitCode::SUCCESS,
         Err((code, text)) => {
             say(&format!("no {code} {text}"));
@@ -50,6 +57,7 @@ fn say(line: &str) {
 /// Parks a process, and brings it back when one of the `requests` finds room on the GPU.
 fn stay(
     driver: &Driver,
+    isolation: Isolation,
     pid: i32,
     limit: Option<u32>,
     requests: impl Iterator<Item = String>,
@@ -59,6 +67,12 @@ fn stay(
     let said = |what: &'static str| move |code: Status| (code, format!("{what}: CUDA error {code}"));
     // SAFETY: cuInit takes only flags, which must be 0.
     check(unsafe { (call.cuInit)(0) }).map_err(said("cuInit"))?;
+    let lacking = containment::of_helper(isolation, |abi| {
+        containment::before_client(Calls::Park, abi).err().into_iter().collect()
+    });
+    for what in lacking.map_err(|why| (status::NOT_SUPPORTED, why))? {
+        eprintln!("gpuserver-worker: the helper that parks runs without: {what}");
+    }
     let none: *const c_void = std::ptr::null();
     if let Some(limit) = limit {
         let lock = LockArgs { timeout_ms: limit, reserved: 0, more: [0; 7] };
@@ -102,7 +116,7 @@ mod tests {
         let (mut said, left) = (Vec::new(), &fake::FULL[pid as usize]);
         left.store(full, Ordering::SeqCst);
         let requests = std::iter::repeat_n(String::new(), requests);
-        stay(fake::driver(), pid, limit, requests, |line| said.push(line.into())).unwrap();
+        stay(fake::driver(), Isolation::Off, pid, limit, requests, |line| said.push(line.into())).unwrap();
         (said, left.load(Ordering::SeqCst))
     }
 
@@ -124,8 +138,10 @@ mod tests {
         let mut said = Vec::new();
         let none = std::iter::empty();
         let (code, text) =
-            stay(fake::driver(), fake::UNLOCKABLE, Some(1), none, |line: &str| said.push(line.to_string()))
-                .unwrap_err();
+            stay(fake::driver(), Isolation::Off, fake::UNLOCKABLE, Some(1), none, |line: &str| {
+                said.push(line.to_string())
+            })
+            .unwrap_err();
         assert_eq!((code, said), (status::NOT_READY, Vec::new()));
         assert!(text.contains("cuCheckpointProcessLock"), "{text}");
     }

@@ -20,7 +20,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::activity::Activity;
 use crate::admission::Admission;
-use crate::containment;
+use crate::containment::{self, Calls};
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check, check_connected};
 use crate::ops::share;
@@ -164,7 +164,9 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     };
     let lacking = match start.isolation {
         Isolation::Off => Vec::new(),
-        Isolation::Try | Isolation::Require => containment::before_driver(&start, containment::landlock()),
+        Isolation::Try | Isolation::Require => {
+            containment::before_driver(&(&start).into(), containment::landlock())
+        }
     };
     let output = Output::redirect().map_err(|e| format!("cannot redirect the output: {e}"))?;
     let driver = Driver::load(Path::new(&start.driver))?;
@@ -209,7 +211,8 @@ fn warm(
     if start.isolation == Isolation::Off {
         return Ok(contexts);
     }
-    lacking.extend(containment::before_client(start.mps, containment::landlock()).err());
+    let calls = if start.mps { Calls::Mps } else { Calls::Own };
+    lacking.extend(containment::before_client(calls, containment::landlock()).err());
     if start.isolation == Isolation::Require && !lacking.is_empty() {
         return Err(format!(
             "isolation = \"require\": not possible on this host: {}; isolation = \"try\" continues without",

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt as _;
 
+use gpusession_proto::control::DescribeRequest;
 use gpusession_test_support::{Artefact, artefact};
 use nix::libc;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
@@ -75,6 +76,40 @@ async fn each_worker_gives_up_its_rights() {
         }
         assert!(["full", "basic"].contains(&worker["isolation"].as_str().unwrap()), "{worker}");
     }
+}
+
+/// Returns the process ids of a server's helpers with a flag.
+fn helpers(server: &Server, flag: &str) -> Vec<i32> {
+    let driver = server.path("sim/libcuda.so.1");
+    let wanted = format!("\0{flag}\0{}\0", driver.display());
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let of_server = processes.filter(|process| {
+        let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&wanted)
+    });
+    of_server.filter_map(|process| process.file_name().to_str()?.parse().ok()).collect()
+}
+
+#[tokio::test]
+async fn the_monitor_which_clients_ask_gives_up_its_rights() {
+    let mut server = prepare("isolation = \"require\"").await;
+    let library = server.path("sim/libnvidia-ml.so.1");
+    std::os::unix::fs::symlink("libcuda.so.1", library).unwrap();
+    server.run().await;
+    let restricted = |pid: &i32| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        ["Seccomp:\t2", "NoNewPrivs:\t1", "CapEff:\t0000000000000000", "CapPrm:\t0000000000000000"]
+            .iter()
+            .all(|line| status.contains(line))
+    };
+    eventually("the monitor is restricted", async || helpers(&server, "--monitor").iter().any(restricted))
+        .await;
+    let vm = server.client("vm-1").await;
+    eventually("it reads the GPU", async || {
+        let described = vm.pool.clone().describe(DescribeRequest {}).await.unwrap().into_inner();
+        described.loads.first().is_some_and(|load| load.temperature_c.is_some())
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -1,14 +1,15 @@
-//! The monitor process on the simulated driver's NVML.
+//! The server's helpers on the simulated driver: the monitor, and the one that parks a worker.
 
 #[allow(dead_code)]
 mod harness;
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
+use gpusession_proto::frame::op;
 use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, FromMonitor, Query, ToMonitor, uuid_bytes};
-use harness::Machine;
+use harness::{MIB, Machine, WINDOW, Worker};
 
 struct Monitor(Child, Option<ChildStdin>, ChildStdout);
 
@@ -17,6 +18,7 @@ impl Monitor {
         let mut child = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"))
             .arg("--monitor")
             .arg(machine.driver())
+            .arg("require")
             .env("SIMGPU_MACHINE", machine.name())
             .envs(machine.driver().parent().map(|folder| ("XDG_RUNTIME_DIR", folder)))
             .env("SIMGPU_DEVICES", "2")
@@ -56,6 +58,14 @@ impl Drop for Monitor {
     }
 }
 
+/// Checks that a process has restricted its system calls for good.
+fn gave_up_its_rights(pid: u32) {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    for line in ["Seccomp:\t2", "NoNewPrivs:\t1"] {
+        assert!(status.contains(line), "{line}: {status}");
+    }
+}
+
 fn ok(output: &[u8]) -> Answer {
     Answer { status: 0, output: output.into() }
 }
@@ -68,6 +78,7 @@ fn every_shape_of_a_question_is_answered() {
     assert!(
         matches!(monitor.receive(), FromMonitor::Ready { driver_version, .. } if !driver_version.is_empty())
     );
+    gave_up_its_rights(monitor.0.id());
     let FromMonitor::Gpus(gpus) = monitor.send(&ToMonitor::Read) else { panic!() };
     assert_eq!(gpus.len(), 2);
     assert!(
@@ -112,6 +123,32 @@ fn without_nvml_it_says_so() {
     let machine = Machine::new();
     let mut monitor = Monitor::start(&machine);
     assert!(matches!(monitor.receive(), FromMonitor::Failed(why) if why.contains("libnvidia-ml.so.1")));
+}
+
+#[test]
+fn a_helper_parks_a_worker_after_it_gave_up_its_rights() {
+    let machine = Machine::new();
+    let worker = Worker::start(&machine);
+    let client = worker.client(false);
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    client.put(WINDOW, b"kept");
+    let mut helper = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"))
+        .arg("--park")
+        .arg(machine.driver())
+        .args(["require", &worker.pid().to_string(), "10000"])
+        .env("SIMGPU_MACHINE", machine.name())
+        .envs(machine.driver().parent().map(|folder| ("XDG_RUNTIME_DIR", folder)))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(helper.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "parked");
+    gave_up_its_rights(helper.id());
+    helper.stdin.take().unwrap().write_all(b"back\n").unwrap();
+    assert_eq!(said.next().unwrap().unwrap(), "back");
+    assert!(helper.wait().unwrap().success());
+    assert_eq!(client.get(WINDOW, 4), b"kept");
 }
 
 /// Puts the simulated NVML into the folder of the simulated driver.
