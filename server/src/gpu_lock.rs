@@ -1,7 +1,7 @@
 //! One server per GPU on a host: the server of a GPU locks a file that is named after it.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
@@ -16,29 +16,34 @@ pub struct GpuLocks(#[expect(dead_code, reason = "held, not used")] Vec<Flock<Fi
 /// # Errors
 /// A text that names the GPU and its server, or the file and the cause.
 pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String> {
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o1777).create(folder);
+    // Somebody else who opens a lock could keep a GPU from its server: no right for others.
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o1770).create(folder);
     made.map_err(|e| format!("{}: {e}", folder.display()))?;
-    // Servers of other users lock in this folder, too; the umask may have cleared their right.
-    let _ = std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1777));
     let mut held = Vec::new();
     for gpu in gpus {
         let path = folder.join(gpu);
-        let failed = |e: std::io::Error| format!("{}: {e}", path.display());
-        // Every user may write to the folder, so no link in it is followed.
+        let failed = |e: std::io::Error| {
+            let remedy = match e.kind() {
+                io::ErrorKind::PermissionDenied => "; set `lock_dir` to a folder of the server's user",
+                _ => "",
+            };
+            format!("{}: {e}{remedy}", path.display())
+        };
+        // Servers of several users may write to the folder, so no link in it is followed.
         let open = |create: bool| {
             OpenOptions::new()
                 .read(true)
                 .write(true)
                 .create(create)
                 .truncate(false)
-                .mode(0o666)
+                .mode(0o660)
                 .custom_flags(nix::libc::O_NOFOLLOW)
                 .open(&path)
         };
         // The kernel may forbid O_CREAT on an existing file of another user in such a folder
         // (fs.protected_regular), so the first attempt goes without it.
         let file = open(false).or_else(|_| open(true)).map_err(failed)?;
-        let _ = file.set_permissions(std::fs::Permissions::from_mode(0o666));
+        let _ = file.set_permissions(std::fs::Permissions::from_mode(0o660));
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(mut lock) => {
                 let text = format!("{who}\n");
@@ -51,7 +56,7 @@ pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String>
             }
             Err((mut file, nix::errno::Errno::EWOULDBLOCK)) => {
                 let mut other = String::new();
-                let _ = std::io::Read::by_ref(&mut file).take(256).read_to_string(&mut other);
+                let _ = Read::by_ref(&mut file).take(256).read_to_string(&mut other);
                 let other: String = other.trim().chars().filter(|c| !c.is_control()).collect();
                 return Err(format!(
                     "GPU {gpu} is served by {}; a GPU has one server: list in `gpus` of each server the GPUs that it serves",
@@ -81,6 +86,10 @@ mod tests {
         take(&locks, &["GPU-c"], "gpuserver two").unwrap();
         drop(first);
         take(&locks, &["GPU-a", "GPU-b"], "gpuserver two").unwrap();
+        // No stranger opens a lock, since the lock would then be the stranger's.
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o7777;
+        let file = mode(&locks.join("GPU-a"));
+        assert_eq!((mode(&locks) & 0o1007, file & 0o007), (0o1000, 0), "{:o} {file:o}", mode(&locks));
         // A link is not followed.
         let target = folder.path().join("target");
         std::os::unix::fs::symlink(&target, locks.join("GPU-l")).unwrap();

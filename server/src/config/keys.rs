@@ -86,7 +86,8 @@ keys! {
         /// folder with NVIDIA's driver, else none.
         ///
         /// A lock keeps a GPU from having two servers.
-        /// The folder of the default is `/run/lock/gpusession`.
+        /// The folder of the default is `/run/lock/gpusession`. It belongs to root and gpuserver;
+        /// other users' servers set a folder of their own.
         lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), LOCK_FOLDER;
         /// Share of a GPU's memory that its leases may have together; above 100% a program may find
         /// less than its lease has.
