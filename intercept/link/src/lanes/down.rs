@@ -408,6 +408,18 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_piece_holds_nothing_up() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 8];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        transfers.land(1, 0, &[]);
+        assert!(transfers.any(), "its data has still to come");
+        transfers.land(1, 0, &[7; 8]);
+        assert!(!transfers.any(), "it has landed");
+        assert_eq!(memory, [7; 8]);
+    }
+
+    #[test]
     fn data_in_order_is_written_whole() {
         let transfers = DownTransfers::default();
         let mut memory = [0; 8];
