@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpusession_bus::describe::{Card, Described, Survey, Surveyed};
-use gpusession_common::units::human_bytes;
+use gpusession_bus::describe::{Card, Described, Survey, Surveyed, Usage};
+use gpusession_common::units::{human_bytes, human_duration};
 use gpusessiond::client::Remote;
 use gpusessiond::identity::{Home, Identity};
 use gpusessiond::pool::{PoolError, PoolServer as _};
@@ -34,11 +34,12 @@ pub struct Smi {
 pub async fn direct(identity: &Identity, addresses: Vec<String>) -> std::result::Result<Survey, PoolError> {
     let remotes = addresses.iter().map(|address| Remote::new(address, identity).map(Arc::new));
     let remotes = remotes.collect::<std::result::Result<Vec<_>, _>>()?;
+    let uid = nix::unistd::getuid().as_raw();
     let ask = |index: usize| {
         let remote = remotes[index].clone();
         async move {
             let begun = Instant::now();
-            let described = remote.describe().await?;
+            let described = remote.describe(Some(uid)).await?;
             Ok((begun.elapsed(), described))
         }
     };
@@ -130,6 +131,8 @@ fn smi_text(survey: &Survey, described: Option<&Described>) -> String {
 fn smi_json(survey: &Survey, described: Option<&Described>) -> Value {
     let mut value = json!(survey);
     for (server, shown) in survey.servers.iter().zip(value["servers"].as_array_mut().into_iter().flatten()) {
+        // `stats` shows it.
+        shown.as_object_mut().and_then(|shown| shown.remove("last_24h"));
         for (card, shown) in server.cards.iter().zip(shown["cards"].as_array_mut().into_iter().flatten()) {
             let leases = described.iter().flat_map(|described| &described.leases);
             let ids = leases.filter(|lease| lease.devices.iter().any(|device| device.uuid == card.uuid));
@@ -182,6 +185,43 @@ impl Sums {
     }
 }
 
+/// Formats the use of the last 24 hours: rows for all, for this machine, and for the caller.
+fn usage_text(survey: &Survey) -> String {
+    let names = [
+        "LAST 24 H",
+        "BY",
+        "GPU HOURS",
+        "BUSY",
+        "TO GPU",
+        "FROM GPU",
+        "LEASES",
+        "PROGRAMS",
+        "WAIT P50",
+        "WAIT P95",
+    ];
+    let mut rows = header(names);
+    let wait = |usec| or_dash(usec, |usec| human_duration(Duration::from_micros(usec)));
+    for (server, usage) in survey.servers.iter().flat_map(|s| s.last_24h.iter().map(move |usage| (s, usage)))
+    {
+        let Usage { by, leases, programs, gpu_usec, busy_usec, bytes_to_device, bytes_from_device, .. } =
+            usage;
+        let busy = busy_usec.checked_mul(100).and_then(|busy| busy.checked_div(*gpu_usec));
+        rows.push(vec![
+            server.name.clone(),
+            if by == "machine" { "this machine".into() } else { by.clone() },
+            format!("{:.1}", *gpu_usec as f64 / 3.6e9),
+            or_dash(busy, |percent| format!("{percent}%")),
+            human_bytes(*bytes_to_device),
+            human_bytes(*bytes_from_device),
+            leases.to_string(),
+            programs.to_string(),
+            wait(usage.wait_p50_usec),
+            wait(usage.wait_p95_usec),
+        ]);
+    }
+    if rows.len() > 1 { format!("\n{}", table(&rows)) } else { String::new() }
+}
+
 fn stats_text(survey: &Survey, described: Option<&Described>) -> String {
     let names =
         ["SERVER", "STATE", "LEASES", "WAITING", "PROGRAMS", "GPUS", "FREE", "USED", "MEMORY", "UTIL", "RTT"];
@@ -205,6 +245,7 @@ fn stats_text(survey: &Survey, described: Option<&Described>) -> String {
     }
     let mut out = if rows.len() > 1 { table(&rows) } else { String::new() };
     silent(survey, &mut out);
+    out.push_str(&usage_text(survey));
     if let Some(described) = described {
         let programs: usize = described.leases.iter().map(|lease| lease.processes).sum();
         let pending = described.leases.iter().filter(|lease| lease.state == "pending").count();
@@ -226,6 +267,7 @@ fn stats_json(survey: &Survey, described: Option<&Described>) -> Value {
             "leases": server.leases, "waiting": server.waiting, "programs": server.programs,
             "gpus": server.cards.len(), "gpus_free": sums.free, "memory_bytes": sums.memory,
             "free_bytes": sums.free_bytes, "used_bytes": sums.used, "utilization_percent": sums.utilization,
+            "last_24h": server.last_24h,
         })
     };
     let lease = |lease: &gpusession_bus::describe::Lease| {
@@ -367,5 +409,32 @@ mod tests {
             "{text}"
         );
         assert_eq!(stats_json(&survey, None)["own"], Value::Null);
+    }
+
+    #[test]
+    fn statistics_show_the_use_of_a_day() {
+        let (mut survey, described) = site();
+        assert!(!stats_text(&survey, Some(&described)).contains("LAST 24 H"), "an older server");
+        let usage = |by: &str, gpu_usec| Usage {
+            by: by.into(),
+            gpu_usec,
+            busy_usec: 1_800_000_000,
+            bytes_to_device: 3 << 30,
+            wait_p95_usec: Some(90_000_000),
+            ..Usage::default()
+        };
+        survey.servers[0].last_24h = vec![usage("all", 7_200_000_000), usage("machine", 0)];
+        let text = stats_text(&survey, Some(&described));
+        let words = |by: &str| {
+            let row = text.lines().find(|line| line.starts_with("gpu-a") && line.contains(by)).unwrap();
+            let words = row.split("  ").map(str::trim).filter(|word| !word.is_empty());
+            words.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let expected = ["gpu-a", "all", "2.0", "25%", "3 GiB", "0 B", "0", "0", "-", "1 min"];
+        assert_eq!(words("all"), expected, "{text}");
+        assert_eq!(words("this machine")[2..4], ["0.0", "-"]);
+        let json = stats_json(&survey, None);
+        assert_eq!(json["servers"][0]["last_24h"][1]["by"], "machine");
+        assert!(smi_json(&survey, None)["servers"][0].get("last_24h").is_none());
     }
 }

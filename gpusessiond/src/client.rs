@@ -262,8 +262,9 @@ impl PoolServer for Remote {
         self.call(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await).await
     }
 
-    async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
-        self.call(CALL_TIMEOUT, async |mut c| c.describe(control::DescribeRequest {}).await).await
+    async fn describe(&self, usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError> {
+        let request = control::DescribeRequest { usage_uid };
+        self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
     }
 
     async fn watch(

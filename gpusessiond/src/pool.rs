@@ -137,8 +137,8 @@ pub trait PoolServer: Send + Sync {
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError>;
     /// Starts an endpoint for a measurement of the network.
     async fn measure(&self, seconds: u32) -> Result<control::MeasureReply, PoolError>;
-    /// Describes the server and its GPUs.
-    async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
+    /// Describes the server and its GPUs, with the use of them by a user if one is given.
+    async fn describe(&self, usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError>;
     /// Forwards events about this client's leases until the connection ends.
     async fn watch(&self, boot_id: String, events: mpsc::Sender<control::PoolEvent>)
     -> Result<(), PoolError>;

@@ -170,7 +170,7 @@ impl Renewer {
         let remotes = remotes.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
         if due == Due::IfAllRenew {
             for remote in &remotes {
-                if !remote.describe().await.is_ok_and(|server| server.renews_identities) {
+                if !remote.describe(None).await.is_ok_and(|server| server.renews_identities) {
                     return Ok(false);
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gpusession_bus::describe::{Card, Endpoint, Survey, Surveyed};
+use gpusession_bus::describe::{Card, Endpoint, Survey, Surveyed, Usage};
 use gpusession_proto::control;
 use tokio::task::JoinSet;
 
@@ -77,6 +77,8 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
             };
         }
     };
+    let last_24h =
+        ["all", "machine", "you"].iter().zip(&said.usage).map(|(by, usage)| used(by, usage)).collect();
     // The server read its clock about half a round trip ago.
     let then = (now.saturating_sub(rtt / 2)).as_micros() as i64;
     let cuda = said.cuda_version;
@@ -101,6 +103,21 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
         leases: said.leases,
         waiting: said.waiting,
         programs: said.programs,
+        last_24h,
+    }
+}
+
+fn used(by: &str, usage: &control::Usage) -> Usage {
+    Usage {
+        by: by.into(),
+        leases: usage.leases,
+        programs: usage.programs,
+        gpu_usec: usage.gpu_usec,
+        busy_usec: usage.busy_usec,
+        bytes_to_device: usage.bytes_to_device,
+        bytes_from_device: usage.bytes_from_device,
+        wait_p50_usec: usage.wait_p50_usec,
+        wait_p95_usec: usage.wait_p95_usec,
     }
 }
 

@@ -1,4 +1,6 @@
-//! Accounting: a record of each ended lease and program, in an embedded database.
+//! Accounting: records of ended leases and programs, and sums of hours, in an embedded database.
+
+mod hours;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -9,6 +11,9 @@ use std::time::Duration;
 use redb::{Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
+
+use self::hours::Hours;
+pub use self::hours::{LeaseNote, Row};
 
 /// Records, by the second of their end and then by a running number.
 const RECORDS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("records");
@@ -128,6 +133,7 @@ pub struct AccountingError {
 enum Order {
     Add(Box<Record>),
     Note(Box<Record>),
+    NoteLease(LeaseNote),
     KeepRunning(BTreeSet<String>),
     /// Deletes records with an earlier end, in seconds since 1970.
     Forget(u64),
@@ -216,6 +222,11 @@ impl Accounting {
         self.order(Order::Note(Box::new(record)));
     }
 
+    /// Notes a new lease, or one that continues, for the sums of hours.
+    pub fn note_lease(&self, note: LeaseNote) {
+        self.order(Order::NoteLease(note));
+    }
+
     /// Records the end of each noted program whose worker is not among `workers`.
     ///
     /// An earlier server noted it; the time of its last note stands for its end.
@@ -248,6 +259,17 @@ impl Accounting {
     }
 }
 
+impl Accounting {
+    /// Returns the sums over the hours from that of `since_unix` to that of `until_unix`, by client
+    /// and owner.
+    ///
+    /// A running lease or program counts up to its latest note.
+    pub fn usage(&self, since_unix: u64, until_unix: u64) -> Result<Vec<Row>, AccountingError> {
+        hours::read(&self.0.database, since_unix, until_unix)
+            .map_err(|error| AccountingError { path: self.0.path.clone(), error: Box::new(error) })
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         // The writer exits after the last order.
@@ -261,6 +283,8 @@ impl Drop for Inner {
 fn next_number(database: &Database) -> Result<u64, redb::Error> {
     let transaction = database.begin_write()?;
     let next = {
+        // Readers need all tables.
+        drop(Hours::open(&transaction)?);
         let table = transaction.open_table(RECORDS)?;
         // The last key does not have the largest number: a later record may have an earlier end.
         let mut next = 0;
@@ -273,6 +297,10 @@ fn next_number(database: &Database) -> Result<u64, redb::Error> {
     Ok(next)
 }
 
+fn parsed(value: Option<redb::AccessGuard<'_, &'static [u8]>>) -> Option<Record> {
+    value.and_then(|value| serde_json::from_slice(value.value()).ok())
+}
+
 fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, most: u64) {
     while let Ok(first) = queue.recv() {
         let mut orders = vec![first];
@@ -283,6 +311,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
             {
                 let mut table = transaction.open_table(RECORDS)?;
                 let mut running = transaction.open_table(RUNNING)?;
+                let mut hours = Hours::open(&transaction)?;
                 // A record is plain data and always serializes.
                 let bytes = |record: &Record| serde_json::to_vec(record).unwrap_or_default();
                 let mut key = |record: &Record| {
@@ -293,11 +322,17 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                     match order {
                         Order::Add(record) => {
                             table.insert(key(&record), bytes(&record).as_slice())?;
-                            running.remove(record.worker.as_str())?;
+                            let before = parsed(running.remove(record.worker.as_str())?);
+                            match record.kind {
+                                Kind::Lease => hours.ended(&record)?,
+                                Kind::Process => hours.program(&record, before.as_ref(), true)?,
+                            }
                         }
                         Order::Note(record) => {
-                            running.insert(record.worker.as_str(), bytes(&record).as_slice())?;
+                            let noted = running.insert(record.worker.as_str(), bytes(&record).as_slice())?;
+                            hours.program(&record, parsed(noted).as_ref(), false)?;
                         }
+                        Order::NoteLease(note) => hours.lease(&note)?,
                         Order::KeepRunning(workers) => {
                             for entry in running.extract_if(|worker, _| !workers.contains(worker))? {
                                 let (_, value) = entry?;
@@ -305,10 +340,14 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                                     continue;
                                 };
                                 let record = Record { reason: UNSEEN.into(), ..record };
+                                hours.program(&record, Some(&record), true)?;
                                 table.insert(key(&record), bytes(&record).as_slice())?;
                             }
                         }
-                        Order::Forget(unix) => table.retain_in(..(unix, 0), |_, _| false)?,
+                        Order::Forget(unix) => {
+                            table.retain_in(..(unix, 0), |_, _| false)?;
+                            hours.forget(unix)?;
+                        }
                         Order::Flush(done) => flushed.push(done),
                     }
                 }
@@ -316,6 +355,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                 for _ in most..table.len()? {
                     table.pop_first()?;
                 }
+                hours.bound()?;
             }
             transaction.commit()?;
             Ok(())
@@ -425,6 +465,7 @@ pub fn csv(records: &[Record]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::usage;
 
     fn record(kind: Kind, lease: &str, client: &str, end_unix: u64) -> Record {
         Record {
@@ -523,6 +564,95 @@ mod tests {
         let accounting = Accounting::open(folder.path()).unwrap();
         accounting.keep_running(BTreeSet::new());
         assert_eq!(seen(&accounting)[..2], [is("lost", 160, UNSEEN), is("stays", 160, UNSEEN)]);
+    }
+
+    /// Sums of all clients in the first hours of 1970.
+    fn all(accounting: &Accounting) -> Vec<Row> {
+        accounting.flush();
+        accounting.usage(0, 10 * 3600).unwrap()
+    }
+
+    #[test]
+    fn work_is_counted_once_however_often_it_is_noted() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |worker: &str, seen: u64, bytes: u64| Record {
+            worker: worker.into(),
+            user: "alice".into(),
+            bytes_to_device: bytes,
+            gpu_busy_usec: 10 * bytes,
+            bytes_from_device: 0,
+            ..record(Kind::Process, "l1", "vm-1", seen)
+        };
+        {
+            let accounting = Accounting::open(folder.path()).unwrap();
+            accounting.note(of("a", 60, 100));
+            accounting.note(of("a", 3660, 150));
+            accounting.note(of("lost", 3670, 7));
+        }
+        let accounting = Accounting::open(folder.path()).unwrap();
+        accounting.keep_running(["a".to_owned()].into());
+        accounting.add(of("a", 3720, 180));
+        accounting.add(Record { uid: 7, ..of("b", 3720, 1000) });
+        let rows = all(&accounting);
+        assert_eq!(rows.len(), 2, "{rows:?}");
+        let [bob, alice] = &rows[..] else { unreachable!() };
+        assert_eq!((bob.owner, alice.owner), (usage::owner(7), usage::owner(1000)));
+        assert_eq!((alice.user.as_str(), alice.client.as_str()), ("alice", "vm-1"));
+        let usage = &alice.usage;
+        assert_eq!((usage.bytes_to_device, usage.busy_usec, usage.programs), (187, 1870, 2));
+        assert_eq!(bob.usage.bytes_to_device, 1000);
+        // The work of the second hour alone.
+        let second = accounting.usage(3600, 3600).unwrap();
+        assert_eq!(second[1].usage.bytes_to_device, 87);
+        accounting.forget_before(3600);
+        assert_eq!(all(&accounting), second);
+    }
+
+    #[test]
+    fn leases_count_for_each_gpu_while_they_hold_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let note = |gpus, granted_after, unix| LeaseNote {
+            lease: "l1".into(),
+            client: "vm-1".into(),
+            user: None,
+            gpus,
+            granted_after,
+            unix,
+        };
+        let accounting = Accounting::open(folder.path()).unwrap();
+        accounting.note_lease(note(2, Some(5_000_000), 3500));
+        accounting.note_lease(note(2, None, 3700));
+        // Lent for ten minutes.
+        accounting.note_lease(note(0, None, 3800));
+        accounting.note_lease(note(2, None, 4400));
+        let hour = |accounting: &Accounting, hour: u64| {
+            accounting.flush();
+            accounting.usage(hour * 3600, hour * 3600).unwrap().remove(0).usage
+        };
+        assert_eq!(hour(&accounting, 0).gpu_usec, 2 * 100 * 1_000_000);
+        assert_eq!(hour(&accounting, 1).gpu_usec, 2 * 200 * 1_000_000);
+        // The end of the lease, seen by the next server.
+        drop(accounting);
+        let accounting = Accounting::open(folder.path()).unwrap();
+        accounting.add(Record { uid: 0, ..record(Kind::Lease, "l1", "vm-1", 4410) });
+        assert_eq!(hour(&accounting, 1).gpu_usec, 2 * 210 * 1_000_000);
+        let rows = all(&accounting);
+        assert_eq!((rows.len(), rows[0].owner, rows[0].usage.leases), (1, usage::MACHINE, 1));
+        assert!(rows[0].usage.wait_usec(50).is_some_and(|usec| (5_000_000..5_700_000).contains(&usec)));
+    }
+
+    #[test]
+    fn a_client_with_many_users_has_a_bounded_number_of_sums() {
+        let folder = tempfile::tempdir().unwrap();
+        let accounting = Accounting::open(folder.path()).unwrap();
+        for uid in 0..2 * usage::MAX_OWNERS as u32 {
+            accounting.add(Record { uid, ..record(Kind::Process, "l1", "vm-1", 60) });
+            accounting.add(Record { uid: 5, ..record(Kind::Process, "l1", "vm-2", 60) });
+        }
+        let rows = all(&accounting);
+        assert_eq!(rows.len(), usage::MAX_OWNERS + 2);
+        let others = rows.iter().find(|row| row.owner == usage::OTHERS).unwrap();
+        assert_eq!((others.client.as_str(), others.usage.programs), ("vm-1", usage::MAX_OWNERS as u64));
     }
 
     #[test]

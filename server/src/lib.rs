@@ -9,7 +9,7 @@
 //! * [`mps`]: NVIDIA's Multi-Process Service: one control daemon for each fault domain.
 //! * [`data`]: the acceptor that hands data connections to workers.
 //! * [`certificate`], [`connections`]: peers of the control port.
-//! * [`accounting`]: records of ended leases and programs.
+//! * [`accounting`], [`usage`]: records of ended leases and programs, and sums of use.
 //! * [`gpu_lock`]: one server per GPU on a host.
 //! * [`health`]: faults that withdraw a GPU.
 //! * [`discovery`]: the GPUs that the driver reports.
@@ -51,3 +51,4 @@ pub mod spawn;
 pub mod store;
 pub mod supervise;
 pub mod threads;
+pub mod usage;

@@ -169,7 +169,14 @@ fn cards_counts_and_free_gpus_of_servers_are_shown() {
     assert_eq!(yours[0]["state"], "leased");
     assert!(yours[0]["free_bytes"].as_u64() < yours[0]["memory_bytes"].as_u64(), "{smi}");
 
-    let stats = shown(&site, "stats");
+    let stats = site.until("the lease's grant in the sums", |site| {
+        let stats = shown(site, "stats");
+        (stats["servers"][0]["last_24h"][1]["leases"] == 1).then_some(stats)
+    });
+    let by: Vec<_> =
+        stats["servers"][0]["last_24h"].as_array().unwrap().iter().map(|use_| &use_["by"]).collect();
+    assert_eq!(by, ["all", "machine", "you"]);
+    assert!(text(&site.gpusession(&["stats"]).stdout).contains("GPU HOURS"));
     documented("gpusession stats", &stats);
     assert_eq!((&stats["servers"][0]["leases"], &stats["servers"][0]["gpus_free"]), (&1.into(), &1.into()));
     let mut list = shown(&site, "list");

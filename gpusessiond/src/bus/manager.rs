@@ -130,7 +130,7 @@ impl Manager {
             if server.state == "online" && (spec.servers.is_empty() || spec.servers.iter().any(named)) {
                 let (leases, spec) = (self.shared.leases.clone(), spec.clone());
                 asked.spawn(async move {
-                    let answer = tokio::time::timeout(ASK_TIMEOUT, leases.ask(index)).await;
+                    let answer = tokio::time::timeout(ASK_TIMEOUT, leases.ask(index, None)).await;
                     matches!(answer, Ok(Ok((_, said))) if said.state == "online" && spec.fits(&said.devices))
                 });
             }
@@ -439,13 +439,13 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
-        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let uid = Call::begin(&self.shared, connection, &header).await?.uid;
         let snapshot = self.shared.snapshot();
         let addresses = snapshot.server_facts().map(|s| s.address.clone()).collect();
         let known: Vec<_> = snapshot.server_facts().map(silence).collect();
         let ask = |index: usize| {
             let (leases, known) = (self.shared.leases.clone(), known[index].clone());
-            async move { if let Some(error) = known { Err(error) } else { leases.ask(index).await } }
+            async move { if let Some(error) = known { Err(error) } else { leases.ask(index, Some(uid)).await } }
         };
         Ok(crate::survey::survey(addresses, ask).await.to_json())
     }

@@ -57,7 +57,7 @@ impl Server {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<u64> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        let (round_trip, _) = self.shared.leases.ask(self.index).await?;
+        let (round_trip, _) = self.shared.leases.ask(self.index, None).await?;
         Ok(usec(round_trip))
     }
 
@@ -67,7 +67,7 @@ impl Server {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        self.shared.leases.ask(self.index).await?;
+        self.shared.leases.ask(self.index, None).await?;
         Ok(())
     }
 

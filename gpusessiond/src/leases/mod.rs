@@ -575,7 +575,11 @@ pub trait Leases: Send + Sync {
     /// Sets or clears the owner's hint that a lease is idle.
     async fn idle_hint(&self, slot: Slot, idle: bool) -> Result<(), PoolError>;
     /// Asks a server for its description; returns the round trip and the answer.
-    async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError>;
+    async fn ask(
+        &self,
+        server: usize,
+        usage_uid: Option<u32>,
+    ) -> Result<(Duration, control::ServerDescription), PoolError>;
     /// Starts an endpoint of a server for a measurement of the network.
     async fn measure(&self, server: usize, seconds: u32) -> Result<control::MeasureReply, PoolError>;
     /// Releases all leases and waits for the servers' confirmation, at most `limit`.

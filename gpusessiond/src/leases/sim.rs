@@ -328,7 +328,7 @@ impl PoolServer for SimServer {
         Err(PoolError::new(Trouble::Protocol, "a simulated server has no network"))
     }
 
-    async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
+    async fn describe(&self, _usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError> {
         self.until(|state| !state.hanging).await;
         self.call(|state| {
             let free = state.gpus - state.leases.iter().map(|(_, n, _)| n).sum::<u32>();

@@ -230,6 +230,31 @@ pub struct Surveyed {
     /// Number of running programs of all clients.
     pub programs: Option<u32>,
     pub cards: Vec<Card>,
+    /// Use of its GPUs in the present hour and the 24 before it; empty from older servers.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub last_24h: Vec<Usage>,
+}
+
+/// Use of a server's GPUs by all clients, by this one, or by the asking user.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Usage {
+    /// `all`, `machine` or `you`.
+    pub by: String,
+    /// Number of granted leases.
+    pub leases: u64,
+    /// Number of ended programs.
+    pub programs: u64,
+    /// Time of leases, each of their GPUs counted.
+    pub gpu_usec: u64,
+    /// Time with GPU work or copies, each program counted.
+    pub busy_usec: u64,
+    pub bytes_to_device: u64,
+    pub bytes_from_device: u64,
+    /// Median wait of the granted leases; `None` without one.
+    pub wait_p50_usec: Option<u64>,
+    /// 95th percentile of it.
+    pub wait_p95_usec: Option<u64>,
 }
 
 /// An endpoint of a server for one measurement: the JSON of `Measure`. It holds a secret.

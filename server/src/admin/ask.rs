@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::answer::{administrators, clients, config, gpus, leases, status, tokens};
+use super::answer::{administrators, clients, config, gpus, leases, status, tokens, usage};
 use crate::accounting::Wanted;
 use crate::audit;
 use crate::pool::Pool;
@@ -92,6 +92,15 @@ pub enum Ask {
         /// Name of the user; empty: none.
         user: String,
     },
+    /// List sums of the use of GPUs.
+    Stats {
+        /// Beginning, in seconds since 1970.
+        since_unix: u64,
+        /// End, in seconds since 1970.
+        until_unix: u64,
+        /// Whether to list the users of a client.
+        users: bool,
+    },
     /// List records of ended leases and programs.
     Accounting {
         /// Selection of records.
@@ -158,6 +167,7 @@ impl Ask {
             | Self::Mps
             | Self::Queue
             | Self::Limits { .. }
+            | Self::Stats { .. }
             | Self::Accounting { .. }
             | Self::Config
             | Self::Tokens
@@ -254,6 +264,9 @@ impl Ask {
             Self::Mps => gpus::mps(pool).await,
             Self::Queue => leases::queue(pool).await,
             Self::Limits { client, user } => config::limits(pool, client, user),
+            Self::Stats { since_unix, until_unix, users } => {
+                usage::stats(pool, since_unix, until_unix, users).await
+            }
             Self::Accounting { wanted } => status::accounting(pool, wanted).await,
             Self::Config => config::config(pool),
             Self::ConfigSet { key, value } => config::set(pool, key, value).await,

@@ -49,7 +49,8 @@ impl Output<'_> {
     }
 }
 
-fn mib(bytes: u64) -> String {
+/// Formats bytes as MiB.
+pub fn mib(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
@@ -78,7 +79,8 @@ fn date(unix: u64) -> String {
         .unwrap_or_else(|| "-".into())
 }
 
-fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyhow::Result<()> {
+/// Prints a table, or this text for one without rows.
+pub fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyhow::Result<()> {
     if rows == 0 {
         writeln!(out, "{nothing}")?;
     } else {

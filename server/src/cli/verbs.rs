@@ -14,6 +14,7 @@ use super::isolation::check_isolation;
 use super::pool::{PoolVerb, pool};
 use super::several::{ps, stop, top};
 use super::show::{self, Output};
+use super::stats::{StatsOptions, stats};
 use super::target::{Target, must_run};
 use super::token::{TokenVerb, token};
 use crate::admin::{self, Ask};
@@ -175,6 +176,8 @@ pub enum Verb {
         #[arg(long, value_name = "NAME", default_value = "")]
         user: String,
     },
+    /// Show GPU hours, work, bytes and waits of clients and users
+    Stats(StatsOptions),
     /// Show the accounting records: ended leases and programs
     Accounting(AccountingOptions),
     /// Show the audit trail: joins, certificates, tokens, administrators' changes, leases
@@ -254,6 +257,7 @@ impl Verb {
                 let limits = Ask::Limits { client: client.clone(), user: user.clone() };
                 out.answer("limits", ask(limits)?, |out, rows| show::limits(out, rows, user))
             }
+            Self::Stats(options) => stats(out, server, options),
             Self::Accounting(wanted) => accounting(out, server, wanted),
             Self::Audit(options) => audit(out, server, options),
             Self::Config { verb } => configure(out, server, verb),

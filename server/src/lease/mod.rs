@@ -289,6 +289,9 @@ pub struct Lease {
     /// Whether its client named the GPUs.
     #[serde(default)]
     pub pinned: bool,
+    /// Time that its request waited in the queue.
+    #[serde(default)]
+    pub waited: Duration,
 }
 
 // Leaves the key out, to keep it out of logs.
@@ -369,6 +372,7 @@ pub enum AllocateError {
 struct Waiting {
     request: Request,
     arrived: u64,
+    since: Moment,
     asked: Moment,
 }
 

@@ -36,7 +36,8 @@ impl Table {
                     return 0;
                 }
                 self.arrivals += 1;
-                self.waiting.push(Waiting { request: request.clone(), arrived: self.arrivals, asked: now });
+                let (arrived, request) = (self.arrivals, request.clone());
+                self.waiting.push(Waiting { request, arrived, since: now, asked: now });
             }
         }
         self.put_in_order(&request.client, request.priority);
@@ -58,9 +59,10 @@ impl Table {
         }
     }
 
-    /// Removes a request that is no longer wanted.
-    pub fn leave_queue(&mut self, client: &str, request_id: &str) {
-        self.waiting.retain(|w| !Self::same(w, client, request_id));
+    /// Removes a request that is no longer wanted; returns when it came, if it waited.
+    pub fn leave_queue(&mut self, client: &str, request_id: &str) -> Option<Moment> {
+        let place = self.waiting.iter().position(|w| Self::same(w, client, request_id))?;
+        Some(self.waiting.remove(place).since)
     }
 
     /// Lists the queue in the order in which it is served, for listings.

@@ -240,7 +240,7 @@ impl Table {
                 return Err(other);
             }
         };
-        self.leave_queue(&request.client, &request.request_id);
+        let since = self.leave_queue(&request.client, &request.request_id);
         let longest = request.limits.smallest("lease_ttl").map(|(_, usec)| usec);
         let ttl = match request.ttl {
             Duration::ZERO => DEFAULT_TTL,
@@ -280,6 +280,7 @@ impl Table {
             mps: request.sharing.is_none_or(|s| s == Sharing::Mps) && all(Sharing::Mps),
             shares,
             pinned: !request.devices.is_empty(),
+            waited: since.map_or(Duration::ZERO, |since| now.saturating_sub(since)),
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
         Ok((lease, true))

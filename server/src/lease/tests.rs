@@ -186,6 +186,22 @@ fn waits(result: Result<Lease, AllocateError>) -> (u32, u32) {
     }
 }
 
+#[test]
+fn a_lease_tells_how_long_its_request_waited() {
+    let (mut t, r) = (table(1), Counting::default());
+    let first = allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
+    for now in [10, 40] {
+        waits(allocate(&mut t, &named("b", 1, 50.0), now, &r));
+    }
+    t.remove(None, &first.id);
+    assert_eq!(allocate(&mut t, &named("b", 1, 50.0), 42, &r).unwrap().waited, Duration::from_secs(32));
+    // A request that left the queue waits from its return on.
+    waits(allocate(&mut t, &named("c", 1, 100.0), 43, &r));
+    t.leave_queue("c", "r");
+    let direct = allocate(&mut t, &named("c", 1, 50.0), 50, &r).unwrap();
+    assert_eq!((first.waited, direct.waited), (Duration::ZERO, Duration::ZERO));
+}
+
 fn named(client: &str, gpus: u32, percent: f64) -> Request {
     Request { request_id: "r".into(), ..request(client, gpus, percent) }
 }

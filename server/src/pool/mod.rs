@@ -15,11 +15,13 @@ mod reload;
 mod status;
 pub mod tls;
 pub mod tokens;
+mod usage;
 pub mod watch;
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -128,6 +130,9 @@ pub struct Pool {
     allowance: Mutex<Allowance>,
     parking: Parking,
     endpoints: Endpoints,
+    /// Minute in which running leases were last counted.
+    noted: AtomicU64,
+    day: Mutex<usage::Day>,
     /// Leases whose clients have been warned of an end by `lease_ttl`.
     ending: Mutex<HashSet<String>>,
     /// `Some` after a request to stop; `true`: at once.
@@ -192,6 +197,8 @@ impl Pool {
             allowance: Mutex::default(),
             parking: Parking::default(),
             endpoints,
+            noted: AtomicU64::new(0),
+            day: Mutex::default(),
             ending: Mutex::default(),
             stop: channel(None).0,
         })
@@ -557,6 +564,7 @@ impl Pool {
         }
         self.warn_of_ends(unix).await;
         self.watch_identities(unix);
+        self.note_leases().await;
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
             if !self.registry.holds(&lease).await {

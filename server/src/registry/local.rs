@@ -117,7 +117,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn leave_queue(&self, client: &str, request_id: &str) {
-        self.change(|table| table.leave_queue(client, request_id), |()| false);
+        self.change(|table| table.leave_queue(client, request_id), |_| false);
     }
 
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {

@@ -123,7 +123,7 @@ async fn only_administrator_certificates_may_administer() {
     let bundle = std::fs::read_to_string(&alice).unwrap();
     let identity = Identity::from_pem(&bundle, &bundle);
     let channel = server.connect(Some(identity.clone())).await.unwrap();
-    let described = PoolClient::new(channel.clone()).describe(DescribeRequest {}).await;
+    let described = PoolClient::new(channel.clone()).describe(DescribeRequest::default()).await;
     assert_eq!(described.unwrap_err().code(), Code::Unauthenticated);
     let mut asks = AdministrationClient::new(channel);
     for (bad, said) in

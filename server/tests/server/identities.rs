@@ -67,7 +67,7 @@ fn of(pem: &str) -> gpuserver::certificate::Holder {
 }
 
 fn describe() -> DescribeRequest {
-    DescribeRequest {}
+    DescribeRequest::default()
 }
 
 #[tokio::test]
@@ -235,7 +235,7 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
     let reply = remote.renew(vec![lease.id.clone()], "b1".into()).await.unwrap();
     assert!(!reply.leases[0].lost, "{reply:?}");
     // Another process takes the certificate from the folder; until then, the older one serves.
-    Remote::new(&server.control, &others).unwrap().describe().await.unwrap();
+    Remote::new(&server.control, &others).unwrap().describe(None).await.unwrap();
     other.look().await;
     assert_eq!(others.facts(), new);
 
@@ -254,7 +254,7 @@ async fn a_machine_that_was_off_for_100_days_comes_back_and_one_of_130_days_says
     assert!(late.expired());
     late.look().await;
     assert!(!late.expired());
-    Remote::new(&server.control, &identity).unwrap().describe().await.unwrap();
+    Remote::new(&server.control, &identity).unwrap().describe(None).await.unwrap();
 
     let folder = tempfile::tempdir().unwrap();
     let home = identity_of(&server, folder.path(), "vm-2", unix() - 130 * DAY);
@@ -281,5 +281,5 @@ async fn an_updated_daemon_renews_a_lasting_certificate_at_once_and_years_later(
     renewer.look().await;
     let after = identity.facts();
     assert!(after.certificate != before.certificate && after.expires_unix < before.expires_unix);
-    Remote::new(&server.control, &identity).unwrap().describe().await.unwrap();
+    Remote::new(&server.control, &identity).unwrap().describe(None).await.unwrap();
 }

@@ -56,7 +56,7 @@ fn renew(leases: &[&str]) -> RenewRequest {
 async fn join_allocate_use_release() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
-    let about = vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    let about = vm.pool.describe(DescribeRequest::default()).await.unwrap().into_inner();
     assert_eq!((about.name.as_str(), about.devices.len(), about.cuda_version), ("s1", 2, 13000));
     assert_eq!(about.data_addresses, std::slice::from_ref(&server.data));
 
@@ -310,7 +310,7 @@ async fn only_certificates_of_the_pool_that_are_not_revoked() {
     let server = Server::start().await;
     // A peer without a certificate may only join.
     let mut nobody = PoolClient::new(server.connect(None).await.unwrap());
-    let status = nobody.describe(DescribeRequest {}).await.unwrap_err();
+    let status = nobody.describe(DescribeRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), Code::Unauthenticated);
     assert!(status.message().contains("gpusession join"));
 
@@ -408,7 +408,7 @@ fn answer_to_a_thief(server: &Server, certificate: &str) -> rustls::AlertDescrip
 async fn refused(server: &Server, identity: Identity) -> bool {
     match server.connect(Some(identity)).await {
         Err(_) => true,
-        Ok(channel) => PoolClient::new(channel).describe(DescribeRequest {}).await.is_err(),
+        Ok(channel) => PoolClient::new(channel).describe(DescribeRequest::default()).await.is_err(),
     }
 }
 

@@ -360,7 +360,7 @@ async fn each_gpu_is_shared_in_its_own_way() {
     assert_eq!(alone.devices[0].uuid, uuids[1]);
     let program = site.program(&mut a, &alone).await;
     assert_eq!((&program.said["warm"], &program.said["mps"]), (&true.into(), &false.into()));
-    let described = b.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    let described = b.pool.describe(DescribeRequest::default()).await.unwrap().into_inner();
     assert_eq!(described.devices.iter().map(|d| d.memory_free_bytes >> 30).collect::<Vec<_>>(), [4, 0]);
     for (sharing, percent) in [("exclusive", 1.0), ("", 50.0), ("time-slice", 50.0)] {
         let wish = wish(sharing, percent)(b.request());

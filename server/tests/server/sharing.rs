@@ -88,7 +88,7 @@ async fn every_limit_refuses_by_name() {
         vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
     }
     server.set(&of("servers"), "[\"other\"]");
-    refused_by(vm.pool.describe(DescribeRequest {}).await, "servers", "this is s1");
+    refused_by(vm.pool.describe(DescribeRequest::default()).await, "servers", "this is s1");
     server.unset(&of("servers"));
 
     // Limits of programs apply to new programs, and leave running ones alone.
@@ -130,7 +130,7 @@ async fn every_limit_refuses_by_name() {
     server.set(&of("requests_per_s"), "2");
     let mut refused = None;
     for _ in 0..20 {
-        if let Err(status) = vm.pool.describe(DescribeRequest {}).await {
+        if let Err(status) = vm.pool.describe(DescribeRequest::default()).await {
             refused = Some(status);
         }
     }
@@ -402,9 +402,13 @@ async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
     let server = Server::start_with("libcuda.so.1", more).await;
     let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
     let minutes = |n: u64| n * 60_000_000;
-    let default = a.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    let default = a.pool.describe(DescribeRequest::default()).await.unwrap().into_inner();
     assert_eq!((default.idle_timeout_usec, default.lease_ttl_usec), (minutes(30), minutes(1)));
-    assert_eq!(b.pool.describe(DescribeRequest {}).await.unwrap().into_inner().idle_timeout_usec, 0, "never");
+    assert_eq!(
+        b.pool.describe(DescribeRequest::default()).await.unwrap().into_inner().idle_timeout_usec,
+        0,
+        "never"
+    );
     let base = a.request();
     let wish = |usec| AllocateRequest { memory_percent: 10.0, idle_timeout_usec: usec, ..base.clone() };
     for (asked, holds) in [(0, 30), (minutes(45), 30), (minutes(5), 5)] {
@@ -627,13 +631,13 @@ async fn gpus_and_the_server_are_taken_out() {
     assert!(server.verb(&["drain", "--reason", "new cooling"]).status.success());
     let status = vm.allocate(10.0).await.unwrap_err();
     assert!(status.message().contains("new cooling"), "{status}");
-    assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
+    assert_eq!(vm.pool.describe(DescribeRequest::default()).await.unwrap().into_inner().state, "draining");
     vm.take(&lease.id).await.unwrap();
     // The server drains after a restart, too.
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
     server.run().await;
     let mut vm = server.again(&vm).await;
-    assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
+    assert_eq!(vm.pool.describe(DescribeRequest::default()).await.unwrap().into_inner().state, "draining");
     assert!(server.verb(&["drain", "--end"]).status.success());
     vm.allocate(10.0).await.unwrap();
 }
@@ -822,7 +826,7 @@ async fn an_administrator_stops_the_server_and_hears_what_it_waits_for() {
 async fn usage_of_programs_and_leases_is_recorded() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
-    let wish = AllocateRequest { user: "alice".into(), ..vm.request() };
+    let wish = AllocateRequest { user: "alice".into(), uid: 1000, ..vm.request() };
     let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
     let worker = vm.take(&lease.id).await.unwrap();
     server.adopt(&worker.id, 0, true);
@@ -873,6 +877,47 @@ async fn usage_of_programs_and_leases_is_recorded() {
     let table = server.verb(&["accounting"]);
     assert!(String::from_utf8_lossy(&table.stdout).contains("vectorAdd (pid 42, uid 1000)"), "{table:?}");
     assert_eq!(server.verb(&["accounting", "--since", "soon"]).status.code(), Some(1));
+
+    // The sums, which clients see of all, and administrators for each user.
+    let stats = server.json(&["stats", "--users"])["usage"].clone();
+    let row = &stats[0];
+    assert_eq!(
+        (&row["client"], &row["user"], &row["owner"]),
+        (&"vm-1".into(), &"alice".into(), &"user".into())
+    );
+    assert_eq!(
+        (&row["leases"], &row["programs"], &row["wait_p95_usec"]),
+        (&1.into(), &1.into(), &0.into()),
+        "{stats}"
+    );
+    assert_eq!(row["bytes_from_device"], 200, "{stats}");
+    server.run().await;
+    let mut other = server.client("vm-2").await;
+    let mut vm = server.again(&vm).await;
+    let held = other.allocate(10.0).await.unwrap();
+    let seen = async |vm: &mut Client, uid: u32| {
+        let request = DescribeRequest { usage_uid: Some(uid) };
+        let seen = vm.pool.describe(request).await.unwrap().into_inner();
+        let [all, own, user] = seen.usage.try_into().unwrap();
+        (all, own, user)
+    };
+    let (_, own, user) = seen(&mut vm, 7).await;
+    assert_eq!((own.leases, own.programs, own.bytes_from_device), (1, 1, 200));
+    assert_eq!((user.programs, user.wait_p50_usec), (0, None), "another user");
+    for wait in [1_u64, 2, 3] {
+        let (all, _, user) = seen(&mut vm, 1000).await;
+        assert_eq!((user.bytes_from_device, user.wait_p50_usec), (200, Some(0)));
+        if all.leases == 2 {
+            break;
+        }
+        assert!(wait < 3, "the other client's lease does not count");
+        tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    }
+    let plain = vm.pool.describe(DescribeRequest::default()).await.unwrap().into_inner();
+    assert!(plain.usage.is_empty());
+    other.pool.release(ReleaseRequest { lease: held.id, ..Default::default() }).await.unwrap();
+    let table = String::from_utf8(server.verb(&["stats"]).stdout).unwrap();
+    assert!(table.starts_with("CLIENT") && table.contains("\nvm-2"), "{table}");
 }
 
 #[tokio::test]

@@ -232,7 +232,7 @@ impl Actor {
         let (pool, messages) = (self.servers[server].clone(), self.messages.clone());
         tokio::spawn(async move {
             let begun = Instant::now();
-            if let Ok(description) = pool.describe().await
+            if let Ok(description) = pool.describe(None).await
                 && let Some(messages) = messages.upgrade()
             {
                 let _ = messages.send(Message::Described(server, begun.elapsed(), description));

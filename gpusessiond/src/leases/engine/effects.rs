@@ -34,7 +34,7 @@ pub(super) async fn follow(
     let mut pause = BACKOFF_MIN;
     loop {
         let begun = Instant::now();
-        match server.describe().await {
+        match server.describe(None).await {
             Ok(description) => {
                 pause = BACKOFF_MIN;
                 let Some(messages) = messages.upgrade() else { return };

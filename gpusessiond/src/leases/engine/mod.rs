@@ -322,10 +322,14 @@ impl Leases for Engine {
         self.server(server).await?.measure(seconds).await
     }
 
-    async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError> {
+    async fn ask(
+        &self,
+        server: usize,
+        usage_uid: Option<u32>,
+    ) -> Result<(Duration, control::ServerDescription), PoolError> {
         let pool = self.server(server).await?;
         let begun = Instant::now();
-        let description = pool.describe().await?;
+        let description = pool.describe(usage_uid).await?;
         let rtt = begun.elapsed();
         let _ = self.messages.send(Message::Described(server, rtt, description.clone()));
         Ok((rtt, description))

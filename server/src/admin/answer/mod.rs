@@ -7,6 +7,7 @@ pub mod gpus;
 pub mod leases;
 pub mod status;
 pub mod tokens;
+pub mod usage;
 
 use std::time::Duration;
 

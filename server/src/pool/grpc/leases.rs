@@ -133,6 +133,7 @@ pub(super) async fn allocate(
             lease.id,
             what.join(", ")
         );
+        pool.note_lease(&lease, true, true);
         let clear = if encrypted { "" } else { ", not encrypted" };
         pool.audit.note(audit::Event {
             actor: format!("client {client}"),

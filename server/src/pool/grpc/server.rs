@@ -20,6 +20,10 @@ pub(super) async fn describe(
 ) -> Result<Response<wire::ServerDescription>, Status> {
     let client = pool.client(&request).await?;
     let reached = peer(&request).and_then(Peer::local);
+    let usage = match request.into_inner().usage_uid {
+        Some(uid) => pool.usage_of(&client, uid).await?,
+        None => Vec::new(),
+    };
     let facts = &pool.facts;
     let devices = pool.registry.gpus().await;
     let readings = pool.monitor.readings().borrow().clone();
@@ -49,5 +53,6 @@ pub(super) async fn describe(
         waiting: Some(pool.registry.waiting().await.len() as u32),
         renews_identities: true,
         programs: Some(pool.supervisor.programs(true).len() as u32),
+        usage,
     }))
 }

@@ -226,6 +226,7 @@ fn lease(id: &str) -> Lease {
         hold: false,
         mps: false,
         pinned: false,
+        waited: Duration::ZERO,
     }
 }
 

@@ -106,7 +106,7 @@ async fn the_monitor_which_clients_ask_gives_up_its_rights() {
         .await;
     let vm = server.client("vm-1").await;
     eventually("it reads the GPU", async || {
-        let described = vm.pool.clone().describe(DescribeRequest {}).await.unwrap().into_inner();
+        let described = vm.pool.clone().describe(DescribeRequest::default()).await.unwrap().into_inner();
         described.loads.first().is_some_and(|load| load.temperature_c.is_some())
     })
     .await;

@@ -1,0 +1,93 @@
+//! Answers about the use of GPUs by clients and their users.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{internal, show};
+use crate::accounting::Row;
+use crate::pool::Pool;
+use crate::refusal::Refusal;
+use crate::usage::{self, Usage};
+
+/// A row of `gpuserver stats`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageRow {
+    /// Name of the client.
+    pub client: String,
+    /// `all`; with a row for each user, `user`, `machine` (no user's) or `others` (too many users).
+    pub owner: String,
+    /// Id of the user on the client, if the row is a user's.
+    pub uid: Option<u32>,
+    /// Name of that user, by the client's word; empty if unknown.
+    pub user: String,
+    /// Number of granted leases.
+    pub leases: u64,
+    /// Number of ended programs.
+    pub programs: u64,
+    /// Time of leases, each of their GPUs counted.
+    pub gpu_usec: u64,
+    /// Time with GPU work or copies, each program counted.
+    pub busy_usec: u64,
+    /// Bytes copied to the GPUs.
+    pub bytes_to_device: u64,
+    /// Bytes copied from the GPUs.
+    pub bytes_from_device: u64,
+    /// Median wait of the granted leases.
+    pub wait_p50_usec: Option<u64>,
+    /// 95th percentile of it.
+    pub wait_p95_usec: Option<u64>,
+}
+
+/// Returns rows for people: one for each client, or with `users` for each of its users.
+pub fn usage_rows(rows: Vec<Row>, users: bool) -> Vec<UsageRow> {
+    let mut sums = BTreeMap::<(String, Option<u64>), (String, Usage)>::new();
+    for Row { client, owner, user, usage } in rows {
+        let (name, sum) = sums.entry((client, users.then_some(owner))).or_default();
+        sum.add(&usage);
+        if users {
+            *name = user;
+        }
+    }
+    let row = |((client, owner), (user, usage)): ((String, Option<u64>), (String, Usage))| {
+        let uid = owner.and_then(usage::uid);
+        let kind = match owner {
+            None => "all",
+            Some(usage::MACHINE) => "machine",
+            Some(usage::OTHERS) => "others",
+            Some(_) => "user",
+        };
+        UsageRow {
+            client,
+            owner: kind.into(),
+            uid,
+            user,
+            leases: usage.leases,
+            programs: usage.programs,
+            gpu_usec: usage.gpu_usec,
+            busy_usec: usage.busy_usec,
+            bytes_to_device: usage.bytes_to_device,
+            bytes_from_device: usage.bytes_from_device,
+            wait_p50_usec: usage.wait_usec(50),
+            wait_p95_usec: usage.wait_usec(95),
+        }
+    };
+    sums.into_iter().map(row).collect()
+}
+
+pub(in crate::admin) async fn stats(
+    pool: &Pool,
+    since_unix: u64,
+    until_unix: u64,
+    users: bool,
+) -> Result<Value, Refusal> {
+    let accounting = pool.accounting().clone();
+    let read = move || {
+        accounting.flush();
+        accounting.usage(since_unix, until_unix)
+    };
+    let rows =
+        tokio::task::spawn_blocking(read).await.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
+    show(serde_json::to_value(usage_rows(rows, users)))
+}

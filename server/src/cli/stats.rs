@@ -1,0 +1,84 @@
+//! `gpuserver stats`: shows the use of GPUs by clients and users.
+
+use clap::Args;
+
+use super::accounting::past;
+use super::show::{self, Output, span, table};
+use super::target::{Target, offline, running};
+use crate::accounting::Accounting;
+use crate::admin::answer::usage::{UsageRow, usage_rows};
+use crate::admin::{Ask, Refusal};
+use crate::clock::{Clock, SystemClock};
+
+/// Selection of the sums of use.
+#[derive(Debug, Args)]
+pub struct StatsOptions {
+    /// Beginning: a time ago, as "24h", or a day, as 2026-11-21 (UTC); it counts from its full hour
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub since: String,
+    /// End, in the same form; its hour counts
+    #[arg(long, value_name = "TIME", default_value = "0s")]
+    pub until: String,
+    /// Show a row for each user of a client
+    #[arg(long)]
+    pub users: bool,
+}
+
+pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOptions) -> anyhow::Result<()> {
+    let now = SystemClock.unix();
+    let time = |text: &str| {
+        past(text, now).ok_or_else(|| {
+            Refusal::new("usage", format!("{text:?}: a time like \"24h\" or 2026-11-21 is wanted"))
+        })
+    };
+    let (since_unix, until_unix, users) = (time(&options.since)?, time(&options.until)?, options.users);
+    let value = match running(server, &Ask::Stats { since_unix, until_unix, users })? {
+        Some(value) => value,
+        None => {
+            let config = server.config()?;
+            let _lock = offline(config)?;
+            let rows = Accounting::open(&config.state_dir)?.usage(since_unix, until_unix)?;
+            serde_json::to_value(usage_rows(rows, users))?
+        }
+    };
+    out.answer("usage", value, |out, rows: Vec<UsageRow>| {
+        let n = rows.len();
+        let mut header = vec!["CLIENT"];
+        header.extend(users.then_some("USER"));
+        header.extend([
+            "GPU HOURS",
+            "BUSY",
+            "TO GPU",
+            "FROM GPU",
+            "LEASES",
+            "PROGRAMS",
+            "WAIT P50",
+            "WAIT P95",
+        ]);
+        let mut table = table(&header);
+        for row in rows {
+            let mut cells = vec![row.client];
+            if users {
+                cells.push(match (row.uid, row.user.is_empty()) {
+                    (Some(_), false) => row.user,
+                    (Some(uid), true) => format!("uid {uid}"),
+                    (None, _) => row.owner,
+                });
+            }
+            let wait = |usec: Option<u64>| usec.map_or_else(|| "-".into(), span);
+            let busy = row.busy_usec.checked_mul(100).and_then(|busy| busy.checked_div(row.gpu_usec));
+            cells.extend([
+                format!("{:.1}", row.gpu_usec as f64 / 3.6e9),
+                busy.map_or_else(|| "-".into(), |percent| format!("{percent}%")),
+                show::mib(row.bytes_to_device),
+                show::mib(row.bytes_from_device),
+                row.leases.to_string(),
+                row.programs.to_string(),
+                wait(row.wait_p50_usec),
+                wait(row.wait_p95_usec),
+            ]);
+            table.add_row(cells);
+        }
+        show::print(out, &table, n, "no leases and programs in that time")
+    })
+}

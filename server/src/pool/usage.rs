@@ -1,0 +1,96 @@
+//! Use of the last 24 hours, for the clients' `gpusession stats`.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use gpusession_proto::control as wire;
+use tonic::Status;
+use tracing::warn;
+
+use super::{Pool, locked};
+use crate::accounting::{LeaseNote, Row};
+use crate::clock::Moment;
+use crate::lease::Lease;
+use crate::usage::{self, Usage};
+
+/// Interval at which running leases are counted, in seconds.
+const NOTED_EVERY: u64 = 60;
+/// Hours that a client sees, beside the present one.
+const SHOWN: u64 = 24;
+/// Age at which sums are read again: clients may ask at any rate.
+const MAX_AGE: Duration = Duration::from_secs(2);
+
+/// Sums of the last 24 hours, and when they were read.
+pub(super) type Day = Option<(Moment, Arc<[Row]>)>;
+
+impl Pool {
+    /// Counts a lease's GPUs from now on, and its grant if it is new.
+    pub(super) fn note_lease(&self, lease: &Lease, holds: bool, fresh: bool) {
+        self.accounting.note_lease(LeaseNote {
+            lease: lease.id.clone(),
+            client: lease.client.clone(),
+            user: (!lease.user.is_empty()).then(|| (lease.user.clone(), lease.uid)),
+            gpus: if holds { lease.shares.len() as u64 } else { 0 },
+            granted_after: fresh.then_some(u64::try_from(lease.waited.as_micros()).unwrap_or(u64::MAX)),
+            unix: self.unix(),
+        });
+    }
+
+    /// Counts all leases once a minute.
+    pub(super) async fn note_leases(&self) {
+        let minute = self.unix() / NOTED_EVERY;
+        if self.noted.swap(minute, Ordering::Relaxed) == minute {
+            return;
+        }
+        for standing in self.registry.leases().await {
+            let holds = !self.registry.is_lent(&standing.lease.id).await;
+            self.note_lease(&standing.lease, holds, false);
+        }
+    }
+
+    async fn day(&self) -> Result<Arc<[Row]>, Status> {
+        let now = self.clock.now();
+        if let Some((read, rows)) = &*locked(&self.day)
+            && now.saturating_sub(*read) < MAX_AGE
+        {
+            return Ok(rows.clone());
+        }
+        let (accounting, unix) = (self.accounting.clone(), self.unix());
+        let reads = move || accounting.usage(unix.saturating_sub(SHOWN * 3600), unix);
+        let rows = tokio::task::spawn_blocking(reads).await;
+        let rows = rows.map_err(|e| Status::internal(format!("internal error: {e}")))?.map_err(|e| {
+            warn!("accounting: use not read: {e}");
+            Status::internal("the use of GPUs could not be read; see the server's journal")
+        })?;
+        let rows: Arc<[Row]> = rows.into();
+        *locked(&self.day) = Some((now, rows.clone()));
+        Ok(rows)
+    }
+
+    /// Returns the use by all clients, by this one, and by one of its users.
+    pub(super) async fn usage_of(&self, client: &str, uid: u32) -> Result<Vec<wire::Usage>, Status> {
+        let rows = self.day().await?;
+        let sum = |of: &dyn Fn(&Row) -> bool| {
+            let mut sums = Usage::default();
+            rows.iter().filter(|row| of(row)).for_each(|row| sums.add(&row.usage));
+            shown(&sums)
+        };
+        let owner = usage::owner(uid);
+        let of_client = |row: &Row| row.client == client;
+        Ok(vec![sum(&|_| true), sum(&of_client), sum(&|row| of_client(row) && row.owner == owner)])
+    }
+}
+
+fn shown(sums: &Usage) -> wire::Usage {
+    wire::Usage {
+        leases: sums.leases,
+        programs: sums.programs,
+        gpu_usec: sums.gpu_usec,
+        busy_usec: sums.busy_usec,
+        bytes_to_device: sums.bytes_to_device,
+        bytes_from_device: sums.bytes_from_device,
+        wait_p50_usec: sums.wait_usec(50),
+        wait_p95_usec: sums.wait_usec(95),
+    }
+}
