@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpusession_bus::describe::{Card, Described, Survey, Surveyed, Usage};
+use gpusession_bus::describe::{Card, Described, Lease, Survey, Surveyed, Usage};
 use gpusession_common::units::{human_bytes, human_duration};
 use gpusessiond::client::Remote;
 use gpusessiond::identity::{Home, Identity};
@@ -43,7 +43,7 @@ pub async fn direct(identity: &Identity, addresses: Vec<String>) -> std::result:
             Ok((begun.elapsed(), described))
         }
     };
-    Ok(gpusessiond::survey::survey(addresses, ask).await)
+    Ok(gpusessiond::survey::survey(addresses, uid, ask).await)
 }
 
 /// Asks the servers through the daemon; without one, with this user's own identity.
@@ -125,7 +125,29 @@ fn smi_text(survey: &Survey, described: Option<&Described>) -> String {
     }
     let mut out = if rows.len() > 1 { table(&rows) } else { "no cards\n".into() };
     silent(survey, &mut out);
+    out.push_str(&programs_text(survey, described));
     out
+}
+
+/// Formats the caller's programs: a row for each of their GPUs.
+fn programs_text(survey: &Survey, described: Option<&Described>) -> String {
+    let mut rows = header(["SERVER", "GPU", "LEASE", "PID", "USER", "PROGRAM", "MEMORY"]);
+    let leases = || described.iter().flat_map(|described| &described.leases);
+    for server in &survey.servers {
+        for (card, program) in server.cards.iter().flat_map(|c| c.your_programs.iter().map(move |p| (c, p))) {
+            let lease = leases().find(|lease| lease.id == program.lease).map(Lease::name_or_id);
+            rows.push(vec![
+                server.name.clone(),
+                card.index.to_string(),
+                lease.unwrap_or(&program.lease).to_owned(),
+                program.pid.to_string(),
+                if program.user.is_empty() { format!("uid {}", program.uid) } else { program.user.clone() },
+                program.name.clone(),
+                human_bytes(program.used_bytes),
+            ]);
+        }
+    }
+    if rows.len() > 1 { format!("\n{}", table(&rows)) } else { String::new() }
 }
 
 fn smi_json(survey: &Survey, described: Option<&Described>) -> Value {
@@ -337,7 +359,7 @@ pub fn pool_json(survey: &Survey, described: &Described) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use gpusession_bus::describe::{Device, Lease};
+    use gpusession_bus::describe::{CardProgram, Device};
 
     use super::*;
     use crate::health::testing::described;
@@ -354,6 +376,7 @@ mod tests {
             power_mw: Some(120_400),
             used_bytes: Some(1 << 20),
             utilization_percent: Some(20 * index),
+            your_programs: Vec::new(),
         };
         let server = Surveyed {
             name: "gpu-a".into(),
@@ -386,6 +409,34 @@ mod tests {
         assert!(text.ends_with("gpu-b:7601: no answer: Connection refused\n"), "{text}");
         assert!(!smi_text(&survey, None).contains("train"));
         assert_eq!(smi_json(&survey, Some(&described))["servers"][0]["cards"][1]["your_leases"], json!([""]));
+    }
+
+    #[test]
+    fn own_programs_stand_below_the_cards() {
+        let (mut survey, mut described) = site();
+        described.leases[0].id = "abc".into();
+        let program = CardProgram {
+            pid: 42,
+            uid: 1000,
+            name: "python3".into(),
+            lease: "abc".into(),
+            used_bytes: 5 << 20,
+            ..Default::default()
+        };
+        let other = CardProgram { pid: 43, user: "ada".into(), lease: "xyz".into(), ..program.clone() };
+        survey.servers[0].cards[1].your_programs = vec![program, other];
+        let text = smi_text(&survey, Some(&described));
+        let rows: Vec<Vec<&str>> = text
+            .split_once("\n\n")
+            .unwrap()
+            .1
+            .lines()
+            .map(|line| line.split("  ").map(str::trim).filter(|word| !word.is_empty()).collect())
+            .collect();
+        assert_eq!(rows[1], ["gpu-a", "1", "train", "42", "uid 1000", "python3", "5 MiB"], "{text}");
+        assert_eq!(rows[2][2..5], ["xyz", "43", "ada"]);
+        let json = smi_json(&survey, Some(&described));
+        assert_eq!(json["servers"][0]["cards"][1]["your_programs"][0]["pid"], 42);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gpusession_bus::describe::{Card, Endpoint, Survey, Surveyed, Usage};
+use gpusession_bus::describe::{Card, CardProgram, Endpoint, Survey, Surveyed, Usage};
 use gpusession_proto::control;
 use tokio::task::JoinSet;
 
@@ -18,7 +18,9 @@ const MAX_ADDRESSES: usize = 16;
 pub type Answer = Result<(Duration, control::ServerDescription), PoolError>;
 
 /// Asks all servers at once; a server that does not answer in time counts as offline.
-pub async fn survey<F>(addresses: Vec<String>, ask: impl Fn(usize) -> F) -> Survey
+///
+/// Only root sees programs of other users than `uid`.
+pub async fn survey<F>(addresses: Vec<String>, uid: u32, ask: impl Fn(usize) -> F) -> Survey
 where
     F: Future<Output = Answer> + Send + 'static,
 {
@@ -33,7 +35,7 @@ where
             let answer = tokio::time::timeout(ANSWER_TIMEOUT, answer).await.unwrap_or_else(|_| late());
             #[expect(clippy::disallowed_methods, reason = "servers' clocks are compared with this one")]
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            (index, surveyed(&address, answer, now))
+            (index, surveyed(&address, answer, uid, now))
         });
     }
     let mut servers = asked.join_all().await;
@@ -60,7 +62,7 @@ pub fn endpoint(reply: control::MeasureReply) -> Result<Endpoint, PoolError> {
 }
 
 /// Describes a server by its answer, which arrived at `now` since the epoch.
-fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
+fn surveyed(address: &str, answer: Answer, uid: u32, now: Duration) -> Surveyed {
     let (rtt, said) = match answer {
         Ok(answer) => answer,
         Err(error) => {
@@ -79,6 +81,8 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
     };
     let last_24h =
         ["all", "machine", "you"].iter().zip(&said.usage).map(|(by, usage)| used(by, usage)).collect();
+    let mut programs = said.client_programs;
+    programs.retain(|program| uid == 0 || program.uid == uid);
     // The server read its clock about half a round trip ago.
     let then = (now.saturating_sub(rtt / 2)).as_micros() as i64;
     let cuda = said.cuda_version;
@@ -87,7 +91,7 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
             .devices
             .iter()
             .enumerate()
-            .map(|(index, d)| card(index, d, said.loads.get(index)))
+            .map(|(index, d)| card(index, d, said.loads.get(index), &programs))
             .collect(),
         name: said.name,
         address: address.to_owned(),
@@ -107,6 +111,17 @@ fn surveyed(address: &str, answer: Answer, now: Duration) -> Surveyed {
     }
 }
 
+fn program(program: &control::CardProgram) -> CardProgram {
+    CardProgram {
+        pid: program.pid,
+        uid: program.uid,
+        user: program.user.clone(),
+        name: program.name.clone(),
+        lease: program.lease.clone(),
+        used_bytes: program.used_bytes,
+    }
+}
+
 fn used(by: &str, usage: &control::Usage) -> Usage {
     Usage {
         by: by.into(),
@@ -121,7 +136,13 @@ fn used(by: &str, usage: &control::Usage) -> Usage {
     }
 }
 
-fn card(index: usize, device: &control::Device, load: Option<&control::CardLoad>) -> Card {
+fn card(
+    index: usize,
+    device: &control::Device,
+    load: Option<&control::CardLoad>,
+    programs: &[control::CardProgram],
+) -> Card {
+    let here = programs.iter().filter(|program| program.uuid == device.uuid);
     Card {
         index: index as u32,
         uuid: device.uuid.clone(),
@@ -133,6 +154,7 @@ fn card(index: usize, device: &control::Device, load: Option<&control::CardLoad>
         utilization_percent: load.and_then(|load| load.utilization_percent),
         temperature_c: load.and_then(|load| load.temperature_c),
         power_mw: load.and_then(|load| load.power_mw),
+        your_programs: here.map(program).collect(),
     }
 }
 
@@ -157,7 +179,7 @@ mod tests {
                 )),
             }
         };
-        let survey = survey(["a:1", "b:1", "c:1"].map(String::from).to_vec(), ask).await;
+        let survey = survey(["a:1", "b:1", "c:1"].map(String::from).to_vec(), 0, ask).await;
         let rows: Vec<_> = survey.servers.iter().map(|s| (s.name.as_str(), s.state.as_str())).collect();
         assert_eq!(rows, [("a:1", "offline"), ("b:1", "unauthorized"), ("gpu-c", "online")]);
         assert_eq!(survey.servers[0].trouble.as_deref(), Some("no answer within 3 s"));
@@ -193,9 +215,34 @@ mod tests {
     }
 
     #[test]
+    fn users_see_their_own_programs_and_root_those_of_all() {
+        let of = |uuid: &str, uid: u32| control::CardProgram {
+            uuid: uuid.into(),
+            uid,
+            pid: 40 + uid,
+            used_bytes: 1 << 20,
+            ..Default::default()
+        };
+        let card = |uuid: &str| control::Device { uuid: uuid.into(), ..Default::default() };
+        let said = control::ServerDescription {
+            devices: vec![card("GPU-1"), card("GPU-2")],
+            client_programs: vec![of("GPU-2", 7), of("GPU-2", 8), of("GPU-1", 8), of("GPU-9", 7)],
+            ..Default::default()
+        };
+        let pids = |uid| {
+            let server = surveyed("a:1", Ok((Duration::ZERO, said.clone())), uid, Duration::ZERO);
+            let pids = |card: &Card| card.your_programs.iter().map(|program| program.pid).collect::<Vec<_>>();
+            server.cards.iter().map(pids).collect::<Vec<_>>()
+        };
+        assert_eq!(pids(7), [vec![], vec![47]]);
+        assert_eq!(pids(0), [vec![48], vec![47, 48]]);
+        assert_eq!(pids(9), [vec![], vec![]] as [Vec<u32>; 2]);
+    }
+
+    #[test]
     fn skew_is_counted_from_the_middle_of_the_round_trip() {
         let said = control::ServerDescription { time_usec: 3_600_001_000, ..Default::default() };
-        let server = surveyed("a:1", Ok((Duration::from_millis(2), said)), Duration::from_millis(2));
+        let server = surveyed("a:1", Ok((Duration::from_millis(2), said)), 0, Duration::from_millis(2));
         assert_eq!(server.clock_skew_usec, Some(3_600_000_000));
     }
 }

@@ -17,6 +17,25 @@ impl Site {
         command.args(arguments).envs(variables.iter().copied()).output().unwrap()
     }
 
+    /// Starts a program that holds a part of this machine's GPU until its input closes.
+    fn cuda_program(&self) -> Running {
+        let library = artefact("gpusession-cuda", Artefact::Library("libgpusession_cuda.so"));
+        std::fs::create_dir(self.path("programs")).unwrap();
+        std::os::unix::fs::symlink(library, self.path("programs/libcuda.so.1")).unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["local::local_program", "--exact", "--nocapture"])
+            .env("LD_LIBRARY_PATH", self.path("programs"))
+            .env("GPUSESSION_SOCKET", self.path("run/grant.sock"))
+            .env("LOCAL_PROGRAM", "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+        assert!(lines.any(|line| line.unwrap().starts_with("MEMORY ")), "{:?}", child.wait());
+        Running(child)
+    }
+
     fn health(&self, options: &[&str], variables: &[(&str, &Path)]) -> (i32, Checks) {
         let output = self.gpusession_with(&[&["health", "--json"], options].concat(), variables);
         let said = text(&output.stdout);
@@ -157,12 +176,25 @@ fn cards_counts_and_free_gpus_of_servers_are_shown() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     };
+    let mut program = site.cuda_program();
     let smi = site.until("NVML's readings", |site| {
         let smi = shown(site, "smi");
         let cards = smi["servers"][0]["cards"].as_array().unwrap().clone();
         cards.iter().all(|card| card["temperature_c"].is_u64() && card["used_bytes"].is_u64()).then_some(smi)
     });
     documented("gpusession smi", &smi);
+    let on_cards = smi["servers"][0]["cards"].as_array().unwrap().iter();
+    let own: Vec<&Value> = on_cards.filter_map(|card| card.get("your_programs")).collect();
+    assert_eq!(
+        (own.len(), &own[0][0]["pid"], &own[0][0]["lease"]),
+        (1, &program.0.id().into(), &lease.as_str().into())
+    );
+    assert!(own[0][0]["used_bytes"].as_u64().unwrap() > 0, "{smi}");
+    let shows = text(&site.gpusession(&["smi"]).stdout);
+    let row = shows.lines().find(|line| line.contains(&format!(" {} ", program.0.id()))).expect(&shows);
+    assert!(row.starts_with("gpu-a") && row.contains("train") && row.ends_with("MiB"), "{shows}");
+    drop(program.0.stdin.take());
+    assert!(program.0.wait().unwrap().success());
     let cards = smi["servers"][0]["cards"].as_array().unwrap();
     let yours: Vec<&Value> = cards.iter().filter(|card| card["your_leases"][0] == lease.as_str()).collect();
     assert_eq!((cards.len(), yours.len()), (2, 1), "{smi}");

@@ -447,7 +447,7 @@ impl Manager {
             let (leases, known) = (self.shared.leases.clone(), known[index].clone());
             async move { if let Some(error) = known { Err(error) } else { leases.ask(index, Some(uid)).await } }
         };
-        Ok(crate::survey::survey(addresses, ask).await.to_json())
+        Ok(crate::survey::survey(addresses, uid, ask).await.to_json())
     }
 
     /// Starts an endpoint of a server for a measurement; see [`describe::Endpoint`].

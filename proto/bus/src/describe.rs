@@ -292,6 +292,24 @@ pub struct Card {
     pub utilization_percent: Option<u32>,
     pub temperature_c: Option<u32>,
     pub power_mw: Option<u32>,
+    /// Programs of the asking user on it, for root those of all users of this machine.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub your_programs: Vec<CardProgram>,
+}
+
+/// A program of this machine on a card.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CardProgram {
+    pub pid: u32,
+    pub uid: u32,
+    /// Empty if the user database knows no name.
+    pub user: String,
+    pub name: String,
+    /// Id of its lease.
+    pub lease: String,
+    /// Memory of the card that it uses.
+    pub used_bytes: u64,
 }
 
 impl Survey {

@@ -1,4 +1,4 @@
-//! Use of the last 24 hours, for the clients' `gpusession stats`.
+//! A client's programs, and use of the last 24 hours, for `gpusession smi` and `stats`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,6 +12,7 @@ use super::{Pool, locked};
 use crate::accounting::{LeaseNote, Row};
 use crate::clock::Moment;
 use crate::lease::Lease;
+use crate::registry::Standing;
 use crate::usage::{self, Usage};
 
 /// Interval at which running leases are counted, in seconds.
@@ -79,6 +80,27 @@ impl Pool {
         let owner = usage::owner(uid);
         let of_client = |row: &Row| row.client == client;
         Ok(vec![sum(&|_| true), sum(&of_client), sum(&|row| of_client(row) && row.owner == owner)])
+    }
+}
+
+impl Pool {
+    /// Lists a client's programs, a row for each of their GPUs.
+    pub(super) async fn programs_of(&self, client: &str) -> Vec<wire::CardProgram> {
+        let mut rows = Vec::new();
+        for Standing { lease, .. } in self.registry.of_client(client).await {
+            for (process, memory) in self.supervisor.processes(&lease.id) {
+                rows.extend(lease.shares.iter().zip(memory).map(|(share, used_bytes)| wire::CardProgram {
+                    uuid: share.gpu.clone(),
+                    lease: lease.id.clone(),
+                    pid: process.pid,
+                    uid: process.uid,
+                    user: process.user.clone(),
+                    name: process.program.clone(),
+                    used_bytes,
+                }));
+            }
+        }
+        rows
     }
 }
 

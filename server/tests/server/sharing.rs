@@ -844,6 +844,14 @@ async fn usage_of_programs_and_leases_is_recorded() {
         (&looks[0]["top"][0]["calls"], &looks[1]["top"][0]["calls_per_second"]),
         (&7.into(), &0.into())
     );
+    let request = DescribeRequest { usage_uid: Some(0) };
+    let rows = vm.pool.describe(request).await.unwrap().into_inner().client_programs;
+    assert_eq!((rows.len(), rows[0].pid, rows[0].uid, rows[0].name.as_str()), (1, 42, 1000, "vectorAdd"));
+    assert_eq!((&rows[0].lease, &rows[0].uuid), (&lease.id, &lease.devices[0].uuid));
+    assert!(rows[0].used_bytes >= 100 << 20);
+    let mut stranger = server.client("vm-9").await;
+    let seen = stranger.pool.describe(request).await.unwrap().into_inner();
+    assert!(seen.client_programs.is_empty(), "of another client");
     vm.pool.process_ended(ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id }).await.unwrap();
     let records = |server: &Server, words: &[&str]| {
         server.json(&[&["accounting"], words].concat())["records"].as_array().unwrap().clone()

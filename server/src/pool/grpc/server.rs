@@ -20,9 +20,9 @@ pub(super) async fn describe(
 ) -> Result<Response<wire::ServerDescription>, Status> {
     let client = pool.client(&request).await?;
     let reached = peer(&request).and_then(Peer::local);
-    let usage = match request.into_inner().usage_uid {
-        Some(uid) => pool.usage_of(&client, uid).await?,
-        None => Vec::new(),
+    let (usage, client_programs) = match request.into_inner().usage_uid {
+        Some(uid) => (pool.usage_of(&client, uid).await?, pool.programs_of(&client).await),
+        None => Default::default(),
     };
     let facts = &pool.facts;
     let devices = pool.registry.gpus().await;
@@ -54,5 +54,6 @@ pub(super) async fn describe(
         renews_identities: true,
         programs: Some(pool.supervisor.programs(true).len() as u32),
         usage,
+        client_programs,
     }))
 }
