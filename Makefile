@@ -232,6 +232,7 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs $(addprefix docs/,$(PAGES) coverage.md coverage-nvml.md)
 	install -D -m 755 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs/examples/slurm docs/examples/slurm/*
+	install -D -m 755 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs/examples/pbs docs/examples/pbs/*
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver/docs $(addprefix docs/,$(PAGES))
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession

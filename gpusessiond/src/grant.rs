@@ -31,7 +31,7 @@ use crate::access::Gate;
 use crate::handover::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Leases, WorkerRequest};
 use crate::login::Sessions;
-use crate::peer::{Peer, has_thread, peer, watched};
+use crate::peer::{Peer, control_groups, has_thread, peer, watched};
 
 /// Bounds on the resources that callers may use.
 #[derive(Debug, Clone)]
@@ -278,6 +278,7 @@ impl Server {
             user: person.name,
             access: person.access,
             session: session.map(|s| s.id.clone()),
+            control_groups: control_groups(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
         };
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -80,6 +81,29 @@ fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Returns the paths of a process's control groups, in all hierarchies.
+///
+/// A pid alone may already belong to another process, so there are none without a pidfd, and none
+/// of a process that has exited.
+pub fn control_groups(pid: u32, pidfd: Option<&OwnedFd>) -> Vec<String> {
+    let Some(pidfd) = pidfd else { return Vec::new() };
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    let mut exited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    match poll(&mut exited, PollTimeout::ZERO) {
+        Ok(0) => paths_of_groups(&text),
+        _ => Vec::new(),
+    }
+}
+
+/// Reads lines `HIERARCHY:CONTROLLERS:PATH` of `/proc/PID/cgroup`, of version 1 and version 2.
+fn paths_of_groups(text: &str) -> Vec<String> {
+    let mut paths: Vec<_> =
+        text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(str::to_owned).collect();
+    paths.sort_unstable();
+    paths.dedup();
+    paths
+}
+
 /// Returns whether a process has a thread of this name.
 pub fn has_thread(pid: u32, name: &str) -> io::Result<bool> {
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -105,4 +129,30 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_groups_of_both_versions_are_read() {
+        let hybrid = "9:name=systemd:/a/b\n4:cpu,cpuacct:/job_1\n3:freezer:/job_1\n0::/x:y/z\n";
+        assert_eq!(paths_of_groups(hybrid), ["/a/b", "/job_1", "/x:y/z"]);
+        assert_eq!(paths_of_groups("0::/system.slice/slurmstepd.scope/job_7/step_0\n").len(), 1);
+        assert!(paths_of_groups("garbage\n\n").is_empty());
+    }
+
+    #[test]
+    fn only_a_process_that_runs_has_control_groups() {
+        let mut child =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let pidfd = pidfd_open(child.id()).unwrap();
+        assert!(!control_groups(child.id(), Some(&pidfd)).is_empty());
+        assert!(control_groups(child.id(), None).is_empty());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        // Another process of that pid would not count.
+        assert!(control_groups(std::process::id(), Some(&pidfd)).is_empty());
+    }
 }

@@ -611,7 +611,14 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     let manager = manager(&connection).await;
     let uid = nix::unistd::getuid().as_raw();
     engine.session_opened(session("abcdefghijkl", uid));
-    let caller = Caller { uid, pid: 0, user: None, access: true, session: Some("abcdefghijkl".into()) };
+    let caller = Caller {
+        uid,
+        pid: 0,
+        user: None,
+        access: true,
+        session: Some("abcdefghijkl".into()),
+        control_groups: vec![],
+    };
     let path = async {
         // First CUDA call of the session.
         while !matches!(engine.grant(caller.clone(), WorkerRequest::default()).await, Answer::Granted(..)) {

@@ -18,7 +18,7 @@ use gpusession_proto::ticket::Ticket;
 use gpusessiond::config::Config;
 use gpusessiond::grant::Limits;
 use gpusessiond::leases::sim::{KEY, SimServer};
-use gpusessiond::leases::{LeaseState, Leases as _, Owner, Spec};
+use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Owner, Spec, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
 
 #[test]
@@ -427,6 +427,104 @@ async fn a_program_gets_all_leases_that_it_names_in_their_order_or_none() {
         let Reply::Denied { denial: Denial::NoDevice, reason } = reply else { panic!("{reply:?}") };
         assert!(reason.contains(words), "{reason}");
     }
+}
+
+/// A lease of one job, and a process of its user in these control groups.
+fn of_job(group: &str, uid: u32) -> Spec {
+    Spec { control_group: Some(group.into()), ..Spec::requested(format!("request/{group}"), uid) }
+}
+
+#[tokio::test]
+async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
+    let sim = SimServer::new("gpu-a", 4);
+    let engine = engine(&[&sim]);
+    engine.configure(vec![Spec::configured(&config(&[1]).leases[0], 0)]).await;
+    engine.want(of_job("/slurm/job_1", 1000)).await;
+    engine.want(of_job("/slurm/job_12", 1000)).await;
+    until(&engine, |s| s.leases.len() == 3 && held(s)).await;
+    let id = |order: usize| engine.snapshot().borrow().leases[order].facts.id.clone();
+    let (all, first, second) = (id(0), id(1), id(2));
+    let caller = |uid, groups: &[&str]| Caller {
+        uid,
+        pid: 5,
+        user: None,
+        access: true,
+        session: None,
+        control_groups: groups.iter().map(|group| (*group).to_owned()).collect(),
+    };
+    let granted = async |caller: Caller, lease: Option<&str>| {
+        let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
+        loop {
+            match engine.grant(caller.clone(), wish.clone()).await {
+                Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
+                Answer::Denied(_, reason) => return Err(reason),
+                Answer::Wait(..) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    // A job finds its lease without a variable; other processes get the machine's.
+    let step = caller(1000, &["/", "/slurm/job_1/step_0"]);
+    assert_eq!(granted(step.clone(), None).await, Ok(first.clone()));
+    assert_eq!(granted(caller(1000, &["/slurm/job_12"]), None).await, Ok(second.clone()));
+    assert_eq!(granted(caller(1000, &["/user.slice/slurm/job_1"]), None).await, Ok(all.clone()));
+    assert_eq!(granted(caller(1001, &["/slurm/job_1"]), None).await, Ok(all), "another user");
+    // Another job of the same user cannot name it; root can.
+    assert_eq!(granted(step.clone(), Some(&first)).await, Ok(first.clone()));
+    let refused = granted(step.clone(), Some(&second)).await.unwrap_err();
+    assert!(refused.contains("control group /slurm/job_12"), "{refused}");
+    let both = granted(step, Some(&format!("{first},{second}"))).await.unwrap_err();
+    assert!(both.contains("/slurm/job_12"), "{both}");
+    assert_eq!(granted(caller(0, &[]), Some(&second)).await, Ok(second));
+}
+
+/// A control group of this test, where the machine lets it make one.
+struct Group(std::path::PathBuf);
+
+impl Group {
+    /// Returns the group, and its path as `/proc/PID/cgroup` shows it.
+    fn new() -> Option<(Self, String)> {
+        let version1 = std::path::Path::new("/sys/fs/cgroup/freezer");
+        let root = if version1.exists() { version1 } else { std::path::Path::new("/sys/fs/cgroup") };
+        let name = format!("gpusession-test-{}", std::process::id());
+        let folder = root.join(&name);
+        std::fs::create_dir(&folder).ok()?;
+        Some((Self(folder), format!("/{name}")))
+    }
+
+    /// Starts a helper in the group.
+    fn helper(&self, socket: &std::path::Path) -> Helper {
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]);
+        command.arg(self.0.join("cgroup.procs")).arg(std::env::current_exe().unwrap());
+        Helper::by(command, socket)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[tokio::test]
+async fn the_kernel_tells_the_control_group_of_a_process() {
+    let Some((group, path)) = Group::new() else {
+        eprintln!("skipped: this user may not make control groups");
+        return;
+    };
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let uid = nix::unistd::getuid().as_raw();
+    engine.want(of_job(&path, uid)).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let outside = Helper::start_async(&socket.path).await;
+    assert!(!outside.granted);
+    outside.kill();
+    let path = socket.path.clone();
+    let (inside, _group) = tokio::task::spawn_blocking(move || (group.helper(&path), group)).await.unwrap();
+    assert!(inside.granted);
+    inside.kill();
 }
 
 #[tokio::test]

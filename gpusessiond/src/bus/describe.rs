@@ -57,6 +57,7 @@ fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Lease {
         state: facts.state.as_str().into(),
         class: facts.spec.class.as_str().into(),
         session: facts.spec.session.clone(),
+        control_group: facts.spec.control_group.clone(),
         uid: (facts.uid != u32::MAX).then_some(facts.uid),
         user: facts.spec.user.clone(),
         requested: facts.spec.once,

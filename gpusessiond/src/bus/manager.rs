@@ -20,6 +20,7 @@ use super::project::{expires_usec, shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, request};
 use crate::handover::Kept;
 use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, ServerFacts, Session, Slot, Snapshot, Spec};
+use crate::peer::control_groups;
 use crate::pool::{PoolError, Trouble};
 
 /// Most GPUs that `Preallocate` holds.
@@ -90,9 +91,16 @@ impl Manager {
     }
 
     /// Lists the leases that a process of this user gets without naming one.
-    async fn leases_of(&self, uid: u32, pid: u32, session: Option<String>) -> Vec<OwnedObjectPath> {
+    async fn leases_of(
+        &self,
+        uid: u32,
+        pid: u32,
+        session: Option<String>,
+        control_groups: Vec<String>,
+    ) -> Vec<OwnedObjectPath> {
         let person = self.shared.settings.gate().person(uid).await;
-        let caller = Caller { uid, pid, user: person.name, access: person.access, session };
+        let (user, access) = (person.name, person.access);
+        let caller = Caller { uid, pid, user, access, session, control_groups };
         let slots = self.shared.leases.of(caller).await;
         let snapshot = self.shared.snapshot();
         snapshot.lease_facts().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
@@ -255,7 +263,8 @@ impl Manager {
         let (pid, uid) = identify(&pidfd)
             .map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
         let session = self.shared.sessions.as_ref().and_then(|s| s.of(uid, pid, None));
-        Ok(self.leases_of(uid, pid, session.map(|s| s.id.clone())).await)
+        let groups = control_groups(pid, Some(&std::os::fd::OwnedFd::from(pidfd)));
+        Ok(self.leases_of(uid, pid, session.map(|s| s.id.clone()), groups).await)
     }
 
     #[zbus(out_args("leases"))]
@@ -267,7 +276,7 @@ impl Manager {
     ) -> Result<Vec<OwnedObjectPath>> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
         let session = self.session(session)?;
-        Ok(self.leases_of(session.uid, 0, Some(session.id.clone())).await)
+        Ok(self.leases_of(session.uid, 0, Some(session.id.clone()), Vec::new()).await)
     }
 
     #[zbus(out_args("id", "path", "lease_fd"))]

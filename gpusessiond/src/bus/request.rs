@@ -93,6 +93,16 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             request::WHY => spec.why = text(&key, value)?,
             request::UID => for_uid = Some(take(&key, value)?),
             request::SESSION => session = Some(text(&key, value)?),
+            request::CONTROL_GROUP => {
+                let group = text(&key, value)?;
+                let steps = || group.split('/').skip(1);
+                if !group.starts_with('/') || steps().any(|step| matches!(step, "" | "." | "..")) {
+                    return Err(BusError::invalid_args(format!(
+                        "{key} is a path as in /proc/PID/cgroup, below /"
+                    )));
+                }
+                spec.control_group = Some(group);
+            }
             request::IDLE_TIMEOUT_USEC => match take::<u64>(&key, value)? {
                 0 => spec.idle_timeout = None,
                 usec => spec.idle_timeout = Some(Duration::from_micros(usec)),

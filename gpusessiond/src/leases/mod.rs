@@ -93,6 +93,9 @@ pub struct Spec {
     pub class: Class,
     /// Login session whose end releases the lease.
     pub session: Option<String>,
+    /// Control group whose processes alone may use the lease.
+    #[serde(default)]
+    pub control_group: Option<String>,
     /// Asked for once, and not again when it is lost.
     pub once: bool,
     /// Outlives the program that asked for it.
@@ -159,6 +162,7 @@ impl Spec {
             user: for_user.unwrap_or_default(),
             class,
             session: None,
+            control_group: None,
             once: false,
             persistent: false,
             ttl: None,
@@ -293,6 +297,7 @@ impl Spec {
             servers: _,
             sticky: _,
             session: _,
+            control_group: _,
             persistent: _,
         } = self.clone();
         let (memory_bytes, memory_percent) = match memory {
@@ -443,6 +448,18 @@ pub struct Caller {
     pub access: bool,
     /// Id of the login session that it belongs to.
     pub session: Option<String>,
+    /// Paths of its control groups, in all hierarchies.
+    pub control_groups: Vec<String>,
+}
+
+impl Caller {
+    /// Returns `true` if the process is in this control group, or in one below it.
+    pub fn is_below(&self, group: &str) -> bool {
+        let below = |path: &String| {
+            path.strip_prefix(group).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.control_groups.iter().any(below)
+    }
 }
 
 /// A process's request for workers.

@@ -280,7 +280,12 @@ const HELPER: &str = "GRANT_HELPER_SOCKET";
 
 impl Helper {
     pub fn start(path: &Path) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::by(Command::new(std::env::current_exe().unwrap()), path)
+    }
+
+    /// Starts the helper by a command that takes this test program's arguments.
+    pub fn by(mut command: Command, path: &Path) -> Self {
+        let mut child = command
             .args(["--exact", "helper_process", "--nocapture"])
             .env(HELPER, path)
             .stdin(Stdio::piped())

@@ -60,6 +60,9 @@ pub struct Lease {
     pub class: String,
     /// Id of the login session whose end releases it.
     pub session: Option<String>,
+    /// Control group whose processes alone may use it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub control_group: Option<String>,
     /// `None` for all users.
     pub uid: Option<u32>,
     pub user: String,

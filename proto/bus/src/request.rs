@@ -16,6 +16,7 @@ pub const WHO: &str = "Who";
 pub const WHY: &str = "Why";
 pub const UID: &str = "UID";
 pub const SESSION: &str = "Session";
+pub const CONTROL_GROUP: &str = "ControlGroup";
 pub const IDLE_TIMEOUT_USEC: &str = "IdleTimeoutUSec";
 
 /// Flag: the lease outlives its requester.

@@ -223,7 +223,9 @@ impl Actor {
         self.spawn(async move {
             let person = gate.person(session.uid).await;
             let (uid, session) = (session.uid, Some(session.id.clone()));
-            Message::Demand(Caller { uid, pid: 0, user: person.name, access: person.access, session })
+            let control_groups = Vec::new();
+            let (user, access) = (person.name, person.access);
+            Message::Demand(Caller { uid, pid: 0, user, access, session, control_groups })
         });
     }
 

@@ -21,31 +21,43 @@ const MAX_FAILURES: usize = 16;
 /// Most leases that one program can name; the library uses no more.
 const MAX_NAMED: usize = 8;
 
+/// Returns `true` if the lease is bound to a control group of the process.
+fn of_group(spec: &Spec, caller: &Caller) -> bool {
+    spec.control_group.as_ref().is_some_and(|group| caller.is_below(group))
+}
+
+/// Returns `true` if the process's user owns the lease.
+fn is_owner(owner: &Owner, caller: &Caller) -> bool {
+    match owner {
+        Owner::Uid(uid) => *uid == caller.uid,
+        Owner::User(name) => caller.user.as_deref() == Some(name),
+        Owner::Everyone => caller.access,
+    }
+}
+
 impl Actor {
-    /// Selects a process's leases: the named ones, else its session's, its user's, those for all.
+    /// Selects a process's leases: the named ones, else those of its control group, its session's,
+    /// its user's, those for all.
     pub(super) fn select(
         &self,
         caller: &Caller,
         wish: &WorkerRequest,
     ) -> Result<Vec<Slot>, (Denial, String)> {
-        let mine = |owner: &Owner| match owner {
-            Owner::Uid(uid) => *uid == caller.uid,
-            Owner::User(name) => caller.user.as_deref() == Some(name),
-            Owner::Everyone => caller.access,
-        };
+        let mine = |owner: &Owner| is_owner(owner, caller);
         if let Some(named) = wish.lease.as_deref() {
             return self.named(named, caller, &mine);
         }
-        let configured = |test: &dyn Fn(&Spec) -> bool| {
-            let mut slots: Vec<_> = self
-                .machine
-                .slots()
-                .filter(|(_, w)| !w.spec.once && test(&w.spec))
-                .map(|(slot, w)| (w.spec.order, slot))
-                .collect();
+        let all = |test: &dyn Fn(&Spec) -> bool| {
+            let slots = self.machine.slots().filter(|(_, w)| test(&w.spec));
+            let mut slots: Vec<_> = slots.map(|(slot, w)| (w.spec.order, slot)).collect();
             slots.sort_unstable();
             slots.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>()
         };
+        let own = all(&|spec| of_group(spec, caller) && mine(&spec.owner));
+        if !own.is_empty() {
+            return Ok(own);
+        }
+        let configured = |test: &dyn Fn(&Spec) -> bool| all(&|spec| !spec.once && test(spec));
         let of_session = |spec: &Spec| spec.session.is_some() && spec.session == caller.session;
         let own = configured(&|spec| of_session(spec) && mine(&spec.owner));
         if !own.is_empty() {
@@ -86,9 +98,15 @@ impl Actor {
                 .min_by_key(|(_, w)| another(w))
                 .map(|(slot, _)| slot)
         };
+        // Only root uses a lease of a control group from outside.
+        let outside = |slot: Slot| {
+            let spec = &self.machine.slot(slot)?.spec;
+            let group = spec.control_group.as_ref().filter(|_| !of_group(spec, caller) && caller.uid != 0)?;
+            Some((Denial::NoDevice, format!("the lease belongs to the processes of control group {group}")))
+        };
         // A lease's name may contain a comma.
         if let Some(slot) = find(list) {
-            return Ok(vec![slot]);
+            return outside(slot).map_or_else(|| Ok(vec![slot]), Err);
         }
         let denied = |reason: String| (Denial::NoDevice, reason);
         let mut slots = Vec::new();
@@ -100,7 +118,10 @@ impl Actor {
                 Some(slot) if slots.contains(&slot) => {
                     return Err(denied(format!("GPUSESSION_LEASE names lease {id} twice")));
                 }
-                Some(slot) => slots.push(slot),
+                Some(slot) => match outside(slot) {
+                    Some(refused) => return Err(refused),
+                    None => slots.push(slot),
+                },
                 None => return Err(denied(format!("lease {id}: not found among this user's leases"))),
             }
         }
@@ -133,7 +154,10 @@ impl Actor {
 
     pub(super) fn grant(&mut self, caller: Caller, wish: WorkerRequest, reply: oneshot::Sender<Answer>) {
         let now = self.now();
-        if wish.lease.is_none() {
+        // A job has its own lease, and wants none of its user's.
+        let job = |spec: &Spec| of_group(spec, &caller) && is_owner(&spec.owner, &caller);
+        let of_job = || self.machine.slots().any(|(_, w)| job(&w.spec));
+        if wish.lease.is_none() && !of_job() {
             let Caller { uid, user, access, session, .. } = &caller;
             self.machine.demand(now, *uid, user.as_deref(), *access, session.as_deref());
         }
@@ -468,7 +492,8 @@ mod tests {
         let held = machine.slot(slot).unwrap().held().unwrap().clone();
         let worker = control::Worker { id: vec![9; 16], ..Default::default() };
         let taken = [(slot, held, worker)];
-        let caller = Caller { uid: 1000, pid: 5, user: None, access: true, session: None };
+        let caller =
+            Caller { uid: 1000, pid: 5, user: None, access: true, session: None, control_groups: vec![] };
         let wish = WorkerRequest::default();
         let mint = |entropy: fn() -> Option<[u8; 16]>| mint(&caller, &wish, [1; 16], 0, &taken, entropy);
         let workers = vec![Granted { slot, lease: "abcdefghijkl".into(), worker: [9; 16] }];
