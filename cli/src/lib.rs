@@ -643,6 +643,7 @@ async fn run_new(daemon: &Daemon, servers: Vec<String>, run: &Run) -> Result<i32
     let leases = run::lease(&servers, spec, create).await.map_err(|(_, failure)| failure.no_lease())?;
     let mut environment = variables(daemon.describe().await?.environment)?;
     let ids: Vec<&str> = leases.iter().map(|lease| lease.id.as_str()).collect();
+    run::add_needed(&mut environment, run.wanted.gpus.unwrap_or(1));
     environment.insert("GPUSESSION_LEASE".into(), ids.join(","));
     run::program_with(&run.program, unset(environment)).await
 }

@@ -1,6 +1,6 @@
 //! `gpusession run`: a program with leased GPUs.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -13,7 +13,7 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
 use gpusessiond::access::Gate;
 use gpusessiond::client::Remote;
-use gpusessiond::config::{Config, Servers};
+use gpusessiond::config::{Config, Servers, variables_for};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, HostFacts};
@@ -224,10 +224,13 @@ pub async fn direct(
     let serving = tokio::spawn(Arc::new(server).serve(listener));
 
     let ids: Vec<&str> = leases.iter().map(|lease| lease.id.as_str()).collect();
-    let environment = vec![
+    let mut environment = vec![
         ("GPUSESSION_SOCKET".to_owned(), socket.path().into_os_string()),
         ("GPUSESSION_LEASE".to_owned(), ids.join(",").into()),
     ];
+    let needed = variables_for(leases.iter().map(|lease| lease.spec.gpus).max().unwrap_or(0));
+    let unset = needed.filter(|(name, _)| std::env::var_os(name).is_none());
+    environment.extend(unset.map(|(name, value)| (name.to_owned(), value.into())));
     let code = program.run(environment).await;
     complain(engine.as_ref(), &leases).await;
     serving.abort();
@@ -235,6 +238,13 @@ pub async fn direct(
         release(engine.as_ref(), &leases, "its program exited").await;
     }
     code
+}
+
+/// Adds the variables that programs on this number of GPUs need, unless they are set otherwise.
+pub fn add_needed(environment: &mut BTreeMap<String, String>, gpus: u32) {
+    for (name, value) in variables_for(gpus) {
+        environment.entry(name.into()).or_insert_with(|| value.into());
+    }
 }
 
 /// Leases GPUs from one of the servers, else from several: a lease on each, in the servers' order.

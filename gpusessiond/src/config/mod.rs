@@ -140,13 +140,15 @@ impl Config {
         for file in &files {
             file.check_names(&file.root, &TOP)?;
         }
+        let leases = read_leases(&files)?;
+        let most_gpus = leases.iter().map(|lease| lease.gpus).max().unwrap_or(0);
         Ok(Self {
             keys: Keys::read(&mut Reader::roots(&files))?,
             client: Client::read(&mut Reader::table(&files, "client", Client::ROWS)?)?,
             access: Access::read(&mut Reader::table(&files, "access", Access::ROWS)?)?,
-            leases: read_leases(&files)?,
+            leases,
             transport: Transport::read(&mut Reader::table(&files, "transport", Transport::ROWS)?)?,
-            environment: read_environment(&files)?,
+            environment: read_environment(&files, most_gpus)?,
             files: texts.iter().map(|(path, _)| path.clone()).collect(),
         })
     }
@@ -192,9 +194,17 @@ fn read_leases(files: &[File<'_>]) -> Result<Vec<LeaseConfig>, ConfigError> {
     Ok(leases)
 }
 
-/// Reads the variables of `[environment]`.
-fn read_environment(files: &[File<'_>]) -> Result<BTreeMap<String, String>, ConfigError> {
-    let mut environment = BTreeMap::new();
+/// Variables that programs on several GPUs of a lease need, unless they are set otherwise.
+///
+/// Without NVLink, NCCL prefers host memory that both GPUs poll, which a remote GPU cannot do.
+pub fn variables_for(gpus: u32) -> impl Iterator<Item = (&'static str, &'static str)> {
+    (gpus > 1).then_some(("NCCL_P2P_LEVEL", "SYS")).into_iter()
+}
+
+/// Reads the variables of `[environment]`, and adds those that the largest lease needs.
+fn read_environment(files: &[File<'_>], most_gpus: u32) -> Result<BTreeMap<String, String>, ConfigError> {
+    let needed = variables_for(most_gpus).map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let mut environment: BTreeMap<String, String> = needed.collect();
     for file in files {
         let invalid = |message| ConfigError::Invalid { path: file.path.into(), message };
         let given: BTreeMap<String, String> =

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use gpusession_common::words::Priority;
+use gpusession_proto::readings::uuid_text;
 use gpusession_proto::supervise::DeviceLimit;
 
 /// Returns the MPS variables of a worker, except those of its seat.
@@ -28,10 +29,9 @@ pub fn variables(
     let wanted = own(name);
     let mib = |i: usize, device: &DeviceLimit| {
         let parts = wanted.split(',').filter_map(|part| part.split_once('='));
-        let size =
-            parts.filter(|(index, _)| index.trim() == i.to_string()).find_map(|(_, size)| megabytes(size));
+        let sizes = parts.filter(|(key, _)| names(key.trim(), i, device)).filter_map(|(_, s)| megabytes(s));
         let most = (device.memory_bytes != u64::MAX).then_some(device.memory_bytes >> 20);
-        size.into_iter().chain(most).min()
+        sizes.chain(most).min()
     };
     let limits = devices.iter().enumerate().filter_map(|(i, d)| Some(format!("{i}={}M", mib(i, d)?)));
     let limits: Vec<_> = limits.collect();
@@ -43,6 +43,14 @@ pub fn variables(
         out.push((name.into(), "1".into()));
     }
     out
+}
+
+/// Returns `true` if a key of the limit names this device: by its index, or the start of its UUID.
+fn names(key: &str, index: usize, device: &DeviceLimit) -> bool {
+    // A UUID with only its prefix names all GPUs, as a mistake may.
+    const SHORTEST: usize = "GPU-x".len();
+    let uuid = uuid_text(&device.uuid).to_ascii_lowercase();
+    key == index.to_string() || key.len() >= SHORTEST && uuid.starts_with(&key.to_ascii_lowercase())
 }
 
 /// Parses a size as the driver does, `4G` or `512M`; returns MiB.
@@ -97,6 +105,13 @@ mod tests {
         };
         assert_eq!(of("12.5", "0=1G", "1"), ["12.5", "0=1024M", "1"]);
         assert_eq!(of("90", "0=8GB,1=1M", "0"), ["50", "0=4096M"]);
+        let uuid = "GPU-00000000-0000-0000-0000-000000000000";
+        for memory in
+            ["GPU-00=1G", &format!("{uuid}=1G"), &format!("1=1M,0=2G,{}=1024M", uuid.to_lowercase())]
+        {
+            assert_eq!(of("50", memory, "0"), ["50", "0=1024M"], "{memory}");
+        }
+        assert_eq!(of("50", &format!("GPU-=1G,GPU-1=1G,{uuid}0=1G"), "0"), ["50", "0=4096M"]);
         for bad in ["", "-1", "0", "NaN", "1e9", "many"] {
             assert_eq!(of(bad, bad, bad), ["50", "0=4096M"], "{bad}");
         }
