@@ -242,6 +242,9 @@ pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
                 server.name,
                 why.as_deref().unwrap_or("no reason given")
             )),
+            ("stopped", _) => {
+                trouble.push(format!("{} is stopped: its administrator stopped it", server.name))
+            }
             ("offline" | "suspect", Some(why)) => {
                 trouble.push(format!("{} is {}: {why}", server.name, server.state))
             }

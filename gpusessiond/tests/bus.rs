@@ -9,7 +9,9 @@ use std::time::Duration;
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusession_bus::{NAME, PATH, path_element};
 use gpusession_common::words::Class;
-use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
+use gpusession_proto::control::{
+    Device, Loss, PoolEvent, ServerStopped, StateChange, Warning, pool_event::Event,
+};
 use gpusessiond::config::Config;
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, WorkerRequest};
@@ -638,6 +640,34 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     let _: () = manager.call("ReleaseSession", &("abcdefghijkl",)).await.unwrap();
     assert!(leases(&manager).await.is_empty(), "removed before the reply");
     tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_server_that_was_stopped_is_told_from_one_that_fell_silent() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    let facts = || engine.snapshot().borrow().servers[0].facts.clone();
+    let until_state = async |state: &str| {
+        let mut snapshot = engine.snapshot();
+        let is = |s: &gpusessiond::leases::Snapshot| s.servers.iter().all(|s| s.facts.state == state);
+        tokio::time::timeout(PATIENCE, snapshot.wait_for(|s| is(s))).await.expect(state).unwrap();
+    };
+    until_state("online").await;
+    sim.until(gpusessiond::leases::sim::SimState::watched).await;
+    sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "connection refused")));
+    sim.send(PoolEvent { lease: String::new(), event: Some(Event::ServerStopped(ServerStopped {})) });
+    until_state("stopped").await;
+    assert_eq!(facts().trouble, "its administrator stopped it");
+    let connection = bus.connect().await;
+    let text: String = manager(&connection).await.call("DescribeServers", &()).await.unwrap();
+    assert!(text.contains("\"state\":\"offline\",\"trouble\":\"its administrator stopped it\""), "{text}");
+    sim.with(|s| s.failing = None);
+    engine.ask(0, None).await.unwrap();
+    until_state("online").await;
+    assert_eq!(facts().trouble, "");
 }
 
 #[tokio::test]

@@ -336,6 +336,9 @@ impl Running {
             return end;
         }
         notify(&[sd_notify::NotifyState::Status("stopping workers")]);
+        if end.is_ok() {
+            self.pool.announce_stop();
+        }
         let _ = self.closing.send(true);
         for program in self.supervisor.programs(true) {
             warn!("stopping: {program} loses its GPUs");

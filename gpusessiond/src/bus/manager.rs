@@ -60,7 +60,7 @@ fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseFacts> {
 /// Returns why a server that is known to be unreachable, or to refuse this client, does not answer.
 fn silence(server: &ServerFacts) -> Option<PoolError> {
     let trouble = match server.state.as_str() {
-        "offline" => Trouble::Unreachable,
+        "offline" | "stopped" => Trouble::Unreachable,
         "unauthorized" => Trouble::Refused,
         _ => return None,
     };

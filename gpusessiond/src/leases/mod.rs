@@ -27,7 +27,8 @@ use tokio::sync::{mpsc, watch};
 
 pub use session::Session;
 pub use snapshot::{
-    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseView, ServerFacts, ServerGauges, ServerView, Snapshot,
+    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseView, STOPPED, ServerFacts, ServerGauges, ServerView,
+    Snapshot,
 };
 pub use text::warning;
 

@@ -138,6 +138,9 @@ pub struct ServerView {
     pub gauges: ServerGauges,
 }
 
+/// State of a server that was stopped, and has not answered since.
+pub const STOPPED: &str = "stopped";
+
 /// Properties of a server whose change observers learn.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ServerFacts {
@@ -145,7 +148,7 @@ pub struct ServerFacts {
     pub name: String,
     /// Control address.
     pub address: String,
-    /// `connecting`, `online`, `suspect`, `offline`, `draining` or `unauthorized`.
+    /// `connecting`, `online`, `suspect`, `offline`, [`STOPPED`], `draining` or `unauthorized`.
     pub state: String,
     /// Reason of the last failed call; empty after a success.
     pub trouble: String,

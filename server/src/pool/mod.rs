@@ -284,6 +284,12 @@ impl Pool {
         }
     }
 
+    /// Tells all clients that the server was stopped, so that they do not take that for a crash.
+    pub fn announce_stop(&self) {
+        let event = Some(PoolEventKind::ServerStopped(wire::ServerStopped {}));
+        self.watches.tell_all(&PoolEvent { lease: String::new(), event });
+    }
+
     /// Warns every client with a lease that the lease will be lost.
     pub async fn warn_all(&self, left: Duration, reason: &str) {
         for standing in self.registry.leases().await {

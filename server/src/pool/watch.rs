@@ -47,6 +47,13 @@ impl Watches {
         }
     }
 
+    /// Sends an event to all watches.
+    pub fn tell_all(&self, event: &PoolEvent) {
+        for queues in self.locked().values_mut() {
+            queues.retain(|queue| queue.try_send(Ok(Box::new(event.clone()))).is_ok());
+        }
+    }
+
     /// Ends a client's watches with a reason.
     pub fn refuse(&self, client: &str, reason: &str) {
         for queue in self.locked().remove(client).into_iter().flatten() {

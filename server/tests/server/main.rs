@@ -591,6 +591,22 @@ async fn leases_survive_the_server_and_workers_do_not() {
 }
 
 #[tokio::test]
+async fn clients_tell_a_stop_from_a_crash() {
+    let mut server = Server::start().await;
+    for (signal, told) in [(Signal::SIGKILL, false), (Signal::SIGTERM, true)] {
+        let mut vm = server.client(if told { "vm-1" } else { "vm-2" }).await;
+        let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+        server.signal(signal);
+        let mut stopped = false;
+        while let Ok(Some(event)) = watch.message().await {
+            stopped |= matches!(event.event, Some(Event::ServerStopped(_)));
+        }
+        assert_eq!(stopped, told, "{signal}");
+        server.run().await;
+    }
+}
+
+#[tokio::test]
 async fn a_killed_worker_is_replaced_and_others_go_on() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_proto::control;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info};
@@ -14,8 +15,8 @@ use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
 use crate::leases::{
-    Caller, Failure, Granted, Interruption, LeaseView, ServerFacts, ServerView, Session, Slot, Snapshot,
-    Time, WorkerRequest,
+    Caller, Failure, Granted, Interruption, LeaseView, STOPPED, ServerFacts, ServerView, Session, Slot,
+    Snapshot, Time, WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -212,7 +213,12 @@ impl Actor {
                 let held = self.machine.slot(slot).and_then(|w| w.held());
                 let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.lease.id.clone())));
             }
-            Message::Event(server, event) => self.machine.event(now, server, event),
+            Message::Event(server, event) => {
+                if matches!(event.event, Some(control::pool_event::Event::ServerStopped(_))) {
+                    STOPPED.clone_into(&mut self.about[server].facts.state);
+                }
+                self.machine.event(now, server, event);
+            }
             Message::Described(server, rtt, description) => self.described(server, rtt, description),
         }
     }

@@ -12,7 +12,7 @@ impl Actor {
     /// Logs servers that fall silent or return, and leases that are parked.
     pub(super) fn log_servers(&mut self, snapshot: &Snapshot) {
         for (index, server) in snapshot.server_facts().enumerate() {
-            let lost = matches!(server.state.as_str(), "suspect" | "offline" | "unauthorized");
+            let lost = matches!(server.state.as_str(), "suspect" | "offline" | "stopped" | "unauthorized");
             if lost && self.lost.insert(index) {
                 warn!(
                     message_id = Event::ServerLost.id(),

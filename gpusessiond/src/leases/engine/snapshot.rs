@@ -7,8 +7,8 @@ use gpusession_common::words::Class;
 
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
 use crate::leases::{
-    Clock, DeviceView, Interruption, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, ServerFacts,
-    ServerView, Slot, Snapshot, Time,
+    Clock, DeviceView, Interruption, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, STOPPED,
+    ServerFacts, ServerView, Slot, Snapshot, Time,
 };
 use crate::pool::Trouble;
 
@@ -95,7 +95,10 @@ impl Actor {
                 let health = self.machine.health(i);
                 let silent = self.machine.silent_for(clock.now, i);
                 let draining = about.facts.state == "draining" || self.machine.drained(i);
+                // The server's latest word, which its next answer replaces.
+                let stopped = about.facts.state == STOPPED;
                 let state = match (&health.trouble, health.answered, silent) {
+                    _ if stopped => STOPPED,
                     (Some(e), ..) if e.trouble == Trouble::Refused => "unauthorized",
                     (None, Some(_), _) if draining => "draining",
                     (None, Some(_), _) => "online",
@@ -107,7 +110,10 @@ impl Actor {
                 };
                 let facts = ServerFacts {
                     state: state.into(),
-                    trouble: health.trouble.as_ref().map(|e| e.message.clone()).unwrap_or_default(),
+                    trouble: match &health.trouble {
+                        _ if stopped => "its administrator stopped it".into(),
+                        trouble => trouble.as_ref().map(|e| e.message.clone()).unwrap_or_default(),
+                    },
                     ..about.facts.clone()
                 };
                 ServerView { facts, gauges: about.gauges.clone() }

@@ -170,7 +170,8 @@ impl Machine {
                 }
                 self.fill(now, slot);
             }
-            None => {}
+            // It concerns no lease.
+            Some(Event::ServerStopped(_)) | None => {}
         }
     }
 
