@@ -18,7 +18,7 @@ impl Site {
     }
 
     /// Starts a program that holds a part of this machine's GPU until its input closes.
-    fn cuda_program(&self) -> Running {
+    pub(super) fn cuda_program(&self) -> Running {
         let library = artefact("gpusession-cuda", Artefact::Library("libgpusession_cuda.so"));
         std::fs::create_dir(self.path("programs")).unwrap();
         std::os::unix::fs::symlink(library, self.path("programs/libcuda.so.1")).unwrap();

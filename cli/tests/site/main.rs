@@ -3,6 +3,7 @@
 //! Workers are the server's test double where no GPU matters, since such tests make no CUDA call.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
+mod addresses;
 mod batch;
 #[path = "../../../gpusessiond/tests/common/mod.rs"]
 mod common;

@@ -10,7 +10,7 @@ const CLEAR: &str = "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]\
 
 impl Site {
     /// Adds lines to the server's configuration.
-    fn server_has(&self, lines: &str) {
+    pub(super) fn server_has(&self, lines: &str) {
         let path = self.path("gpuserver.toml");
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(path, format!("{lines}{text}")).unwrap();

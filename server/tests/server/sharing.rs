@@ -1079,3 +1079,27 @@ async fn a_gpu_has_one_server_and_the_right_compute_mode() {
     let mut other = other;
     other.run().await;
 }
+
+#[tokio::test]
+async fn a_reserve_keeps_a_gpu_for_its_clients() {
+    let reserve = "[[reserve]]\nclient = \"big-*\"\ngpus = 1\nmemory = \"100%\"\n";
+    let keys = "limits.gpus = 64\ndrain_timeout = 0\n";
+    let mut server = Server::start_with("libcuda.so.1", &format!("{keys}{reserve}")).await;
+    let (mut other, mut big) = (server.client("vm-1").await, server.client("big-1").await);
+    let first = other.allocate(100.0).await.unwrap();
+    let refused = other.allocate(10.0).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    let kept = big.allocate(100.0).await.unwrap();
+    assert_ne!(kept.devices[0].uuid, first.devices[0].uuid);
+    // The reserve returns with the GPU, also after a restart, and ends with its table.
+    big.pool.release(ReleaseRequest { lease: kept.id, ..Default::default() }).await.unwrap();
+    server.signal(Signal::SIGTERM);
+    server.run().await;
+    let mut other = server.again(&other).await;
+    assert_eq!(other.allocate(10.0).await.unwrap_err().code(), Code::ResourceExhausted);
+    let text = std::fs::read_to_string(server.path("gpuserver.toml")).unwrap();
+    std::fs::write(server.path("gpuserver.toml"), text.replace(reserve, "")).unwrap();
+    assert!(server.verb(&["config", "reload"]).status.success());
+    let second = other.allocate(10.0).await.unwrap();
+    assert_ne!(second.devices[0].uuid, first.devices[0].uuid);
+}
