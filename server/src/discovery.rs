@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
 use object::{Object, ObjectSymbol};
 use serde::{Deserialize, Serialize};
@@ -240,6 +241,14 @@ pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> 
     Ok(out)
 }
 
+/// Withholds the memory of each GPU that the server does not lease.
+pub fn offer(memory: Memory, mut gpus: Vec<Gpu>) -> Vec<Gpu> {
+    for gpu in &mut gpus {
+        gpu.withheld_bytes = gpu.memory_bytes.saturating_sub(memory.of(gpu.memory_bytes));
+    }
+    gpus
+}
+
 /// Sets each GPU's sharing: `all`, except for those that `some` lists.
 pub fn share(
     all: Sharing,
@@ -307,6 +316,7 @@ mod tests {
             context_bytes: 0,
             compute_mode: 0,
             sharing: Sharing::TimeSlice,
+            withheld_bytes: 0,
         }
     }
 

@@ -239,6 +239,7 @@ impl Host {
         let mut probe = discovery::probe(&worker, &driver).await.map_err(as_config)?;
         discovery::settle_contexts(&config.state_dir, &mut probe, running)?;
         let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
+        let gpus = discovery::offer(config.gpu_memory, gpus);
         let gpus = discovery::share(config.sharing, &config.gpu_sharing, &probe.devices, gpus);
         let gpus = gpus.map_err(as_config)?;
         let mps = discovery::mps_settings(config, &driver, &gpus).map_err(as_config)?;

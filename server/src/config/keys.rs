@@ -16,7 +16,7 @@ use ipnet::IpNet;
 use super::check::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
-    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS,
+    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED,
     OVERCOMMIT, PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
 };
 use super::{Advertised, ConfigError, GpuChoice, Gpus};
@@ -89,10 +89,14 @@ keys! {
         /// The folder of the default is `/run/lock/gpusession`. It belongs to root and gpuserver;
         /// other users' servers set a folder of their own.
         lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), LOCK_FOLDER;
+        /// Part of each GPU's memory that this server leases: percent, or a size.
+        ///
+        /// Percentages of leases, limits and reserves are of this part.
+        gpu_memory: Memory = "100%", OFFERED;
         /// Share of a GPU's memory that its leases may have together; above 100% a program may find
         /// less than its lease has.
         ///
-        /// The share is at most "1000%".
+        /// The share is at most "1000%", of `gpu_memory`.
         overcommit: u64 = "100%", OVERCOMMIT, live;
 
         "Sharing";

@@ -141,6 +141,13 @@ pub(super) const PART_OF_MEMORY: Kind<Memory> = Kind {
         Memory::Bytes(bytes) => bytes.to_string(),
     },
 };
+pub(super) const OFFERED: Kind<Memory> = Kind {
+    read: |v| {
+        let memory = part_of_memory(v)?;
+        if memory.is_zero() { Err("more than 0 is wanted".into()) } else { Ok(memory) }
+    },
+    show: PART_OF_MEMORY.show,
+};
 pub(super) const FOLDER: Kind<PathBuf> = Kind { read: absolute, show: |path| path.display().to_string() };
 pub(super) const SCOPE: Kind<Scope> = Kind {
     read: |v| {

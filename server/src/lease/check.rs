@@ -51,10 +51,10 @@ impl Table {
 
     /// Checks the limits on a GPU's memory, multiprocessors and model.
     pub(super) fn allowed_on(&self, request: &Request, gpu: &Gpu) -> Result<(), Exceeded> {
-        let need = request.memory.of(gpu.memory_bytes);
+        let need = request.memory.of(gpu.offered_bytes());
         for entry in request.limits.entries("memory") {
             if let Bound::Memory(most) = entry.bound
-                && need > most.of(gpu.memory_bytes)
+                && need > most.of(gpu.offered_bytes())
             {
                 let why = format!("{} MiB of {} asked for", need >> 20, gpu.uuid);
                 return Err(entry.exceeded(why, "ask for less memory"));

@@ -57,9 +57,17 @@ pub struct Gpu {
     /// Sharing of the GPU by the configuration.
     #[serde(default)]
     pub sharing: Sharing,
+    /// Device memory that this server leaves to others, in bytes.
+    #[serde(default)]
+    pub withheld_bytes: u64,
 }
 
 impl Gpu {
+    /// Returns the device memory that this server offers, in bytes.
+    pub fn offered_bytes(&self) -> u64 {
+        self.memory_bytes.saturating_sub(self.withheld_bytes)
+    }
+
     fn by_mps(&self) -> bool {
         self.sharing == Sharing::Mps
     }
@@ -190,7 +198,7 @@ impl Request {
     /// Returns the share of a GPU's multiprocessors in percent, rounded up to cover the request.
     fn percent_of(&self, gpu: &Gpu) -> u32 {
         if self.sm_auto {
-            let part = u128::from(self.memory.of(gpu.memory_bytes)) * 100;
+            let part = u128::from(self.memory.of(gpu.offered_bytes())) * 100;
             let percent = part.div_ceil(u128::from(gpu.memory_bytes.max(1))) as u32;
             return if gpu.by_mps() { percent.clamp(1, 100) } else { 100 };
         }

@@ -27,7 +27,7 @@ impl Table {
             .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.by_mps())))
             .filter(|g| {
                 // A program needs at least its context.
-                (g.context_bytes.max(1)..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes))
+                (g.context_bytes.max(1)..=g.offered_bytes()).contains(&request.memory.of(g.offered_bytes()))
             })
             .filter(|g| self.allowed_on(request, g).map_err(|e| limit.get_or_insert(e).name).is_ok())
             .filter(|g| {
@@ -170,12 +170,14 @@ impl<'a> Occupied<'a> {
                     .gpus
                     .iter()
                     .filter(|g| !self.is_closed(g))
-                    .filter_map(|g| Some((self.left(g).checked_sub(reserve.memory.of(g.memory_bytes))?, g)))
+                    .filter_map(|g| {
+                        Some((self.left(g).checked_sub(reserve.memory.of(g.offered_bytes()))?, g))
+                    })
                     .collect();
                 gpus.sort_by_key(|(left, g)| (g.sharing == Sharing::Exclusive, *left));
                 // Memory that other leases hold already stays theirs.
                 let Some((_, gpu)) = gpus.first() else { break };
-                *self.used.entry(&gpu.uuid).or_insert(0) += reserve.memory.of(gpu.memory_bytes);
+                *self.used.entry(&gpu.uuid).or_insert(0) += reserve.memory.of(gpu.offered_bytes());
             }
         }
     }
@@ -198,7 +200,7 @@ impl<'a> Occupied<'a> {
         if request.sharing == Some(Sharing::Exclusive) && self.used.contains_key(gpu.uuid.as_str()) {
             return None;
         }
-        self.left(gpu).checked_sub(request.memory.of(gpu.memory_bytes))
+        self.left(gpu).checked_sub(request.memory.of(gpu.offered_bytes()))
     }
 
     fn best(&self, request: &Request, suitable: &[&Gpu]) -> Option<Vec<Share>> {
@@ -228,7 +230,7 @@ impl<'a> Occupied<'a> {
         }
         let share = |g: &Gpu| Share {
             gpu: g.uuid.clone(),
-            limit_bytes: request.memory.of(g.memory_bytes),
+            limit_bytes: request.memory.of(g.offered_bytes()),
             sm_percent: request.percent_of(g),
         };
         Some(candidates.into_iter().map(|(_, g)| share(g)).collect())

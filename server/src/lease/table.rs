@@ -84,7 +84,7 @@ impl Table {
 
     /// Returns the bytes of a GPU that may be leased.
     pub(super) fn capacity(&self, gpu: &Gpu) -> u64 {
-        u64::try_from(u128::from(gpu.memory_bytes) * u128::from(self.rules.overcommit_percent) / 100)
+        u64::try_from(u128::from(gpu.offered_bytes()) * u128::from(self.rules.overcommit_percent) / 100)
             .unwrap_or(u64::MAX)
     }
 

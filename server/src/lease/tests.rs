@@ -20,6 +20,7 @@ pub(crate) fn gpu(n: u32, memory_bytes: u64) -> Gpu {
         context_bytes: 0,
         compute_mode: 0,
         sharing: Sharing::TimeSlice,
+        withheld_bytes: 0,
     }
 }
 
@@ -434,6 +435,25 @@ fn reserved_memory_stays_free_for_its_clients() {
     allocate(&mut t, &request("db", 1, 25.0), 0, &r).unwrap();
     allocate(&mut t, &request("vm-1", 1, 75.0), 0, &r).unwrap();
     waits(allocate(&mut t, &request("vm-2", 1, 10.0), 0, &r));
+}
+
+#[test]
+fn a_server_leases_only_the_part_of_a_gpu_that_it_offers() {
+    let offers = Gpu { withheld_bytes: 12 * GIB, ..gpu(0, 16 * GIB) };
+    let r = Counting::default();
+    let (mut t, _) = Table::new(vec![offers], Rules::default(), Saved::default(), Duration::ZERO);
+    let bytes = |memory| Request { memory: Memory::Bytes(memory), ..request("a", 1, 0.0) };
+    let never = allocate(&mut t, &bytes(5 * GIB), 0, &r).unwrap_err();
+    assert!(matches!(never, AllocateError::NeverFits(_)), "{never}");
+    // A percentage is one of the part.
+    let half = allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
+    assert_eq!(half.shares[0].limit_bytes, 2 * GIB);
+    assert!(matches!(allocate(&mut t, &bytes(3 * GIB), 0, &r), Err(AllocateError::NoCapacity { .. })));
+    allocate(&mut t, &bytes(2 * GIB), 0, &r).unwrap();
+    t.set_rules(Rules { overcommit_percent: 150, ..Rules::default() });
+    let more = allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
+    assert_eq!(more.shares[0].limit_bytes, 2 * GIB);
+    assert!(allocate(&mut t, &request("a", 1, 1.0), 0, &r).is_err());
 }
 
 #[test]

@@ -103,7 +103,7 @@ pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUs
         uuid: gpu.uuid.clone(),
         name: gpu.name.clone(),
         memory_bytes: gpu.memory_bytes,
-        limit_bytes: share.map_or(gpu.memory_bytes, |s| s.limit_bytes),
+        limit_bytes: share.map_or(gpu.offered_bytes(), |s| s.limit_bytes),
         sm_percent: share.map_or(100, |s| s.sm_percent),
         compute_major: gpu.compute_major,
         compute_minor: gpu.compute_minor,

@@ -28,7 +28,7 @@ impl GpuUse {
     pub fn free_bytes(&self) -> u64 {
         match self.gpu.sharing {
             Sharing::Exclusive if self.used_bytes > 0 => 0,
-            _ => self.gpu.memory_bytes.saturating_sub(self.used_bytes),
+            _ => self.gpu.offered_bytes().saturating_sub(self.used_bytes),
         }
     }
 

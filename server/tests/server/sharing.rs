@@ -1103,3 +1103,21 @@ async fn a_reserve_keeps_a_gpu_for_its_clients() {
     let second = other.allocate(10.0).await.unwrap();
     assert_ne!(second.devices[0].uuid, first.devices[0].uuid);
 }
+
+#[tokio::test]
+async fn a_server_that_offers_a_part_of_its_gpus_leases_no_more() {
+    let server = Server::start_with("libcuda.so.1", "gpu_memory = \"25%\"").await;
+    let mut vm = server.client("vm-1").await;
+    let whole = vm.allocate(100.0).await.unwrap();
+    let card = whole.devices[0].memory_bytes;
+    assert_eq!(whole.devices[0].limit_bytes, card / 4);
+    let described = vm.pool.describe(DescribeRequest::default()).await.unwrap().into_inner();
+    let free: Vec<_> = described.devices.iter().map(|d| (d.memory_bytes, d.memory_free_bytes)).collect();
+    assert!(free.contains(&(card, 0)) && free.contains(&(card, card / 4)), "{free:?}");
+    let wish = AllocateRequest { memory_bytes: card / 2, memory_percent: 0.0, ..vm.request() };
+    assert_eq!(vm.pool.allocate(wish).await.unwrap_err().code(), Code::FailedPrecondition);
+    // Also a lease of all that is offered is limited: its worker does not get the card.
+    let worker = vm.take(&whole.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    assert_eq!(said["limits"][0], card / 4, "{said}");
+}
