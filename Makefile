@@ -96,7 +96,7 @@ bench:
 test: test-unit test-conformance test-system
 
 # No CUDA, no root, no bus, no network: these run anywhere that Rust is.
-QUICK := $(addprefix -p ,gpusession-common gpusession-proto gpusessiond gpuserver gpuserver-worker)
+QUICK := $(addprefix -p ,gpusession-common gpusession-image gpusession-proto gpusessiond gpuserver gpuserver-worker)
 quick:
 	@.ci/setup build
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
