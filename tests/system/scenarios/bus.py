@@ -158,7 +158,8 @@ def changes(site, check, id):
     with check("Server.State is announced when a server is stopped and when it is started"):
         away = watched("Server", f"{PATH}/server/gpu1")
         server.ok("systemctl stop gpuserver", timeout=120)
-        away.comes(30, State="suspect")
+        away.comes(30, State="stopped")
+        assert "suspect" not in away.said("State"), away.said("State")
         server.ok("systemctl start gpuserver")
         away.comes(60, State="online")
         client.until("gpusession status | grep -q 'is ready'", 20)

@@ -65,6 +65,15 @@ def run(site, check):
         for name in ("library.first", "login.daemon", "network.control-port", "network.data-port", "network.accepted", "gpu.result"):
             if rows[name]["state"] != "ok":
                 raise AssertionError(rows[name])
+    with check("stats counts what alice used, for her and for an administrator; smi lists a program of hers, and not to bob"):
+        client.until("su -l alice -c 'gpusession stats --json' | grep -Eq '\"by\":\"you\"[^}]*\"programs\":[1-9]'", 20)
+        expect(servers[0].ok("gpuserver stats --users"), "alice")
+        client.push([site.programs / "longRun"], "/usr/local/bin")
+        client.start("program", "longRun 120", user="alice")
+        client.until("su -l alice -c 'gpusession smi' | grep -q ' alice .*longRun'", 20)
+        assert "longRun" not in client.ok("su -l bob -c 'gpusession smi'")
+        expect(client.ok("gpusession smi"), "longRun")
+        client.ok("systemctl stop program")
     with check("the server's workers give up rights that they do not need"):
         servers[0].until("gpuserver ps --json | grep -q '\"state\": *\"warm\"'", 20)
         rows = json.loads(servers[0].ok("gpuserver ps --json"))["workers"]
