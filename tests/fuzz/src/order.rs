@@ -52,6 +52,8 @@ struct Memory {
     life: Life,
     /// The host step that allocated it, which knows the address.
     allocated: Option<Stamp>,
+    /// The host steps since which a graph does not name it any more.
+    unnamed: Vec<Stamp>,
     cells: Vec<Cell>,
 }
 
@@ -111,8 +113,12 @@ fn knows(clock: &Clock, stamp: Stamp) -> bool {
 impl<'p> Order<'p> {
     pub fn new(threads: usize, kinds: &'p [StreamKind], buffers: &'p [Buffer], events: usize) -> Order<'p> {
         let agents = threads + kinds.len();
-        let memory =
-            |_: &Buffer| Memory { life: Life::Never, allocated: None, cells: vec![Cell::default(); CELLS] };
+        let memory = |_: &Buffer| Memory {
+            life: Life::Never,
+            allocated: None,
+            unnamed: Vec::new(),
+            cells: vec![Cell::default(); CELLS],
+        };
         Order {
             buffers,
             kinds,
@@ -315,6 +321,7 @@ impl<'p> Order<'p> {
                 if self.buffers[buffer].kind == Kind::Pool || self.named_by_graph(buffer) {
                     return Err(Conflict::Impossible);
                 }
+                self.known_unnamed(thread, buffer)?;
                 self.all_known(buffer, &self.threads[thread])
                     .map_err(|missing| missing.map_or(Conflict::Impossible, Conflict::Thread))?;
                 self.memory[buffer].life = Life::Freed;
@@ -325,6 +332,7 @@ impl<'p> Order<'p> {
                     return Err(Conflict::Impossible);
                 }
                 self.known_touch(thread, self.memory[buffer].allocated)?;
+                self.known_unnamed(thread, buffer)?;
                 let known = self.enqueue(thread, stream)?;
                 self.all_known(buffer, &known).map_err(|missing| {
                     missing.map_or(Conflict::Impossible, |stamp| Conflict::Stream(stream, stamp))
@@ -446,6 +454,7 @@ impl<'p> Order<'p> {
                 let build = old.build;
                 self.nodes(thread, nodes)?;
                 self.capture(thread, build)?;
+                self.unname(*graph, now);
                 let graph = self.graphs[*graph].as_mut().expect("looked up above");
                 graph.nodes.clone_from(nodes);
                 graph.touched = now;
@@ -475,6 +484,7 @@ impl<'p> Order<'p> {
                 let Some(Some(old)) = self.graphs.get(*graph) else { return Err(Conflict::Impossible) };
                 self.known_touch(thread, Some(old.touched))?;
                 self.known_touch(thread, old.launched)?;
+                self.unname(*graph, now);
                 self.graphs[*graph] = None;
             }
         }
@@ -496,6 +506,19 @@ impl<'p> Order<'p> {
     fn named_by_graph(&self, buffer: usize) -> bool {
         let mut nodes = self.graphs.iter().flatten().flat_map(|graph| &graph.nodes);
         nodes.any(|node| node.work.accesses().iter().any(|access| access.span.buffer == buffer))
+    }
+
+    /// Notes a step after which a graph may not name its buffers any more.
+    fn unname(&mut self, graph: usize, now: Stamp) {
+        let nodes = self.graphs[graph].iter().flat_map(|graph| &graph.nodes);
+        for span in nodes.flat_map(|node| node.work.accesses()).map(|access| access.span) {
+            self.memory[span.buffer].unnamed.push(now);
+        }
+    }
+
+    /// A graph reads its buffers' addresses in the step that makes or changes it.
+    fn known_unnamed(&self, thread: usize, buffer: usize) -> Result<(), Conflict> {
+        self.memory[buffer].unnamed.iter().try_for_each(|stamp| self.known_touch(thread, Some(*stamp)))
     }
 
     /// Returns `Err(None)` if the buffer is not live, and the first access that `clock` misses.
@@ -759,6 +782,24 @@ mod tests {
         let defined = (0, Op::Call(Work::Fill { to: span(0), value: 0, width: 4 }));
         assert_eq!(last(1, &[defined.clone(), (0, define(Vec::new()))]), Err(Conflict::Nodes(0, 1)));
         assert_eq!(last(1, &[defined, (0, define(vec![0]))]), Ok(()));
+    }
+
+    #[test]
+    fn a_free_comes_after_the_end_of_a_graph_that_names_the_buffer() {
+        let kinds = [StreamKind::NonBlocking];
+        let buffers = [Buffer { kind: Kind::Pinned(0), size: 256 }];
+        let mut order = Order::new(2, &kinds, &buffers, 0);
+        let fill = Work::Fill { to: Span { buffer: 0, offset: 0, len: 64 }, value: 1, width: 4 };
+        let graph = vec![Node { work: fill, lane: 0, after: Vec::new() }];
+        let mut on = |thread, op| order.apply(&Step { thread, op });
+        on(0, Op::Allocate(0)).unwrap();
+        on(1, Op::Await(0)).unwrap();
+        on(1, Op::Define(0, Build::Nodes, graph)).unwrap();
+        assert!(on(0, Op::Free(0)).is_err(), "the graph names it");
+        on(1, Op::Destroy(0)).unwrap();
+        assert!(matches!(on(0, Op::Free(0)), Err(Conflict::Thread(_))), "another thread destroyed the graph");
+        on(0, Op::Await(3)).unwrap();
+        on(0, Op::Free(0)).unwrap();
     }
 
     #[test]
