@@ -1,7 +1,9 @@
 //! `gpuserver health` and `gpuserver report`: checks of this host and its server, and an archive
 //! for the search for a fault.
 
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use gpusession_diagnosis::check::{Check, Finding, Findings, Place};
@@ -16,12 +18,17 @@ use crate::admin::Ask;
 use crate::admin::answer::config::config_rows;
 use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::status::{PsRow, StatusView};
-use crate::config::Config;
+use crate::config::{Advertised, Config};
 use crate::discovery::find_driver;
+use crate::net::host_port;
 use crate::refusal::Refusal;
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;
+/// Time for a connection to an advertised address.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most addresses of an advertised name that are tried.
+const MAX_ADDRESSES: usize = 4;
 const UNIT: &str = "gpuserver.service";
 /// Files that a server with many clients opens: connections, workers and their lanes.
 const OPEN_FILES: u64 = 16_384;
@@ -72,6 +79,8 @@ const CHECKS: &[Check<Facts>] = &[
     Check { id: "server.cards", run: cards },
     Check { id: "server.isolation", run: isolation },
     Check { id: "server.authority", run: authority },
+    Check { id: "server.certificate", run: certificate },
+    Check { id: "server.advertise", run: advertise },
     Check { id: "server.state-folder", run: state_folder },
     Check { id: "server.disk", run: disk },
     Check { id: "server.open-files", run: open_files },
@@ -176,6 +185,45 @@ fn isolation(facts: &Facts) -> Finding {
     let mut findings: Vec<_> = known.map(judge).collect();
     findings.dedup();
     Finding::worst(findings).unwrap_or_else(|| Finding::skipped("no worker runs"))
+}
+
+fn certificate(facts: &Facts) -> Finding {
+    let Ok(status) = &facts.status else { return Finding::skipped("the server does not answer") };
+    if !status.warnings.is_empty() {
+        return Finding::warning(status.warnings.join("; "), "gpuserver clients; journalctl -u gpuserver");
+    }
+    match status.certificate_expires_unix.checked_sub(facts.machine.now) {
+        _ if status.certificate_expires_unix == 0 => Finding::skipped("the server tells no end of it"),
+        None => Finding::fault("the server's certificate has expired", "sudo systemctl restart gpuserver"),
+        Some(left) => {
+            Finding::ok(format!("the server's certificate is valid for another {} days", left / 86400))
+        }
+    }
+}
+
+/// Judges whether the addresses that clients write down lead to this server.
+fn advertise(facts: &Facts) -> Finding {
+    let (Ok(config), Ok(status)) = (&facts.config, &facts.status) else {
+        return Finding::skipped("the server does not answer");
+    };
+    let own_port = status.control_address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let judge = |advertised: &Advertised| {
+        let port = advertised.port.or(own_port).unwrap_or_default();
+        let name = host_port(&advertised.host, port);
+        let remedy = "correct advertise in gpuserver.toml, or the DNS entry";
+        let addresses: Vec<_> = match (advertised.host.as_str(), port).to_socket_addrs() {
+            Ok(addresses) => addresses.take(MAX_ADDRESSES).collect(),
+            Err(error) => return Finding::warning(format!("{name} is no address here: {error}"), remedy),
+        };
+        let reached = addresses.iter().any(|a| TcpStream::connect_timeout(a, CONNECT_TIMEOUT).is_ok());
+        match reached {
+            true => Finding::ok(format!("{name} answers")),
+            false => Finding::warning(format!("nothing answers at {name}, as seen from this host"), remedy),
+        }
+    };
+    Finding::worst(config.advertise.iter().map(judge)).unwrap_or_else(|| {
+        Finding::skipped("advertise is not set: clients keep the address that they reached")
+    })
 }
 
 fn authority(facts: &Facts) -> Finding {
@@ -413,6 +461,43 @@ mod tests {
         facts.config = Err("gpuserver.toml:1: unknown key mps_gpus, did you mean gpu_sharing.mps?".into());
         assert_eq!(configuration(&facts).state, State::Fault);
         assert_eq!(cards(&facts).state, State::Skipped);
+    }
+
+    #[test]
+    fn certificates_that_end_and_addresses_that_lead_nowhere_are_named() {
+        let (root, mut facts) = facts();
+        assert_eq!(certificate(&facts).state, State::Skipped);
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mut status: StatusView = serde_json::from_value(json!({
+            "name": "gpu-a", "version": "", "pid": 1, "state": "online",
+            "control_address": format!("127.0.0.1:{port}"), "data_address": "", "driver": "",
+            "driver_version": "", "cuda_version": 0, "authority_sha256": "", "gpus": 0, "leases": 0,
+            "workers": 0, "waiting": 0, "clients": 0, "programs": [],
+        }))
+        .unwrap();
+        status.certificate_expires_unix = facts.machine.now + 20 * 86400;
+        let judged = |facts: &mut Facts, status: &StatusView, advertise: &str| {
+            let file = root.path().join("gpuserver.toml");
+            std::fs::write(&file, format!("name = \"gpu-a\"\n{advertise}")).unwrap();
+            facts.config = Ok(crate::config::load_here(&file, true).unwrap());
+            facts.status = Ok(status.clone());
+            (certificate(facts), super::advertise(facts))
+        };
+        let (certificate, advertised) = judged(&mut facts, &status, "");
+        assert!(certificate.state == State::Ok && certificate.found.contains("20 days"), "{certificate:?}");
+        assert_eq!(advertised.state, State::Skipped);
+        let (_, advertised) = judged(&mut facts, &status, "advertise = \"127.0.0.1\"\n");
+        assert_eq!(advertised.state, State::Ok, "{advertised:?}");
+        status.warnings = vec!["the certificate of vm-7 has expired".into()];
+        for wrong in ["advertise = \"127.0.0.1:9\"\n", "advertise = \"gpu1.invalid\"\n"] {
+            let (certificate, advertised) = judged(&mut facts, &status, wrong);
+            assert!(certificate.found.contains("vm-7"), "{certificate:?}");
+            assert!(
+                advertised.state == State::Warning && advertised.remedy.contains("DNS"),
+                "{advertised:?}"
+            );
+        }
     }
 
     #[test]
