@@ -108,15 +108,15 @@ def run(site, check):
         expect(seen, "status 0")
         for host, name in ((client, "gpusessiond"), (server, "gpuserver")):
             host.until(f"journalctl -b -t {name} MESSAGE_ID={BACK} --no-pager -o cat | grep 'without a connection'", 10)
-    with check("a program computes right while 30 % of all packets are lost in each direction") as note:
+    with check("a program computes right while 30 % of all packets are lost in each direction"):
         with server.loses(30):
-            seen = client.ok("longRun 3; echo status $?", user="alice", timeout=180)
+            seen = client.ok("longRun 0.4; echo status $?", user="alice", timeout=180)
         expect(seen, "steps right")
         expect(seen, "status 0")
-    with check("a program outlives restarts and a kill of its daemon and of its server's control process") as note:
+    with check("a program outlives restarts and a kill of its daemon and of its server's control process"):
         client.start("program", "longRun 12; echo status $?", user="alice")
         server.until("gpuserver ps | grep longRun", 20)
-        for host, unit in ((client, "gpusessiond"), (server, "gpuserver")):
+        for host, unit in ((client, "gpusession"), (server, "gpuserver")):
             host.ok(f"systemctl restart {unit}")
             host.ok(f"systemctl kill -s KILL --kill-whom=main {unit}")
             host.until(f"systemctl is-active {unit}", 20)
