@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileTypeExt as _;
 
 /// Beginnings of the targets of `/proc/self/fd` that have no file, and of devices.
-const HARMLESS: [&[u8]; 17] = [
+const HARMLESS: [&[u8]; 19] = [
     b"pipe:[",
     b"anon_inode:[eventpoll]",
     b"anon_inode:[eventfd]",
@@ -27,6 +27,8 @@ const HARMLESS: [&[u8]; 17] = [
     b"/dev/full",
     b"/dev/random",
     b"/dev/urandom",
+    b"/dev/console",
+    b"/dev/ptmx",
     b"/dev/tty",
     b"/dev/pts/",
 ];
