@@ -98,6 +98,9 @@ pub struct Ledger {
     held: BTreeMap<WorkerId, Vec<Held>>,
     asking: Vec<Asking>,
     read_at: Option<Moment>,
+    /// Whether the next round of readings may be older than [`SETTLE_TIMEOUT`], so that it counts for
+    /// nothing: it may contain memory that was returned long before.
+    late: bool,
     /// Most bytes that all processes held at one time, over all devices.
     peak: u64,
 }
@@ -106,7 +109,7 @@ impl Ledger {
     /// Creates a ledger without processes.
     pub fn new(devices: Vec<DeviceLimit>) -> Self {
         let most = devices.iter().map(|d| d.memory_bytes).collect();
-        Self { devices, most, held: BTreeMap::new(), asking: Vec::new(), read_at: None, peak: 0 }
+        Self { devices, most, held: BTreeMap::new(), asking: Vec::new(), read_at: None, late: false, peak: 0 }
     }
 
     /// Bounds grants on each device by the card's memory, which `has` returns for a UUID.
@@ -368,7 +371,7 @@ impl Ledger {
     /// Answers requests that have waited too long for other workers or for readings.
     pub fn tick(&mut self, now: Moment) -> Vec<LedgerMessage> {
         if self.read_at.is_some_and(|at| at + SETTLE_TIMEOUT <= now) {
-            self.read_at = None;
+            (self.read_at, self.late) = (None, true);
             for held in self.held.values_mut() {
                 for (limit, held) in self.devices.iter().zip(held) {
                     held.real = held.real.min(held.granted.saturating_add(limit.context_bytes));
@@ -401,6 +404,9 @@ impl Ledger {
 
     /// Records the driver's reading of a process on a device.
     pub fn reading(&mut self, worker: &WorkerId, device: usize, bytes: u64) {
+        if self.late {
+            return;
+        }
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device)) {
             held.real = bytes;
         }
@@ -409,7 +415,7 @@ impl Ledger {
 
     /// Records that a round of readings is complete.
     pub fn all_read(&mut self, now: Moment) -> Vec<LedgerMessage> {
-        self.read_at = Some(now);
+        (self.read_at, self.late) = (Some(now), false);
         for held in self.held.values_mut().flatten() {
             held.high = [held.granted, held.high[0]];
         }

@@ -280,6 +280,28 @@ fn offenders_are_the_workers_furthest_beyond_their_grants() {
     assert!(l.offenders(|_| true).iter().all(|(id, _)| *id != [1; 16]));
 }
 
+#[test]
+fn a_reading_that_comes_much_too_late_stops_no_worker() {
+    let mut l = ledger(2048 * MIB, 0);
+    l.admit([1; 16]);
+    l.admit([2; 16]);
+    l.all_read(T);
+    assert_eq!(granted(&l.ask([1; 16], 0, 1, 2048 * MIB, T)), 2048 * MIB);
+    // The driver was read now; its answer comes after memory has moved from one to the other.
+    l.returned(&[1; 16], 0, 2048 * MIB);
+    l.tick(T + SETTLE_TIMEOUT);
+    assert_eq!(granted(&l.ask([2; 16], 0, 1, 2048 * MIB, T)), 2048 * MIB);
+    l.reading(&[1; 16], 0, 2048 * MIB);
+    l.reading(&[2; 16], 0, 0);
+    l.all_read(T + SETTLE_TIMEOUT);
+    assert_eq!(l.offenders(|_| true), []);
+    // The next reading counts again.
+    l.reading(&[1; 16], 0, 2048 * MIB);
+    l.all_read(T + SETTLE_TIMEOUT);
+    l.reading(&[1; 16], 0, 2048 * MIB);
+    assert_eq!(l.offenders(|_| true).len(), 1);
+}
+
 proptest! {
     /// A worker that keeps to its grants is never stopped, whenever the driver was read.
     #[test]
