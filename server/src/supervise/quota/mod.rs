@@ -98,8 +98,8 @@ pub struct Ledger {
     held: BTreeMap<WorkerId, Vec<Held>>,
     asking: Vec<Asking>,
     read_at: Option<Moment>,
-    /// Whether the next round of readings may be older than [`SETTLE_TIMEOUT`], so that it counts for
-    /// nothing: it may contain memory that was returned long before.
+    /// Whether the next round of readings may be older than [`SETTLE_TIMEOUT`]. It then counts for
+    /// nothing, since it may contain memory that was returned long before.
     late: bool,
     /// Most bytes that all processes held at one time, over all devices.
     peak: u64,
