@@ -202,7 +202,7 @@ class Parking:
             worker = self.here / "bin" / "gpuserver-worker"
             pid = native.process.pid
             begun = time.monotonic()
-            parker = Program([str(worker), "--park", driver, str(pid), "5000"], dict(os.environ), self.log, self.here)
+            parker = Program([str(worker), "--park", driver, "require", str(pid), "5000"], dict(os.environ), self.log, self.here)
             self.programs.append(parker)
             parker.expect("parked")
             out = time.monotonic() - begun
