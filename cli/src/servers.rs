@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpusession_bus::describe::{Card, Described, Lease, Survey, Surveyed, Usage};
-use gpusession_common::units::{human_bytes, human_duration};
+use gpusession_bus::describe::{Card, Described, Lease, Survey, Surveyed};
+use gpusession_common::units::human_bytes;
+use gpusession_common::usage;
 use gpusessiond::client::Remote;
 use gpusessiond::identity::{Home, Identity};
 use gpusessiond::pool::{PoolError, PoolServer as _};
@@ -209,37 +210,11 @@ impl Sums {
 
 /// Formats the use of the last 24 hours: rows for all, for this machine, and for the caller.
 fn usage_text(survey: &Survey) -> String {
-    let names = [
-        "LAST 24 H",
-        "BY",
-        "GPU HOURS",
-        "BUSY",
-        "TO GPU",
-        "FROM GPU",
-        "LEASES",
-        "PROGRAMS",
-        "WAIT P50",
-        "WAIT P95",
-    ];
-    let mut rows = header(names);
-    let wait = |usec| or_dash(usec, |usec| human_duration(Duration::from_micros(usec)));
-    for (server, usage) in survey.servers.iter().flat_map(|s| s.last_24h.iter().map(move |usage| (s, usage)))
-    {
-        let Usage { by, leases, programs, gpu_usec, busy_usec, bytes_to_device, bytes_from_device, .. } =
-            usage;
-        let busy = busy_usec.checked_mul(100).and_then(|busy| busy.checked_div(*gpu_usec));
-        rows.push(vec![
-            server.name.clone(),
-            if by == "machine" { "this machine".into() } else { by.clone() },
-            format!("{:.1}", *gpu_usec as f64 / 3.6e9),
-            or_dash(busy, |percent| format!("{percent}%")),
-            human_bytes(*bytes_to_device),
-            human_bytes(*bytes_from_device),
-            leases.to_string(),
-            programs.to_string(),
-            wait(usage.wait_p50_usec),
-            wait(usage.wait_p95_usec),
-        ]);
+    let names = ["LAST 24 H", "BY"].into_iter().chain(usage::COLUMNS);
+    let mut rows = vec![names.map(String::from).collect()];
+    for (server, used) in survey.servers.iter().flat_map(|s| s.last_24h.iter().map(move |used| (s, used))) {
+        let by = if used.by == "machine" { "this machine" } else { &used.by };
+        rows.push([server.name.clone(), by.into()].into_iter().chain(used.sums.cells()).collect());
     }
     if rows.len() > 1 { format!("\n{}", table(&rows)) } else { String::new() }
 }
@@ -359,7 +334,7 @@ pub fn pool_json(survey: &Survey, described: &Described) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use gpusession_bus::describe::{CardProgram, Device};
+    use gpusession_bus::describe::{CardProgram, Device, Usage};
 
     use super::*;
     use crate::health::testing::described;
@@ -466,13 +441,9 @@ mod tests {
     fn statistics_show_the_use_of_a_day() {
         let (mut survey, described) = site();
         assert!(!stats_text(&survey, Some(&described)).contains("LAST 24 H"), "an older server");
-        let usage = |by: &str, gpu_usec| Usage {
-            by: by.into(),
-            gpu_usec,
-            busy_usec: 1_800_000_000,
-            bytes_to_device: 3 << 30,
-            wait_p95_usec: Some(90_000_000),
-            ..Usage::default()
+        let usage = |by: &str, gpu_usec| {
+            let sums = usage::UsageSums { gpu_usec, busy_usec: 1_800_000_000, ..Default::default() };
+            Usage { by: by.into(), sums }
         };
         survey.servers[0].last_24h = vec![usage("all", 7_200_000_000), usage("machine", 0)];
         let text = stats_text(&survey, Some(&described));
@@ -481,7 +452,7 @@ mod tests {
             let words = row.split("  ").map(str::trim).filter(|word| !word.is_empty());
             words.map(str::to_owned).collect::<Vec<_>>()
         };
-        let expected = ["gpu-a", "all", "2.0", "25%", "3 GiB", "0 B", "0", "0", "-", "1 min"];
+        let expected = ["gpu-a", "all", "2.0", "25%", "0 B", "0 B", "0", "0", "-", "-"];
         assert_eq!(words("all"), expected, "{text}");
         assert_eq!(words("this machine")[2..4], ["0.0", "-"]);
         let json = stats_json(&survey, None);

@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use gpusession_bus::describe::{Card, CardProgram, Endpoint, Survey, Surveyed, Usage};
+use gpusession_common::usage::UsageSums;
 use gpusession_proto::control;
 use tokio::task::JoinSet;
 
@@ -123,8 +124,7 @@ fn program(program: &control::CardProgram) -> CardProgram {
 }
 
 fn used(by: &str, usage: &control::Usage) -> Usage {
-    Usage {
-        by: by.into(),
+    let sums = UsageSums {
         leases: usage.leases,
         programs: usage.programs,
         gpu_usec: usage.gpu_usec,
@@ -133,7 +133,8 @@ fn used(by: &str, usage: &control::Usage) -> Usage {
         bytes_from_device: usage.bytes_from_device,
         wait_p50_usec: usage.wait_p50_usec,
         wait_p95_usec: usage.wait_p95_usec,
-    }
+    };
+    Usage { by: by.into(), sums }
 }
 
 fn card(

@@ -509,7 +509,7 @@ impl Drop for Group {
 #[tokio::test]
 async fn the_kernel_tells_the_control_group_of_a_process() {
     let Some((group, path)) = Group::new() else {
-        eprintln!("skipped: this user may not make control groups");
+        assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "this user may not make control groups");
         return;
     };
     let sim = SimServer::new("gpu-a", 1);

@@ -638,7 +638,9 @@ mod tests {
         assert_eq!(hour(&accounting, 1).gpu_usec, 2 * 210 * 1_000_000);
         let rows = all(&accounting);
         assert_eq!((rows.len(), rows[0].owner, rows[0].usage.leases), (1, usage::MACHINE, 1));
-        assert!(rows[0].usage.wait_usec(50).is_some_and(|usec| (5_000_000..5_700_000).contains(&usec)));
+        assert!(
+            rows[0].usage.shown().wait_p50_usec.is_some_and(|usec| (5_000_000..5_700_000).contains(&usec))
+        );
     }
 
     #[test]

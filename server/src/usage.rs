@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use gpusession_common::usage::UsageSums;
 use serde::{Deserialize, Serialize};
 
 /// Owner of use that belongs to no user, as a lease of a whole machine.
@@ -75,10 +76,24 @@ impl Usage {
         }
     }
 
+    /// Returns the sums for people.
+    pub fn shown(&self) -> UsageSums {
+        UsageSums {
+            leases: self.leases,
+            programs: self.programs,
+            gpu_usec: self.gpu_usec,
+            busy_usec: self.busy_usec,
+            bytes_to_device: self.bytes_to_device,
+            bytes_from_device: self.bytes_from_device,
+            wait_p50_usec: self.wait_usec(50),
+            wait_p95_usec: self.wait_usec(95),
+        }
+    }
+
     /// Returns the wait in microseconds that a part of the granted leases did not exceed.
     ///
     /// It is at most an eighth too long; `None` without a lease.
-    pub fn wait_usec(&self, percent: u64) -> Option<u64> {
+    fn wait_usec(&self, percent: u64) -> Option<u64> {
         let all: u128 = self.waits.values().map(|n| u128::from(*n)).sum();
         let rank = (all * u128::from(percent)).div_ceil(100).max(1);
         let mut seen = 0;

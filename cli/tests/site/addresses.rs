@@ -58,7 +58,7 @@ const LEASE: &str = "[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n";
 fn a_program_runs_over_ipv6() {
     let mut site = Site::with_simulated_gpus();
     if TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("skipped: this machine has no IPv6");
+        assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "this machine has no IPv6");
         return;
     }
     let (control, data) = (free_port(), free_port());

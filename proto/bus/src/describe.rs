@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use gpusession_common::usage::UsageSums;
 use serde::{Deserialize, Serialize};
 
 /// Version of the JSON.
@@ -244,20 +245,8 @@ pub struct Surveyed {
 pub struct Usage {
     /// `all`, `machine` or `you`.
     pub by: String,
-    /// Number of granted leases.
-    pub leases: u64,
-    /// Number of ended programs.
-    pub programs: u64,
-    /// Time of leases, each of their GPUs counted.
-    pub gpu_usec: u64,
-    /// Time with GPU work or copies, each program counted.
-    pub busy_usec: u64,
-    pub bytes_to_device: u64,
-    pub bytes_from_device: u64,
-    /// Median wait of the granted leases; `None` without one.
-    pub wait_p50_usec: Option<u64>,
-    /// 95th percentile of it.
-    pub wait_p95_usec: Option<u64>,
+    #[serde(flatten)]
+    pub sums: UsageSums,
 }
 
 /// An endpoint of a server for one measurement: the JSON of `Measure`. It holds a secret.

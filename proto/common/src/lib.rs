@@ -10,4 +10,6 @@ pub mod md2;
 #[cfg(feature = "config")]
 pub mod units;
 #[cfg(feature = "config")]
+pub mod usage;
+#[cfg(feature = "config")]
 pub mod words;

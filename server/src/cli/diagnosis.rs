@@ -193,7 +193,9 @@ fn certificate(facts: &Facts) -> Finding {
         return Finding::warning(status.warnings.join("; "), "gpuserver clients; journalctl -u gpuserver");
     }
     match status.certificate_expires_unix.checked_sub(facts.machine.now) {
-        _ if status.certificate_expires_unix == 0 => Finding::skipped("the server tells no end of it"),
+        _ if status.certificate_expires_unix == 0 => {
+            Finding::skipped("the server reports no expiry of its certificate")
+        }
         None => Finding::fault("the server's certificate has expired", "sudo systemctl restart gpuserver"),
         Some(left) => {
             Finding::ok(format!("the server's certificate is valid for another {} days", left / 86400))

@@ -1,9 +1,10 @@
 //! `gpuserver stats`: shows the use of GPUs by clients and users.
 
 use clap::Args;
+use gpusession_common::usage;
 
 use super::accounting::past;
-use super::show::{self, Output, span, table};
+use super::show::{self, Output, table};
 use super::target::{Target, offline, running};
 use crate::accounting::Accounting;
 use crate::admin::answer::usage::{UsageRow, usage_rows};
@@ -45,16 +46,7 @@ pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOption
         let n = rows.len();
         let mut header = vec!["CLIENT"];
         header.extend(users.then_some("USER"));
-        header.extend([
-            "GPU HOURS",
-            "BUSY",
-            "TO GPU",
-            "FROM GPU",
-            "LEASES",
-            "PROGRAMS",
-            "WAIT P50",
-            "WAIT P95",
-        ]);
+        header.extend(usage::COLUMNS);
         let mut table = table(&header);
         for row in rows {
             let mut cells = vec![row.client];
@@ -65,18 +57,7 @@ pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOption
                     (None, _) => row.owner,
                 });
             }
-            let wait = |usec: Option<u64>| usec.map_or_else(|| "-".into(), span);
-            let busy = row.busy_usec.checked_mul(100).and_then(|busy| busy.checked_div(row.gpu_usec));
-            cells.extend([
-                format!("{:.1}", row.gpu_usec as f64 / 3.6e9),
-                busy.map_or_else(|| "-".into(), |percent| format!("{percent}%")),
-                show::mib(row.bytes_to_device),
-                show::mib(row.bytes_from_device),
-                row.leases.to_string(),
-                row.programs.to_string(),
-                wait(row.wait_p50_usec),
-                wait(row.wait_p95_usec),
-            ]);
+            cells.extend(row.sums.cells());
             table.add_row(cells);
         }
         show::print(out, &table, n, "no leases and programs in that time")

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use gpusession_common::usage::UsageSums;
 use gpusession_proto::control as wire;
 use tonic::Status;
 use tracing::warn;
@@ -75,15 +76,13 @@ impl Pool {
         let sum = |of: &dyn Fn(&Row) -> bool| {
             let mut sums = Usage::default();
             rows.iter().filter(|row| of(row)).for_each(|row| sums.add(&row.usage));
-            shown(&sums)
+            on_wire(sums.shown())
         };
         let owner = usage::owner(uid);
         let of_client = |row: &Row| row.client == client;
         Ok(vec![sum(&|_| true), sum(&of_client), sum(&|row| of_client(row) && row.owner == owner)])
     }
-}
 
-impl Pool {
     /// Lists a client's programs, a row for each of their GPUs.
     pub(super) async fn programs_of(&self, client: &str) -> Vec<wire::CardProgram> {
         let mut rows = Vec::new();
@@ -104,7 +103,7 @@ impl Pool {
     }
 }
 
-fn shown(sums: &Usage) -> wire::Usage {
+fn on_wire(sums: UsageSums) -> wire::Usage {
     wire::Usage {
         leases: sums.leases,
         programs: sums.programs,
@@ -112,7 +111,7 @@ fn shown(sums: &Usage) -> wire::Usage {
         busy_usec: sums.busy_usec,
         bytes_to_device: sums.bytes_to_device,
         bytes_from_device: sums.bytes_from_device,
-        wait_p50_usec: sums.wait_usec(50),
-        wait_p95_usec: sums.wait_usec(95),
+        wait_p50_usec: sums.wait_p50_usec,
+        wait_p95_usec: sums.wait_p95_usec,
     }
 }

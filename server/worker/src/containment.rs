@@ -237,8 +237,8 @@ pub fn before_client(calls: Calls, landlock: ABI) -> Result<(), String> {
     calls_only(calls, landlock).map_err(|e| format!("seccomp: {e}"))
 }
 
-/// System calls of [`NEVER`] with which the driver reaches the process that it parks.
-const PARKING: &[i64] = &[
+/// System calls that reach other processes, answered with EPERM; the helper that parks needs them.
+const OTHERS: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
@@ -252,18 +252,9 @@ const PARKING: &[i64] = &[
 
 /// System calls that are answered with EPERM.
 ///
-/// They reach other processes, start programs or widen this process's rights.
+/// They start programs, widen this process's rights or change how other processes run.
 const NEVER: &[i64] = &[
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
     libc::SYS_process_madvise,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_pidfd_send_signal,
-    libc::SYS_kill,
-    libc::SYS_tkill,
-    libc::SYS_rt_sigqueueinfo,
-    libc::SYS_rt_tgsigqueueinfo,
     libc::SYS_execve,
     libc::SYS_execveat,
     libc::SYS_listen,
@@ -393,8 +384,9 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
         hidden.insert(libc::SYS_openat2, Vec::new());
     }
     install(hidden, libc::ENOSYS)?;
-    let never = NEVER.iter().filter(|call| !parks || !PARKING.contains(call));
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = never.map(|call| (*call, Vec::new())).collect();
+    let others = if parks { &[] } else { OTHERS };
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        NEVER.iter().chain(others).map(|call| (*call, Vec::new())).collect();
     // The supervisor hands over the client's connections; a worker talks to no other process of
     // this host.
     if calls != Calls::Own {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use gpusession_common::usage::UsageSums;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -22,22 +23,9 @@ pub struct UsageRow {
     pub uid: Option<u32>,
     /// Name of that user, by the client's word; empty if unknown.
     pub user: String,
-    /// Number of granted leases.
-    pub leases: u64,
-    /// Number of ended programs.
-    pub programs: u64,
-    /// Time of leases, each of their GPUs counted.
-    pub gpu_usec: u64,
-    /// Time with GPU work or copies, each program counted.
-    pub busy_usec: u64,
-    /// Bytes copied to the GPUs.
-    pub bytes_to_device: u64,
-    /// Bytes copied from the GPUs.
-    pub bytes_from_device: u64,
-    /// Median wait of the granted leases.
-    pub wait_p50_usec: Option<u64>,
-    /// 95th percentile of it.
-    pub wait_p95_usec: Option<u64>,
+    /// Use by that client or user.
+    #[serde(flatten)]
+    pub sums: UsageSums,
 }
 
 /// Returns rows for people: one for each client, or with `users` for each of its users.
@@ -58,20 +46,7 @@ pub fn usage_rows(rows: Vec<Row>, users: bool) -> Vec<UsageRow> {
             Some(usage::OTHERS) => "others",
             Some(_) => "user",
         };
-        UsageRow {
-            client,
-            owner: kind.into(),
-            uid,
-            user,
-            leases: usage.leases,
-            programs: usage.programs,
-            gpu_usec: usage.gpu_usec,
-            busy_usec: usage.busy_usec,
-            bytes_to_device: usage.bytes_to_device,
-            bytes_from_device: usage.bytes_from_device,
-            wait_p50_usec: usage.wait_usec(50),
-            wait_p95_usec: usage.wait_usec(95),
-        }
+        UsageRow { client, owner: kind.into(), uid, user, sums: usage.shown() }
     };
     sums.into_iter().map(row).collect()
 }
