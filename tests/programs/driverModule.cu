@@ -181,6 +181,10 @@ int main() {
 
     CUlibrary library;
     CUkernel kernel;
+    // CU_LIBRARY_BINARY_IS_PRESERVED needs no value, and cuBLAS passes none.
+    CUlibraryOption kept = CU_LIBRARY_BINARY_IS_PRESERVED;
+    CHECK_DRIVER(cuLibraryLoadData_(&library, PTX, nullptr, nullptr, 0, &kept, nullptr, 1));
+    CHECK_DRIVER(cuLibraryUnload_(library));
     CHECK_DRIVER(cuLibraryLoadData_(&library, PTX, nullptr, nullptr, 0, nullptr, nullptr, 0));
     CHECK_DRIVER(cuLibraryGetKernel_(&kernel, library, "transform"));
     extra = 11;

@@ -27,19 +27,20 @@ fn load_file(path: *const c_char) -> Result<Vec<u8>> {
 }
 
 /// Returns `true` if the program keeps a library's image until it unloads the library.
-fn keeps_image(keys: *const i32, values: *const *mut c_void, count: u32) -> Result<bool> {
+///
+/// The option may have no value: cuBLAS passes no array of values. Other options change nothing.
+fn keeps_image(keys: *const i32, values: *const *mut c_void, count: u32) -> bool {
     /// `CUlibraryOption`
     const BINARY_IS_PRESERVED: i32 = 1;
     const MOST: u32 = 16;
-    if count == 0 {
-        return Ok(false);
+    if count > MOST || keys.is_null() {
+        return false;
     }
-    if count > MOST || keys.is_null() || values.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: by the call's contract both arrays have `count` elements.
-    let options = (0..count as usize).map(|i| unsafe { (keys.add(i).read(), values.add(i).read()) });
-    Ok(options.into_iter().any(|(key, value)| key == BINARY_IS_PRESERVED && value as usize & 0xff != 0))
+    (0..count as usize).any(|i| {
+        // SAFETY: by the call's contract both arrays have `count` elements, if they exist.
+        let (key, value) = unsafe { (keys.add(i).read(), (!values.is_null()).then(|| values.add(i).read())) };
+        key == BINARY_IS_PRESERVED && value.is_none_or(|value| value as usize & 0xff != 0)
+    })
 }
 
 fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result {
@@ -133,7 +134,7 @@ driver! {
         }
         let options = Options::read(count, keys, values)?;
         let image = images::read_image(image)?;
-        let kept = keeps_image(library_keys, library_values, library_count)?;
+        let kept = keeps_image(library_keys, library_values, library_count);
         let signatures = if kept { Signatures::kept(&image) } else { Signatures::copied(&image) };
         give(library, load_library(&image, signatures, &options)? as *mut c_void)
     }
