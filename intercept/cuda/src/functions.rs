@@ -2,12 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
-use crate::client::{Client, unavailable, word};
+use crate::client::{Client, word};
 use crate::status::{INVALID_HANDLE, INVALID_IMAGE, Result};
 use crate::{clients, handles, libraries, signatures, trace};
 
@@ -41,6 +41,8 @@ pub struct Function {
     pub params: Vec<Param>,
     /// Length of the parameter buffer in bytes.
     pub param_bytes: usize,
+    /// Whether the program's image confirms `params`; not known before the first launch.
+    proven: OnceLock<bool>,
     /// Clients whose workers know it, as a bit mask: for a kernel those that use it, for a function
     /// one.
     known: Mutex<u64>,
@@ -132,11 +134,7 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
         w.word(how as u64);
         w.bytes(name.to_bytes());
     };
-    let begun = client.link.begin_call(op::GET_FUNCTION, client.caller(), body).map_err(unavailable)?;
-    // The library reads the image while the server's driver loads it.
-    let known = sizes(parent, how, name, signatures::QUICK);
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    client.check_status(reply.status)?;
+    let reply = client.call(op::GET_FUNCTION, body)?;
     let mut r = reply.reader();
     let count = word(&mut r)?;
     if count > MAX_PARAMS {
@@ -146,20 +144,6 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
     for _ in 0..count {
         let both = word(&mut r)?;
         params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
-    }
-    let known = match known {
-        None if !believed(&params) => sizes(parent, how, name, signatures::LONG),
-        known => known,
-    };
-    let told = || params.iter().map(|param| param.size);
-    if known.map_or_else(|| !believed(&params), |known| !told().eq(known)) {
-        trace::why(&format!(
-            "kernel {}: server {} describes its parameters otherwise than the program's image; \
-             ask its administrator",
-            name.to_string_lossy(),
-            client.link.server
-        ));
-        return Err(INVALID_IMAGE);
     }
     let count = word(&mut r)?;
     let mut attributes = Attributes::new();
@@ -175,7 +159,11 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
 /// Returns the bytes of each parameter of a function, by the program's own image.
 fn sizes(parent: u64, how: How, name: &CStr, longest: u64) -> Option<Vec<u32>> {
     match how {
-        How::OfKernel => find(parent).ok().map(|kernel| kernel.params.iter().map(|p| p.size).collect()),
+        How::OfKernel => {
+            let kernel = find(parent).ok().filter(|kernel| kernel.prove().is_ok());
+            // Without the kernel nothing is proven.
+            Some(kernel.map_or(vec![u32::MAX], |kernel| kernel.params.iter().map(|p| p.size).collect()))
+        }
         How::Function | How::Kernel => signatures::of(parent).find(&name.to_string_lossy(), longest),
     }
 }
@@ -235,11 +223,40 @@ impl Function {
             parent,
             params,
             param_bytes,
+            proven: OnceLock::new(),
             known: Mutex::default(),
             attributes: Mutex::default(),
             settings: Mutex::default(),
             occupancy: Mutex::default(),
         })
+    }
+
+    /// Checks that the program's image describes the parameters as the server does.
+    ///
+    /// Runs before a launch reads the program's memory by that layout. A program looks up many
+    /// kernels that it never launches, and reading an image takes milliseconds.
+    #[inline]
+    pub fn prove(&self) -> Result {
+        if *self.proven.get_or_init(|| self.is_as_its_image_says()) { Ok(()) } else { Err(INVALID_IMAGE) }
+    }
+
+    #[cold]
+    fn is_as_its_image_says(&self) -> bool {
+        let known = match sizes(self.parent, self.how, &self.name, signatures::QUICK) {
+            None if !believed(&self.params) => sizes(self.parent, self.how, &self.name, signatures::LONG),
+            known => known,
+        };
+        let told = || self.params.iter().map(|param| param.size);
+        let proven = known.map_or_else(|| believed(&self.params), |known| told().eq(known));
+        if !proven {
+            trace::why(&format!(
+                "kernel {}: server {} describes its parameters otherwise than the program's image; \
+                 ask its administrator",
+                self.name.to_string_lossy(),
+                self.client().map_or("?", |client| client.link.server.as_str()),
+            ));
+        }
+        proven
     }
 
     /// Returns the client to ask about it: for a kernel the current one.
@@ -447,12 +464,16 @@ mod tests {
         let image: &[u8] = b".version 8.4\n.entry f(.param .u64 a, .param .u32 b) { ret; }\0";
         let note = |parent| signatures::note(parent, signatures::Signatures::copied(&image.into()));
         let both = |offset: u64, size: u64| offset | size << 32;
-        let ask = |parent, how, params: &[u64]| {
+        let get = |parent, how, name: CString, params: &[u64]| {
             let words = [&[params.len() as u64], params, &[0]].concat();
             program.answer(op::GET_FUNCTION, 0, &words);
-            get(program.client, parent, how, c"f".into())
+            get(program.client, parent, how, name)
         };
-        [301, 302, 303, 304].into_iter().for_each(note);
+        let ask = |parent, how, params: &[u64]| {
+            let function = get(parent, how, c"f".into(), params)?;
+            find(function)?.prove().map(|()| function)
+        };
+        (301..=307).for_each(note);
         let truth = [both(0, 8), both(8, 4)];
         for (parent, lie) in [
             (301, &[both(0, 8), both(8, 32_756)][..]),
@@ -460,17 +481,20 @@ mod tests {
             (303, &[both(0, 8), both(8, 4), both(12, 4)]),
         ] {
             assert_eq!(ask(parent, How::Function, lie), Err(INVALID_IMAGE), "{lie:?}");
-            assert!(ask(parent, How::Function, &truth).is_ok());
         }
-        let kernel = ask(304, How::Kernel, &truth).unwrap();
-        assert_eq!(ask(kernel, How::OfKernel, &[both(0, 9)]), Err(INVALID_IMAGE));
+        assert!(ask(304, How::Function, &truth).is_ok());
+        let kernel = ask(305, How::Kernel, &truth).unwrap();
         assert!(ask(kernel, How::OfKernel, &truth).is_ok());
+        let kernel = ask(306, How::Kernel, &truth).unwrap();
+        assert_eq!(ask(kernel, How::OfKernel, &[both(0, 9)]), Err(INVALID_IMAGE));
+        let kernel = get(307, How::Kernel, c"f".into(), &[both(0, 9)]).unwrap();
+        assert_eq!(ask(kernel, How::OfKernel, &[both(0, 9)]), Err(INVALID_IMAGE), "of a lie");
         // Of an image that the library cannot read, a server may name 4 KiB.
-        assert!(ask(305, How::Function, &[both(0, 4096)]).is_ok());
-        assert_eq!(ask(306, How::Function, &[both(0, 4097)]), Err(INVALID_IMAGE));
+        assert!(ask(315, How::Function, &[both(0, 4096)]).is_ok());
+        assert_eq!(ask(316, How::Function, &[both(0, 4097)]), Err(INVALID_IMAGE));
         let many: Vec<u64> = (0..=BELIEVED_PARAMS as u64).map(|i| both(i, 1)).collect();
-        assert_eq!(ask(307, How::Function, &many), Err(INVALID_IMAGE));
-        assert!(ask(307, How::Function, &many[1..].iter().map(|p| p - 1).collect::<Vec<_>>()).is_ok());
+        assert_eq!(ask(317, How::Function, &many), Err(INVALID_IMAGE));
+        assert!(ask(318, How::Function, &many[1..].iter().map(|p| p - 1).collect::<Vec<_>>()).is_ok());
     }
 
     #[test]

@@ -153,7 +153,7 @@ impl Params {
         if (absent && !function.params.is_empty()) || (!self.each.is_null() && !self.extra.is_null()) {
             return Err(INVALID_VALUE);
         }
-        Ok(())
+        if self.each.is_null() { Ok(()) } else { function.prove() }
     }
 }
 
