@@ -219,6 +219,42 @@ int main() {
     }
     std::printf("hostOrder: the default stream's order right\n");
 
+    // Graphs' functions on two streams, one of them behind a copy that follows a third stream's
+    // function: no function waits for the copy that another one precedes.
+    cudaStream_t three;
+    CHECK(cudaStreamCreateWithFlags(&three, cudaStreamNonBlocking));
+    Look found = {back, most, 0, 0}, nowhere = {back, 0, 0, 0};
+    cudaGraphExec_t looks[2];
+    Look *targets[2] = {&nowhere, &found};
+    for (int i = 0; i < 2; i++) {
+        cudaGraph_t graph;
+        CHECK(cudaStreamBeginCapture(one, cudaStreamCaptureModeThreadLocal));
+        CHECK(cudaLaunchHostFunc(one, look_at, targets[i]));
+        CHECK(cudaStreamEndCapture(one, &graph));
+        CHECK(cudaGraphInstantiate(&looks[i], graph, 0));
+        CHECK(cudaGraphDestroy(graph));
+    }
+    for (int round = 0; round < 20; round++) {
+        found.first = 100 * round;
+        found.right = 0;
+        std::atomic<int> go(0);
+        fill<<<64, 256, 0, one>>>(from, most, found.first);
+        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+        CHECK(cudaEventRecord(event, one));
+        CHECK(cudaGraphLaunch(looks[0], one));
+        CHECK(cudaStreamWaitEvent(three, event, 0));
+        CHECK(cudaLaunchHostFunc(three, look_at, &nowhere));
+        CHECK(cudaEventRecord(event, three));
+        CHECK(cudaStreamWaitEvent(two, event, 0));
+        CHECK(cudaMemcpyAsync(back, from, bytes, cudaMemcpyDeviceToHost, two));
+        CHECK(cudaGraphLaunch(looks[1], two));
+        go = 1;
+        CHECK(cudaStreamSynchronize(two));
+        CHECK(cudaStreamSynchronize(one));
+        if (!found.right) return std::printf("FAILED: round %d: a graph's function ran before a copy\n", round), 1;
+    }
+    std::printf("hostOrder: graphs' functions behind copies right\n");
+
     int *managed;
     CHECK(cudaMallocManaged(&managed, length));
     fill<<<64, 256>>>(managed, count, 9);

@@ -46,7 +46,9 @@ struct Calling {
     /// Position of the first of several launches in one entry; `seq` is that of the last one.
     first: u64,
     seq: u64,
-    /// Streams, each up to a position, whose work is complete before this work starts.
+    /// Streams, each up to a position, whose work is complete before the function is called.
+    ///
+    /// Empty for a launch, see [`before_launch`].
     after: Vec<Cover>,
 }
 
@@ -73,7 +75,7 @@ impl Host {
         let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
         let launches = self.calling.iter_mut().filter(same);
         match launches.enumerate().last() {
-            Some((MAX_LAUNCHES.., last)) if function.is_none() => (last.seq, last.after) = (NOT_YET, after),
+            Some((MAX_LAUNCHES.., last)) if function.is_none() => last.seq = NOT_YET,
             _ => {
                 let on = stream.clone();
                 self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });
@@ -157,17 +159,53 @@ pub fn unregister(id: u64) {
     }
 }
 
-/// Announces that the next frame launches a graph on a stream; [`appended`] follows.
+extern "C" fn nothing(_: *mut c_void) {}
+
+/// Puts an empty function in front of a graph's launch if copies to the program precede it.
+///
+/// The graph's own functions find these copies landed, because the empty one waits for them. They
+/// cannot wait themselves: a call does not name its launch, and copies that precede one launch may
+/// follow another.
 ///
 /// `after` returns the streams that the stream's next work covers.
-pub fn launching_graph(stream: &Arc<Stream>, after: impl FnOnce() -> Vec<Cover>) {
+pub fn before_launch(stream: &Arc<Stream>, after: impl FnOnce() -> Vec<Cover>) -> Result {
+    if OF_GRAPHS.load(Ordering::Relaxed) == 0 || stream.capture().is_some() || !stream.client.link.down.any()
+    {
+        return Ok(());
+    }
+    let after = after();
+    if stream.client.link.down.any_of(|copy| is_covered(&after, copy.on, copy.seq)) {
+        enqueue(stream, HostFunction::Plain(nothing, 0), Some(after))?;
+    }
+    Ok(())
+}
+
+/// Announces that the next frame launches a graph on a stream; [`appended`] follows.
+pub fn launching_graph(stream: &Arc<Stream>) {
     if OF_GRAPHS.load(Ordering::Relaxed) > 0
         && let Some(host) = host().as_mut()
         && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
     {
         host.forget(|_, _| false);
-        host.add(None, stream, after());
+        host.add(None, stream, Vec::new());
     }
+}
+
+/// Puts a function on a stream.
+///
+/// `after` are the streams that the stream's next work covers; `None` stands for a capture, whose
+/// graphs keep the function.
+pub fn enqueue(stream: &Arc<Stream>, function: HostFunction, after: Option<Vec<Cover>>) -> Result {
+    let (client, keep) = (stream.client, after.is_none());
+    let id = register(client, function, after.map(|after| (stream, after)))?;
+    let seq = client.post(op::HOST_FUNC, |w| {
+        w.word(stream.handle);
+        w.word(id);
+        w.word(u64::from(keep));
+    })?;
+    appended(stream, seq);
+    stream.worked(seq);
+    Ok(())
 }
 
 /// Notes the position of the frame that was announced for the stream.
@@ -224,10 +262,7 @@ fn run_host() {
             }
             let id = h.due.remove(0);
             let Registered { function, keep, client } = h.functions.get(&id)?;
-            let before = h.calling.iter().filter(|work| match work.function {
-                Some(function) => function == id,
-                None => *keep && work.on.client.number == client.number,
-            });
+            let before = h.calling.iter().filter(|work| work.function == Some(id));
             let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
             // Work behind another function that has not run comes behind this one, too.
             let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
@@ -269,6 +304,7 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::time::Duration;
 
+    use gpusession_link::lanes::HostRange;
     use gpusession_proto::handle;
 
     use super::*;
@@ -325,17 +361,38 @@ mod tests {
     }
 
     #[test]
+    fn only_a_launch_behind_a_copy_to_the_program_gets_a_function_in_front() {
+        let program = Program::new();
+        let (mine, other) = (stream(&program), stream(&program));
+        register(program.client, HostFunction::Plain(meet, 0), None).unwrap();
+        let in_front = |stream: &Arc<Stream>| {
+            before_launch(stream, || vec![(stream.on(), program.client.link.position() + 1)]).unwrap();
+            due(stream.on(), &[]) == Due::Function
+        };
+        assert!(!in_front(&mine), "no copy");
+        let mut target = [0u8; 4];
+        let seq = program.client.post(op::COPY_FROM_DEVICE, |_| {}).unwrap();
+        // SAFETY: the transfer ends before the array does.
+        let range = unsafe { HostRange::new(target.as_mut_ptr() as usize, target.len()) };
+        program.client.link.down.expect(seq, range, mine.on(), true, Vec::new());
+        assert!(!in_front(&other), "the copy of another stream");
+        assert!(in_front(&mine));
+        program.client.link.down.cancel(seq);
+    }
+
+    #[test]
     fn launched_graph_with_functions_is_due_until_its_launch_is_done() {
         let program = Program::new();
         let mine = stream(&program);
-        launching_graph(&mine, || panic!("no graph of this client has a function"));
+        launching_graph(&mine);
+        assert_eq!(due(mine.on(), &[]), Due::Nothing, "no graph of this client has a function");
         let never = HostFunction::Plain(meet, 0);
         register(program.client, never, None).unwrap();
         for _ in 0..MAX_LAUNCHES + 3 {
-            launching_graph(&mine, Vec::new);
+            launching_graph(&mine);
             appended(&mine, 7);
         }
-        launching_graph(&mine, Vec::new);
+        launching_graph(&mine);
         appended(&mine, 9);
         let entries =
             || host().as_ref().map_or(0, |h| h.calling.iter().filter(|w| w.on.on() == mine.on()).count());

@@ -62,15 +62,8 @@ fn value(
 fn host_function(stream: *mut c_void, default: streams::Default, function: HostFunction) -> Result {
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
-    let keep = stream.capture().is_some();
-    let id = host_functions::register(client, function, (!keep).then(|| (&stream, stream.covers_so_far())))?;
-    let seq = client.post(op::HOST_FUNC, |w| {
-        w.word(stream.handle);
-        w.word(id);
-        w.word(u64::from(keep));
-    })?;
-    host_functions::appended(&stream, seq);
-    stream.worked(seq);
+    let after = stream.capture().is_none().then(|| stream.covers_so_far());
+    host_functions::enqueue(&stream, function, after)?;
     client.take_late_error()
 }
 

@@ -179,7 +179,14 @@ impl DownTransfers {
 
     /// Returns `true` if a detached transfer is in progress.
     pub fn any(&self) -> bool {
-        lock(&self.open).transfers.values().any(|t| t.detached)
+        self.any_of(|_| true)
+    }
+
+    /// Returns `true` if a detached transfer that `wanted` selects is in progress.
+    pub fn any_of(&self, wanted: impl Fn(&Detached) -> bool) -> bool {
+        let open = lock(&self.open);
+        let mut detached = open.transfers.iter().filter(|(_, t)| t.detached);
+        detached.any(|(seq, t)| wanted(&Detached { seq: *seq, on: t.on, range: t.range }))
     }
 
     /// Lands a small transfer, which comes in one piece.
