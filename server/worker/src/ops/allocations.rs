@@ -451,7 +451,12 @@ fn image_bytes(image: &[u8]) -> u64 {
                 let start = at.saturating_add(header);
                 let end = start.saturating_add(usize::try_from(payload).unwrap_or(usize::MAX));
                 let Some(part) = image.get(start..end) else { break };
-                most = most.max(if half(part, 0) == ELF { elf_bytes(part) } else { ptx_bytes(part) });
+                let compressed = half(image, at + 16) != 0;
+                most = most.max(match half(part, 0) {
+                    _ if compressed => 0,
+                    ELF => elf_bytes(part),
+                    _ => ptx_bytes(part),
+                });
                 if end <= at {
                     break;
                 }
@@ -512,6 +517,25 @@ mod tests {
             ptx_bytes(b".global .b8 x[99999999999999999999];\n.global .b8 y[18446744073709551615][2];"),
             1
         );
+    }
+
+    #[test]
+    fn compressed_images_of_a_fatbin_are_not_read() {
+        let fatbin = |packed: u32| {
+            let text = b".version 8.0\n.global .b8 x[4096];\n\0\0";
+            let mut image = 0xba55_ed50u32.to_le_bytes().to_vec();
+            image.extend([1, 0, 16, 0]);
+            image.extend((64 + text.len() as u64).to_le_bytes());
+            let mut header = [0; 64];
+            header[4] = 64;
+            header[8..16].copy_from_slice(&(text.len() as u64).to_le_bytes());
+            header[16..20].copy_from_slice(&packed.to_le_bytes());
+            image.extend(header);
+            image.extend(text);
+            image
+        };
+        assert_eq!(image_bytes(&fatbin(0)), 4096);
+        assert_eq!(image_bytes(&fatbin(20)), 0);
     }
 
     #[test]
