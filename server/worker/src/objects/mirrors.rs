@@ -2,18 +2,42 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::{Address, Status, status};
 use crate::objects::block_hash::{Hash, Keys};
 use crate::objects::device_blocks::Finder;
 
+/// The client's version of a mirror in host memory.
+///
+/// A thread accesses the mirror's memory only with this lock, and only while there is a version:
+/// the last owner discards it before the memory ends.
+#[derive(Clone)]
+pub struct Shadow(Arc<Mutex<Vec<u8>>>);
+
+impl Shadow {
+    /// Starts with `len` zeros.
+    pub fn new(len: usize) -> Self {
+        Self(Arc::new(Mutex::new(vec![0; len])))
+    }
+
+    /// Locks the client's version, which is empty once the memory has ended.
+    pub fn lock(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Discards the client's version: no thread accesses the memory after the return.
+    pub fn discard(&self) {
+        *self.lock() = Vec::new();
+    }
+}
+
 /// Place of a mirror's bytes.
 pub enum Backing {
     /// A mapping of this process, registered with the driver, and the client's version of it.
-    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
+    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Shadow },
     /// Managed memory of the driver, which this process can access, and the client's version of it.
-    Managed { shadow: Vec<u8> },
+    Managed { shadow: Shadow },
     /// Memory of a device, and the hash of each block that the client knows.
     Device { device: u32, blocks: Vec<Hash> },
 }
@@ -28,7 +52,7 @@ pub struct Mirror {
     pub backing: Backing,
 }
 
-// SAFETY: the mirror owns its memory, and code reaches it only through the lock around all mirrors.
+// SAFETY: the mirror owns its memory, and code reaches it only through a lock.
 unsafe impl Send for Mirror {}
 
 /// The mirrors, and what the worker knows about the memory behind them.
@@ -67,7 +91,18 @@ impl Mirrors {
         Ok(self.keys.get_or_init(|| drawn))
     }
 
-    /// Locks all mirrors.
+    /// Returns the mirrors in host memory: region, address and the client's version.
+    pub fn in_host_memory(&self) -> Vec<(u64, usize, Shadow)> {
+        let host = |(&region, mirror): (&u64, &Mirror)| match &mirror.backing {
+            Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
+                Some((region, mirror.address, shadow.clone()))
+            }
+            Backing::Device { .. } => None,
+        };
+        self.lock().mirrors.iter().filter_map(host).collect()
+    }
+
+    /// Locks the list of mirrors, and those in device memory.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -82,9 +117,10 @@ impl Mirrors {
         let inner = &mut *self.lock();
         let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
         mirrors.retain(|_, mirror| {
-            let gone = matches!(mirror.backing, Backing::Managed { .. })
-                && managed.get(&(mirror.address as Address)).is_none_or(|(_, p)| *p == parent);
+            let Backing::Managed { shadow } = &mirror.backing else { return true };
+            let gone = managed.get(&(mirror.address as Address)).is_none_or(|(_, p)| *p == parent);
             if gone {
+                shadow.discard();
                 *charged -= mirror.charge;
             }
             !gone
@@ -131,7 +167,7 @@ mod tests {
     }
 
     fn own() -> Backing {
-        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Vec::new() }
+        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Shadow::new(0) }
     }
 
     #[test]
@@ -150,7 +186,7 @@ mod tests {
     #[test]
     fn unloaded_module_takes_the_mirrors_of_its_variables_along() {
         let mirrors = Mirrors::new(1000);
-        let managed = || Backing::Managed { shadow: Vec::new() };
+        let managed = || Backing::Managed { shadow: Shadow::new(0) };
         mirrors.know_managed(0x5000, 0x100, 71);
         mirrors.know_managed(0x6000, 0x100, 72);
         put(&mirrors, 1, 0x5000, managed());

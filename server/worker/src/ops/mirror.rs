@@ -18,11 +18,13 @@ use crate::driver::{Address, REGISTER_MAPPED, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::block_hash::Hash;
 use crate::objects::device_blocks::{Finder, Region};
-use crate::objects::mirrors::{Backing, Inner, Mirror, Mirrors};
+use crate::objects::mirrors::{Backing, Inner, Mirror, Mirrors, Shadow};
 use crate::ops::allocations;
 use crate::session::Session;
 
 const PAGE: usize = 4096;
+/// Bytes that a thread compares under one lock: some ten microseconds.
+const PIECE: usize = 64 * BLOCK;
 
 impl Mirrors {
     /// Sends the device's changes to the client; call it after the driver has synchronised.
@@ -30,36 +32,52 @@ impl Mirrors {
     /// With `in_callback` the driver waits for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {
         let mut out = Vec::new();
-        let mut inner = self.lock();
-        for (&region, mirror) in inner.mirrors.iter_mut() {
-            let mut changed = Changed { session, out: &mut out, region, body: Vec::new() };
-            match &mut mirror.backing {
-                Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
-                    for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
-                        let at = mirror.address + i * BLOCK;
-                        // SAFETY: inside memory that lives as long as the mirror. A kernel that
-                        // still runs may change it; the next call compares it again.
-                        let now = unsafe { std::slice::from_raw_parts(at as *const u8, shadow.len()) };
-                        if now != shadow {
-                            let mut copy = [0; BLOCK];
-                            let copy = &mut copy[..shadow.len()];
-                            copy.copy_from_slice(now);
-                            changes::push_differing(&mut changed.body, (i * BLOCK) as u64, shadow, copy);
-                            shadow.copy_from_slice(copy);
-                            changed.flush_beyond(changes::FRAME);
-                        }
-                    }
+        // Sent under the lock of the compared bytes: otherwise another thread could find no change,
+        // and answer first. A thread that writes other bytes does not wait.
+        for (region, address, shadow) in self.in_host_memory() {
+            for first in (0..).step_by(PIECE) {
+                let mut shadow = shadow.lock();
+                let end = shadow.len().min(first + PIECE);
+                let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
+                    break;
+                };
+                let mut changed = Changed { session, out: &mut out, region, body: Vec::new() };
+                // SAFETY: memory of that length lives while the shadow does.
+                unsafe { compare(address, first, piece, &mut changed) };
+                changed.flush_beyond(0);
+                if !out.is_empty() {
+                    session.replies.send_frames(std::mem::take(&mut out));
                 }
-                Backing::Device { .. } => {}
             }
-            changed.flush_beyond(0);
         }
-        if !in_callback {
-            inner.changed_on_devices(session, self, &mut out);
+        if in_callback {
+            return;
         }
-        // Sent under the lock: otherwise another thread could find no change, and answer first.
+        let mut inner = self.lock();
+        inner.changed_on_devices(session, self, &mut out);
         if !out.is_empty() {
             session.replies.send_frames(out);
+        }
+    }
+}
+
+/// Appends the changes of a piece of memory in the host to `changed`, and notes them in its shadow.
+///
+/// # Safety
+/// As many bytes as `shadow` has are readable from `first` behind `address`.
+unsafe fn compare(address: usize, first: usize, shadow: &mut [u8], changed: &mut Changed<'_>) {
+    for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
+        let at = first + i * BLOCK;
+        // SAFETY: by the caller's promise. A kernel that still runs may change the bytes; the next
+        // call compares them again.
+        let now = unsafe { std::slice::from_raw_parts((address + at) as *const u8, shadow.len()) };
+        if now != shadow {
+            let mut copy = [0; BLOCK];
+            let copy = &mut copy[..shadow.len()];
+            copy.copy_from_slice(now);
+            changes::push_differing(&mut changed.body, at as u64, shadow, copy);
+            shadow.copy_from_slice(copy);
+            changed.flush_beyond(changes::FRAME);
         }
     }
 }
@@ -158,7 +176,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             if inner.managed.get(&(base as Address)).is_none_or(|(size, _)| *size != len as u64) {
                 return Err(status::INVALID_VALUE.into());
             }
-            let backing = Backing::Managed { shadow: vec![0; len] };
+            let backing = Backing::Managed { shadow: Shadow::new(len) };
             (Mirror { address: base, len, charge, backing }, base as Address)
         }
         mirror::DEVICE => {
@@ -253,7 +271,7 @@ fn own(
     });
     let within = base - start;
     let address = mapping.as_ptr() as usize + within;
-    let backing = Backing::Own { mapping, mapped, shadow: vec![0; len] };
+    let backing = Backing::Own { mapping, mapped, shadow: Shadow::new(len) };
     let mirror = Mirror { address, len, charge, backing };
     if let Err(error) = known {
         remove(session, mirror);
@@ -263,7 +281,8 @@ fn own(
 }
 
 fn remove(session: &Session, mirror: Mirror) {
-    if let Backing::Own { mapping, mapped, .. } = mirror.backing {
+    if let Backing::Own { mapping, mapped, shadow } = mirror.backing {
+        shadow.discard();
         // SAFETY: mapped by `own`; the client has synchronised before. The driver refuses memory
         // that was never registered.
         unsafe {
@@ -301,16 +320,16 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
     }
     match backing {
         Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
+            let (address, shadow) = (*address, shadow.clone());
+            drop(inner);
             for (offset, bytes) in parts {
-                shadow[offset..offset + bytes.len()].copy_from_slice(bytes);
-                // SAFETY: inside memory that lives as long as the mirror; the device may read it at
-                // the same time, as on a local card.
+                let mut shadow = shadow.lock();
+                let known = shadow.get_mut(offset..offset + bytes.len()).ok_or(status::INVALID_VALUE)?;
+                known.copy_from_slice(bytes);
+                // SAFETY: the memory lives while its shadow has these bytes; the device may read it
+                // at the same time, as on a local card.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(
-                        bytes.as_ptr(),
-                        (*address + offset) as *mut u8,
-                        bytes.len(),
-                    );
+                    std::ptr::copy_nonoverlapping(bytes.as_ptr(), (address + offset) as *mut u8, bytes.len());
                 }
             }
             Ok(())
