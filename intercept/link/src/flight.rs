@@ -14,7 +14,7 @@ use crate::resume::Counts;
 use crate::transport::{Transport, Wait};
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Clone, Hash)]
 pub struct Flight<C> {
     chunks: VecDeque<C>,
     /// Number of the first of them.
@@ -175,6 +175,9 @@ pub fn acknowledgements(transport: &Transport, mut heard: impl FnMut(u64) -> Res
         }
     }
 }
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod tests {

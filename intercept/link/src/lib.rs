@@ -17,10 +17,13 @@
 pub mod flight;
 pub mod grant;
 pub mod lanes;
+pub mod line;
 pub mod link;
 pub mod load;
 pub mod log;
 pub mod resume;
+#[cfg(test)]
+mod search;
 pub mod threads;
 pub mod tls;
 pub mod transport;

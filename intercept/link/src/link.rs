@@ -24,7 +24,7 @@ use zerocopy::IntoBytes;
 use self::comeback::Interruption;
 use crate::flight::Ended;
 use crate::lanes::{Detached, DownTransfers, Lanes};
-use crate::log::Log;
+use crate::line::{Incoming, Line, Outgoing, Stop};
 use crate::resume::{self, SessionKey};
 use crate::threads;
 use crate::transport::{Transport, Wait, Watch};
@@ -123,16 +123,8 @@ struct Outbox {
 /// The sender's side of a connection.
 struct Sending {
     batch: Vec<u8>,
-    /// Frames that the worker has not acknowledged; nothing if the link cannot come back.
-    log: Log,
-    line: Option<Line>,
-}
-
-/// One connection of the log, by the number of the attempt that made it.
-#[derive(Clone)]
-struct Line {
-    transport: Arc<Transport>,
-    attempt: u32,
+    /// The log stays empty if the link cannot come back.
+    outgoing: Outgoing<Transport>,
 }
 
 #[derive(Default)]
@@ -149,39 +141,12 @@ struct Inbox {
     over: (u32, Duration),
 }
 
-/// The reader's side of a connection.
-#[derive(Default)]
-struct Incoming {
-    line: Option<Line>,
-    buf: Vec<u8>,
-    start: usize,
-    end: usize,
-    /// Bytes since the latest acknowledgement.
-    untold: usize,
-}
-
 /// The greeting's reply, as far as it describes the session.
 struct Session {
     secret: [u8; 32],
     key: SessionKey,
     /// Time for which the worker waits for a lost program.
     grace: Duration,
-}
-
-/// Reason why a thread stops reading.
-enum Stop {
-    /// No whole frame is there.
-    Nothing,
-    /// The connection of this attempt has ended.
-    Broken(u32, io::Error),
-    /// A frame of the peer ends the link, for this reason.
-    Fatal(String),
-}
-
-impl From<BadFrame> for Stop {
-    fn from(bad: BadFrame) -> Self {
-        Self::Fatal(bad.to_string())
-    }
 }
 
 /// A process's connection to its worker; see the module.
@@ -212,7 +177,7 @@ pub struct Link {
     sender_asleep: AtomicBool,
     inbox: Mutex<Inbox>,
     inbox_changed: Condvar,
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<Incoming<Transport>>,
     lost: OnceLock<LinkLost>,
     late_error: AtomicI32,
     /// Number and duration of waits, by operation.
@@ -256,8 +221,7 @@ impl Link {
             connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT, &Watch::PATIENT)?;
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
-        let sending =
-            Sending { batch: Vec::with_capacity(READ), log: Log::default(), line: Some(line.clone()) };
+        let sending = Sending { batch: Vec::with_capacity(READ), outgoing: Outgoing::new(line.clone()) };
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             server: endpoint.server.clone(),
@@ -277,7 +241,7 @@ impl Link {
             sender_asleep: AtomicBool::new(false),
             inbox: Mutex::new(Inbox { attempt, ..Inbox::default() }),
             inbox_changed: Condvar::new(),
-            incoming: Mutex::new(Incoming { line: Some(line), ..Incoming::default() }),
+            incoming: Mutex::new(Incoming::new(line)),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
             waits: std::array::from_fn(|_| Waits::default()),
@@ -478,23 +442,17 @@ impl Link {
     /// Two threads never write at once, and the bytes keep their order.
     fn flush(&self) -> Result<(), LinkLost> {
         let mut sending = lock(&self.sending);
-        let Sending { batch, log, line } = &mut *sending;
+        let Sending { batch, outgoing } = &mut *sending;
         let last = {
             let mut outbox = lock(&self.outbox);
             std::mem::swap(batch, &mut outbox.buf);
             outbox.next_seq - 1
         };
         self.pending.store(false, Ordering::Relaxed);
-        let sent = line.as_ref().map_or(Ok(()), |line| line.transport.send(batch));
-        // Only the log can send bytes again of which the kernel has lost some.
-        if self.returns.load(Ordering::Relaxed) {
-            log.acknowledge(self.acknowledged.load(Ordering::Relaxed));
-            log.keep(batch, last);
-        } else {
-            log.pass(batch, last);
-        }
-        let too_long = log.bytes() > MAX_LOG;
-        let broken = sent.err().and_then(|e| line.take().map(|line| (line.attempt, e)));
+        let acknowledged = || self.acknowledged.load(Ordering::Relaxed);
+        let sent = outgoing.send(batch, last, acknowledged, self.returns.load(Ordering::Relaxed));
+        let too_long = outgoing.log.bytes() > MAX_LOG;
+        let broken = sent.err().and_then(|e| outgoing.line.take().map(|line| (line.attempt, e)));
         drop(sending);
         if too_long {
             return Err(self.lose(&format!("{} acknowledges nothing", self.server)));
@@ -682,22 +640,22 @@ impl Link {
     }
 
     /// Takes the next frame; its effect and its count happen under one lock.
-    fn take(&self, incoming: &mut Incoming, wait: Wait) -> Result<Option<(u64, Reply)>, Stop> {
-        let (header, body) = next_frame(incoming, wait)?;
+    fn take(&self, incoming: &mut Incoming<Transport>, wait: Wait) -> Result<Option<(u64, Reply)>, Stop> {
+        let (header, body) = incoming.next_frame(wait)?;
         let len = HEADER + body.len();
         if header.ack.get() > self.acknowledged.load(Ordering::Relaxed) {
             self.acknowledged.store(header.ack.get(), Ordering::Relaxed);
         }
         match header.op.get() {
             op::ACK => return Ok(None),
-            op::END => return Err(Stop::Fatal(Reader::new(&incoming.buf[body]).text()?.to_owned())),
+            op::END => return Err(Stop::Fatal(Reader::new(incoming.body(body)).text()?.to_owned())),
             _ => {}
         }
         let number = self.received.load(Ordering::Relaxed) + 1;
         if header.number.get() != number as u32 {
             return Err(Stop::Fatal("a frame out of order".into()));
         }
-        let reply = self.handle(&header, &incoming.buf[body])?;
+        let reply = self.handle(&header, incoming.body(body))?;
         self.received.store(number, Ordering::Release);
         incoming.untold += len;
         if incoming.untold >= ACKNOWLEDGED_EVERY && self.acknowledge(number) {
@@ -716,6 +674,7 @@ impl Link {
         let Ok(sending) = self.sending.try_lock() else { return false };
         // The reader of the connection notices its end.
         sending
+            .outgoing
             .line
             .as_ref()
             .is_some_and(|line| line.transport.writable() && line.transport.send(frame).is_ok())
@@ -808,49 +767,6 @@ impl Link {
     /// Marks the link as unusable in a forked child, without closing the parent's connection.
     pub fn abandon(&self) {
         let _ = self.lost.set(LinkLost("the process was forked after cuInit".into()));
-    }
-}
-
-/// Returns the next frame's header and the place of its body in the buffer.
-fn next_frame(incoming: &mut Incoming, wait: Wait) -> Result<(Header, std::ops::Range<usize>), Stop> {
-    let Incoming { line, buf, start, end, .. } = incoming;
-    // An outage ends readers; one that comes late finds no connection.
-    let Some(line) = line else { return Err(Stop::Broken(0, io::ErrorKind::NotConnected.into())) };
-    loop {
-        let have = *end - *start;
-        let mut need = HEADER;
-        if have >= HEADER {
-            let bytes = buf[*start..].first_chunk::<HEADER>().ok_or_else(|| Stop::Fatal("header".into()))?;
-            // A refusal comes instead of the first frame: its length has the high bit set.
-            if let Some(refusal) = Refusal::read(&buf[*start..*end]) {
-                return Err(Stop::Fatal(refusal.reason));
-            }
-            let header = Header::parse(bytes)?;
-            need = HEADER + header.body_len();
-            if have >= need {
-                let body = *start + HEADER..*start + need;
-                *start += need;
-                return Ok((header, body));
-            }
-        }
-        if *start > 0 {
-            buf.copy_within(*start..*end, 0);
-            (*start, *end) = (0, have);
-        }
-        if buf.len() < need.max(READ) {
-            buf.resize(need.max(READ), 0);
-        }
-        match line.transport.recv(&mut buf[*end..], wait) {
-            Ok(0) => {
-                return Err(match Refusal::read(&buf[..have]) {
-                    Some(refusal) => Stop::Fatal(refusal.reason),
-                    None => Stop::Broken(line.attempt, io::ErrorKind::UnexpectedEof.into()),
-                });
-            }
-            Ok(n) => *end += n,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(Stop::Nothing),
-            Err(e) => return Err(Stop::Broken(line.attempt, e)),
-        }
     }
 }
 

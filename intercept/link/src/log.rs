@@ -13,7 +13,7 @@ const BLOCK: usize = 256 << 10;
 const COPIED: usize = 16 << 10;
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Hash)]
 pub struct Log {
     blocks: VecDeque<Block>,
     /// Number of the latest frame.
@@ -25,7 +25,7 @@ pub struct Log {
     spare: Vec<u8>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Hash)]
 struct Block {
     /// Whole frames.
     bytes: Vec<u8>,

@@ -50,11 +50,11 @@ impl Counts {
         self.first <= received.saturating_add(1) && received < self.next
     }
 
-    fn write(&self, w: &mut Writer<'_>) {
+    pub(crate) fn write(&self, w: &mut Writer<'_>) {
         [self.received, self.first, self.next].into_iter().for_each(|count| w.word(count));
     }
 
-    fn read(r: &mut Reader<'_>) -> io::Result<Self> {
+    pub(crate) fn read(r: &mut Reader<'_>) -> io::Result<Self> {
         let mut word = || r.word().map_err(io::Error::other);
         Ok(Self { received: word()?, first: word()?, next: word()? })
     }
@@ -63,6 +63,40 @@ impl Counts {
 /// Text of a refusal of two ends whose counts do not fit.
 pub const ELSEWHERE: &str =
     "the program is not where its worker left it: restored from a snapshot, or a copy of another process?";
+
+/// The worker's choice among the connections of one lane: that of the highest attempt that was
+/// proven counts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Fence(u32);
+
+impl Fence {
+    /// Starts with the lane's first connection.
+    pub fn new(attempt: u32) -> Self {
+        Self(attempt)
+    }
+
+    /// Returns `true` if a connection has come.
+    pub fn is_claimed(&self) -> bool {
+        self.0 > 0
+    }
+
+    /// Returns `true` if the connection of this attempt counts.
+    pub fn admits(&self, attempt: u32) -> bool {
+        self.0 == attempt
+    }
+
+    /// Lets a proven attempt take the place of earlier ones; otherwise the reason for a refusal.
+    pub fn pass(&mut self, attempt: u32, mine: &Counts, theirs: &Counts) -> Result<(), &'static str> {
+        if attempt <= self.0 {
+            return Err("a later connection has taken its place");
+        }
+        if !mine.fits(theirs.received) || !theirs.fits(mine.received) {
+            return Err(ELSEWHERE);
+        }
+        self.0 = attempt;
+        Ok(())
+    }
+}
 
 /// An end of the handshake.
 #[derive(Clone, Copy)]

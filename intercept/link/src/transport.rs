@@ -120,6 +120,36 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The use of a connection that the log makes.
+pub trait Stream {
+    /// Sends all bytes, waiting as long as it takes.
+    fn send(&self, bytes: &[u8]) -> io::Result<()>;
+    /// Receives some bytes and returns their number; 0 means the end of the stream.
+    fn recv(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize>;
+    /// Returns `true` if a few bytes can be sent without waiting, while no other thread sends.
+    fn writable(&self) -> bool;
+    /// Ends both directions at once; a thread that waits on the stream then returns.
+    fn shutdown(&self);
+}
+
+impl Stream for Transport {
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send(bytes)
+    }
+
+    fn recv(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize> {
+        self.recv(buf, wait)
+    }
+
+    fn writable(&self) -> bool {
+        self.writable()
+    }
+
+    fn shutdown(&self) {
+        self.shutdown();
+    }
+}
+
 impl Transport {
     /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use gpusession_proto::frame::{BadFrame, HEADER, Header, op};
 use gpusession_proto::preface::{Code, refusal};
 
-use crate::log::{Log, frame_len};
-use crate::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack};
-use crate::transport::Transport;
+use crate::line::{Line, Outgoing};
+use crate::log::frame_len;
+use crate::resume::{Attempt, Counts, Fence, SessionKey, ack};
+use crate::transport::{Stream, Transport};
 
 /// Bytes after which a receiver tells how much has arrived.
 pub const ACKNOWLEDGED_EVERY: usize = 256 << 10;
@@ -29,18 +30,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One connection of the log.
-#[derive(Clone)]
-pub struct Line {
-    /// Stream of this connection, for the reader.
-    pub transport: Arc<Transport>,
-    attempt: u32,
-}
-
 /// Next step of the reader after the end of a connection.
-pub enum Next {
+pub enum Next<T = Transport> {
     /// Read this one.
-    Line(Line),
+    Line(Line<T>),
     /// Ask again: the program may still come back.
     Later,
     /// The session is over, for this reason if the end of the connection is none.
@@ -48,14 +41,14 @@ pub enum Next {
 }
 
 /// See the module.
-pub struct WorkerEnd {
+pub struct WorkerEnd<T = Transport> {
     worker: [u8; 16],
     key: SessionKey,
     grace: Duration,
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<Incoming<T>>,
     /// A connection has come, or none will.
     came: Condvar,
-    outgoing: Mutex<Outgoing>,
+    outgoing: Mutex<Outgoing<T>>,
     /// A connection has come, so that senders need not wait.
     room: Condvar,
     /// Number of the latest frame from the program.
@@ -67,11 +60,11 @@ pub struct WorkerEnd {
     broken: OnceLock<&'static str>,
 }
 
-struct Incoming {
-    /// Highest attempt that was proven: only its connection counts.
-    attempt: u32,
-    transport: Arc<Transport>,
-    next: Option<Line>,
+struct Incoming<T> {
+    /// The connection that counts.
+    fence: Fence,
+    transport: Arc<T>,
+    next: Option<Line<T>>,
     received: u64,
     /// The program has said that the next end of the stream is its own.
     leaving: bool,
@@ -79,25 +72,20 @@ struct Incoming {
     untold: usize,
 }
 
-struct Outgoing {
-    transport: Option<Arc<Transport>>,
-    log: Log,
-}
-
-impl WorkerEnd {
+impl<T: Stream> WorkerEnd<T> {
     /// Starts with the connection on which the greeting came; a lost one may come back for `grace`.
     pub fn new(
         worker: [u8; 16],
         secret: &[u8; 32],
         grace: Duration,
-        transport: Transport,
+        transport: T,
         attempt: u32,
-    ) -> (Self, Line) {
+    ) -> (Self, Line<T>) {
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
         let incoming = Incoming {
-            attempt,
-            transport: transport.clone(),
+            fence: Fence::new(attempt),
+            transport,
             next: None,
             // The greeting.
             received: 1,
@@ -110,7 +98,7 @@ impl WorkerEnd {
             grace,
             incoming: Mutex::new(incoming),
             came: Condvar::new(),
-            outgoing: Mutex::new(Outgoing { transport: Some(transport), log: Log::default() }),
+            outgoing: Mutex::new(Outgoing::new(line.clone())),
             room: Condvar::new(),
             received: AtomicU64::new(1),
             acknowledged: AtomicU64::new(0),
@@ -158,49 +146,43 @@ impl WorkerEnd {
         let mut outgoing = lock(&self.outgoing);
         // With a connection the socket holds senders back: waiting for acknowledgements as well
         // could wait for a reader that waits for this thread.
-        while outgoing.transport.is_none() && outgoing.log.bytes() > MAX_WAITING && self.returns() {
+        while outgoing.line.is_none() && outgoing.log.bytes() > MAX_WAITING && self.returns() {
             outgoing = self.room.wait(outgoing).unwrap_or_else(PoisonError::into_inner);
         }
-        let Outgoing { transport, log } = &mut *outgoing;
-        let last = number(&mut frames, log.next());
+        let last = number(&mut frames, outgoing.log.next());
         // Before the program can have it.
         self.sent.store(last, Ordering::Release);
-        let sent = transport.as_ref().map_or(Ok(()), |transport| transport.send(&frames));
-        log.acknowledge(self.acknowledged.load(Ordering::Acquire));
+        let len = frames.len();
+        let acknowledged = || self.acknowledged.load(Ordering::Acquire);
+        let sent = outgoing.send(&mut frames, last, acknowledged, self.returns());
         // Without this batch, which the program may not have read yet.
-        let unacknowledged = log.bytes();
-        if self.returns() {
-            log.keep(&mut frames, last);
-        } else {
-            log.pass(&mut frames, last);
-        }
-        if unacknowledged > MAX_LOG {
+        if outgoing.log.bytes() > MAX_LOG + len {
             let _ = self.broken.set("the program does not acknowledge what it gets");
         }
         if (sent.is_err() || self.broken.get().is_some())
-            && let Some(transport) = transport.take()
+            && let Some(line) = outgoing.line.take()
         {
             // The reader notices the end.
-            transport.shutdown();
+            line.transport.shutdown();
         }
     }
 
     /// Sends a frame that is in no log, if a connection exists.
     pub fn send_outside(&self, frame: &[u8]) {
-        if let Some(transport) = &lock(&self.outgoing).transport {
-            let _ = transport.send(frame);
+        if let Some(line) = &lock(&self.outgoing).line {
+            let _ = line.transport.send(frame);
         }
     }
 
     /// Begins to take frames off a connection; `None` if a later one has replaced it.
-    pub fn taking(&self, line: &Line) -> Option<Taking<'_>> {
+    pub fn taking(&self, line: &Line<T>) -> Option<Taking<'_, T>> {
         let incoming = lock(&self.incoming);
         let acknowledged = self.acknowledged.load(Ordering::Relaxed);
-        (incoming.attempt == line.attempt).then_some(Taking { end: self, incoming, acknowledged })
+        incoming.fence.admits(line.attempt).then_some(Taking { end: self, incoming, acknowledged })
     }
 
     /// Waits at most `patience` for the connection after one that has ended at `since`.
-    pub fn next(&self, ended: &Line, since: Instant, patience: Duration) -> Next {
+    pub fn next(&self, ended: &Line<T>, since: Instant, patience: Duration) -> Next<T> {
         let mut incoming = lock(&self.incoming);
         let until = Instant::now() + patience;
         loop {
@@ -212,7 +194,7 @@ impl WorkerEnd {
             }
             // A client that has not acknowledged its greeting asks for another worker.
             let greeted = self.acknowledged.load(Ordering::Relaxed) > 0;
-            let fenced = incoming.attempt != ended.attempt;
+            let fenced = !incoming.fence.admits(ended.attempt);
             if !fenced && (incoming.leaving || !greeted || !self.returns()) {
                 return Next::Over(None);
             }
@@ -231,70 +213,84 @@ impl WorkerEnd {
         }
     }
 
-    /// Lets the program come back on a new connection, if it can prove that it is the one.
+    /// Makes a new connection the only one that counts; `theirs` is the program's position.
     ///
-    /// An earlier connection counts until then.
-    pub fn resume(&self, number: u32, transport: Transport) -> io::Result<()> {
-        let transport = Arc::new(transport);
-        let attempt = self.attempt(0, number);
-        let claim = attempt.challenge(&transport)?;
-        let refused = |reason: &str| {
-            let _ = transport.send(&refusal(Code::State, reason));
-            Err(io::Error::other(reason.to_owned()))
-        };
+    /// Returns the number of frames that have arrived, or the reason for a refusal.
+    fn fence(&self, line: &Line<T>, theirs: &Counts) -> Result<u64, &'static str> {
         let (received, old) = {
             let mut incoming = lock(&self.incoming);
-            if number <= incoming.attempt {
-                return refused("a later connection has taken its place");
+            if !self.returns() {
+                return Err("this worker does not wait for its program");
             }
             let mine = Counts {
                 received: incoming.received,
                 first: self.acknowledged.load(Ordering::Acquire) + 1,
                 next: self.sent.load(Ordering::Acquire) + 1,
             };
-            if !mine.fits(claim.counts.received) || !claim.counts.fits(mine.received) {
-                return refused(ELSEWHERE);
-            }
-            if !self.returns() {
-                return refused("this worker does not wait for its program");
-            }
-            incoming.attempt = number;
-            (incoming.received, std::mem::replace(&mut incoming.transport, transport.clone()))
+            incoming.fence.pass(line.attempt, &mine, theirs)?;
+            (incoming.received, std::mem::replace(&mut incoming.transport, line.transport.clone()))
         };
         // Frees a sender that is stuck in it.
         old.shutdown();
+        Ok(received)
+    }
+
+    /// Continues on a connection behind the fence, where `theirs` frames have arrived: sends the
+    /// welcome, then the rest of the log.
+    fn carry_on(
+        &self,
+        line: Line<T>,
+        received: u64,
+        theirs: u64,
+        welcome: impl FnOnce(&Counts) -> io::Result<Vec<u8>>,
+    ) -> io::Result<()> {
         let mut outgoing = lock(&self.outgoing);
-        outgoing.transport = None;
-        if lock(&self.incoming).attempt != number {
+        // A later connection may have come so far first: it stays.
+        if !lock(&self.incoming).fence.admits(line.attempt) {
             return Err(io::Error::other("a later connection has taken its place"));
         }
-        outgoing.log.acknowledge(claim.counts.received);
-        self.acknowledged.fetch_max(claim.counts.received, Ordering::AcqRel);
+        outgoing.line = None;
+        outgoing.log.acknowledge(theirs);
+        self.acknowledged.fetch_max(theirs, Ordering::AcqRel);
         let mine = Counts { received, first: outgoing.log.first(), next: outgoing.log.next() };
-        transport.send(&attempt.welcome(&transport, &claim, &mine)?)?;
+        line.transport.send(&welcome(&mine)?)?;
         // Read while the rest is sent: the program sends its own meanwhile.
-        lock(&self.incoming).next = Some(Line { transport: transport.clone(), attempt: number });
+        lock(&self.incoming).next = Some(line.clone());
         self.came.notify_all();
-        for frames in outgoing.log.after(claim.counts.received) {
-            if let Err(e) = transport.send(frames) {
-                transport.shutdown();
-                return Err(e);
-            }
+        if let Err((line, e)) = outgoing.resume(line, theirs) {
+            line.transport.shutdown();
+            return Err(e);
         }
-        outgoing.transport = Some(transport);
         self.room.notify_all();
         Ok(())
     }
 }
 
+impl WorkerEnd {
+    /// Lets the program come back on a new connection, if it can prove that it is the one.
+    ///
+    /// An earlier connection counts until then.
+    pub fn resume(&self, number: u32, transport: Transport) -> io::Result<()> {
+        let line = Line { transport: Arc::new(transport), attempt: number };
+        let transport = line.transport.clone();
+        let attempt = self.attempt(0, number);
+        let claim = attempt.challenge(&transport)?;
+        let received = self.fence(&line, &claim.counts).map_err(|reason| {
+            let _ = transport.send(&refusal(Code::State, reason));
+            io::Error::other(reason)
+        })?;
+        self.carry_on(line, received, claim.counts.received, |mine| attempt.welcome(&transport, &claim, mine))
+    }
+}
+
 /// The reader's right to take frames; later ones of a replaced connection are dropped.
-pub struct Taking<'a> {
-    end: &'a WorkerEnd,
-    incoming: MutexGuard<'a, Incoming>,
+pub struct Taking<'a, T: Stream = Transport> {
+    end: &'a WorkerEnd<T>,
+    incoming: MutexGuard<'a, Incoming<T>>,
     acknowledged: u64,
 }
 
-impl Taking<'_> {
+impl<T: Stream> Taking<'_, T> {
     /// Counts a whole frame; `false` if it was for the connection only.
     pub fn count(&mut self, header: &Header) -> Result<bool, BadFrame> {
         if header.ack.get() > self.end.sent.load(Ordering::Acquire) {
@@ -318,7 +314,7 @@ impl Taking<'_> {
     }
 }
 
-impl Drop for Taking<'_> {
+impl<T: Stream> Drop for Taking<'_, T> {
     fn drop(&mut self) {
         let received = self.incoming.received;
         self.end.received.store(received, Ordering::Relaxed);
@@ -328,10 +324,10 @@ impl Drop for Taking<'_> {
         }
         // The reader never waits for a sender, nor for the program.
         if let Ok(outgoing) = self.end.outgoing.try_lock()
-            && let Some(transport) = &outgoing.transport
-            && transport.writable()
+            && let Some(line) = &outgoing.line
+            && line.transport.writable()
         {
-            let _ = transport.send(&ack(received));
+            let _ = line.transport.send(&ack(received));
             self.incoming.untold = 0;
         }
     }
@@ -349,6 +345,9 @@ fn number(frames: &mut [u8], next: u64) -> u64 {
     }
     last
 }
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod tests {

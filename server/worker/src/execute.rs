@@ -16,9 +16,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, BytesMut};
+use gpusession_link::line::Line;
 use gpusession_link::threads;
 use gpusession_link::transport::Wait;
-use gpusession_link::worker_end::{Line, Next};
+use gpusession_link::worker_end::Next;
 use gpusession_proto::frame::{HEADER, Header, op};
 use gpusession_proto::supervise::FromWorker;
 

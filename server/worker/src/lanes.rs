@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
-use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, ack};
+use gpusession_link::resume::{Attempt, Counts, Fence, ack};
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, UP_LANES, chunk_of};
 use gpusession_proto::preface::{Code, refusal};
@@ -65,8 +65,8 @@ struct Lane {
 
 #[derive(Default)]
 struct Place {
-    /// Highest attempt that was proven, 0 if none: only its connection counts.
-    attempt: u32,
+    /// The connection that counts.
+    fence: Fence,
     connection: Option<Arc<Transport>>,
     /// Whether that connection has ended.
     ended: bool,
@@ -82,7 +82,7 @@ impl Place {
     }
 
     fn serves(&self, attempt: u32) -> bool {
-        self.attempt == attempt && !self.ended
+        self.fence.admits(attempt) && !self.ended
     }
 }
 
@@ -148,9 +148,9 @@ impl Lanes {
     pub fn claim(&self, number: u16, attempt: u32, transport: &Arc<Transport>) -> bool {
         let Some(lane) = self.lane(number) else { return false };
         let mut place = lock(&lane.place);
-        let free = place.attempt == 0;
+        let free = !place.fence.is_claimed();
         if free {
-            (place.attempt, place.connection) = (attempt, Some(transport.clone()));
+            (place.fence, place.connection) = (Fence::new(attempt), Some(transport.clone()));
         }
         free
     }
@@ -170,14 +170,11 @@ impl Lanes {
         let claim = attempt.challenge(transport)?;
         let (mine, old) = {
             let mut place = lock(&lane.place);
-            if attempt.number <= place.attempt {
-                return refused("a later connection has taken its place");
-            }
             let mine = place.counts();
-            if !mine.fits(claim.counts.received) || !claim.counts.fits(mine.received) {
-                return refused(ELSEWHERE);
+            if let Err(reason) = place.fence.pass(attempt.number, &mine, &claim.counts) {
+                return refused(reason);
             }
-            (place.attempt, place.ended) = (attempt.number, false);
+            place.ended = false;
             (mine, place.connection.replace(transport.clone()))
         };
         // Ends the earlier connection's threads.
@@ -217,7 +214,7 @@ impl Lanes {
         };
         let ended = self.carry(driver, &enter, number, lane, attempt, transport);
         let mut place = lock(&lane.place);
-        if place.attempt != attempt {
+        if !place.fence.admits(attempt) {
             return Ok(());
         }
         place.ended = true;
@@ -549,7 +546,7 @@ impl DownQueue {
                     Ok(())
                 });
                 let mut place = lock(&lane.place);
-                place.ended |= place.attempt == attempt;
+                place.ended |= place.fence.admits(attempt);
                 drop(place);
                 self.wake();
                 ended

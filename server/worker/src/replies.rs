@@ -96,8 +96,8 @@ pub mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
+    use gpusession_link::line::Line;
     use gpusession_link::transport::Transport;
-    use gpusession_link::worker_end::Line;
 
     use super::*;
 

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use gpusession_proto::grant::{Endpoint, Outage};
 use gpusession_proto::preface::{FLAG_RESUME, Refusal};
 
-use super::{Inbox, Line, Link, LinkLost, Stop, connect, lock};
+use super::{Inbox, Link, LinkLost, connect, lock};
 use crate::flight::Ended;
+use crate::line::{Line, Stop};
 use crate::resume::{Attempt, Counts, ELSEWHERE};
 use crate::threads;
 use crate::transport::{Transport, Watch};
@@ -237,7 +238,7 @@ impl Link {
 
     /// Waits for the end of an outage if the log is full.
     pub(super) fn wait_for_room(&self) -> Result<(), LinkLost> {
-        if self.broken.load(Ordering::Acquire) && lock(&self.sending).log.bytes() > MAX_WAITING {
+        if self.broken.load(Ordering::Acquire) && lock(&self.sending).outgoing.log.bytes() > MAX_WAITING {
             self.wait_out()?;
         }
         Ok(())
@@ -254,13 +255,9 @@ impl Link {
 
     /// Ends an outage: with a new connection, or with the link.
     pub(super) fn come_back(&self) {
-        // The old connection is shut down, so that no thread holds these locks for long. Frames in
-        // its buffers are not counted, and come again.
-        {
-            let mut incoming = lock(&self.incoming);
-            (incoming.line, incoming.start, incoming.end) = (None, 0, 0);
-        }
-        lock(&self.sending).line = None;
+        // The old connection is shut down, so that no thread holds these locks for long.
+        lock(&self.incoming).interrupt();
+        lock(&self.sending).outgoing.line = None;
         let Some(outage) = lock(&self.inbox).outage.clone() else { return };
         let mut tries = Tries::default();
         while self.lost.get().is_none() {
@@ -297,7 +294,7 @@ impl Link {
         let mine = || {
             let sending = lock(&self.sending);
             let received = self.received.load(Ordering::Acquire);
-            Counts { received, first: sending.log.first(), next: sending.log.next() }
+            Counts { received, first: sending.outgoing.log.first(), next: sending.outgoing.log.next() }
         };
         let back = self.reach(0, everywhere, &mine)?;
         *lock(&self.address) = back.address;
@@ -377,12 +374,7 @@ impl Link {
     fn install(&self, line: Line, received: u64) {
         let mut sending = lock(&self.sending);
         self.acknowledged.fetch_max(received, Ordering::Relaxed);
-        sending.log.acknowledge(received);
-        {
-            let mut incoming = lock(&self.incoming);
-            incoming.line = Some(line.clone());
-            incoming.untold = 0;
-        }
+        lock(&self.incoming).resume(line.clone());
         *lock(&self.present) = line.transport.clone();
         {
             let mut inbox = lock(&self.inbox);
@@ -397,13 +389,9 @@ impl Link {
         if self.lost.get().is_some() {
             line.transport.shutdown();
         }
-        let sent = sending.log.after(received).try_for_each(|frames| line.transport.send(frames));
-        match sent {
-            Ok(()) => sending.line = Some(line),
-            Err(e) => {
-                drop(sending);
-                let _ = self.stopped(Stop::Broken(line.attempt, e));
-            }
+        if let Err((line, e)) = sending.outgoing.resume(line, received) {
+            drop(sending);
+            let _ = self.stopped(Stop::Broken(line.attempt, e));
         }
     }
 }
