@@ -32,6 +32,20 @@ impl Activity {
         quiet
     }
 
+    /// Returns the figures up to now; never calls the driver.
+    pub fn usage(&self, session: &Session) -> Usage {
+        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
+        let idle = self.start.elapsed().saturating_sub(last);
+        Usage {
+            calls: self.calls.load(Ordering::Relaxed),
+            bytes_to_device: session.lanes.bytes_to_device(),
+            bytes_from_device: session.lanes.bytes_from_device(),
+            memory_bytes: session.quota.used(),
+            contexts: session.contexts.most_on_a_device(),
+            idle_usec: u64::try_from(idle.as_micros()).unwrap_or(u64::MAX),
+        }
+    }
+
     /// Starts the thread that reports to the supervisor until the process exits.
     ///
     /// The thread never calls the driver: a call could block it.
@@ -43,19 +57,10 @@ impl Activity {
                 if session.replay.waits() {
                     activity.seen(Instant::now());
                 }
-                let last = activity.last.load(Ordering::Relaxed);
-                let mut usage = Usage {
-                    calls: activity.calls.load(Ordering::Relaxed),
-                    bytes_to_device: session.lanes.bytes_to_device(),
-                    bytes_from_device: session.lanes.bytes_from_device(),
-                    memory_bytes: session.quota.used(),
-                    contexts: session.contexts.most_on_a_device(),
-                    idle_usec: 0,
-                };
-                if told != Some((last, usage)) {
-                    told = Some((last, usage));
-                    let idle = activity.start.elapsed().saturating_sub(Duration::from_millis(last));
-                    usage.idle_usec = u64::try_from(idle.as_micros()).unwrap_or(u64::MAX);
+                let usage = activity.usage(&session);
+                let seen = (activity.last.load(Ordering::Relaxed), Usage { idle_usec: 0, ..usage });
+                if told != Some(seen) {
+                    told = Some(seen);
                     session.supervisor().tell(&FromWorker::Usage(usage));
                 }
                 std::thread::sleep(REPORT_INTERVAL);

@@ -208,6 +208,8 @@ impl Session {
         let told = *self.ending.get_or_init(|| {
             // The exit of an MPS client in the middle of its work is a fault for other clients.
             let quiet = !exits() && self.drain();
+            // The interval's report may be a second old; a short program has none with its work.
+            self.supervisor.tell(&FromWorker::Usage(self.activity.usage(self)));
             let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
             self.replies.send_end(reason);
             told

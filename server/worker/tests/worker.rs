@@ -1689,3 +1689,24 @@ fn sensible(random: &mut Random, seq: u64) -> Vec<u8> {
         w.words(&[0; 256]);
     })
 }
+
+#[test]
+fn the_last_report_has_all_the_work_of_a_short_program() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let client = worker.client(false);
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    client.put(WINDOW, &[7; 1 << 20]);
+    assert_eq!(client.get(WINDOW, 8), [7; 8]);
+    client.link.close();
+    let last = std::cell::Cell::new(None);
+    worker.wait_for(|m| {
+        if let FromWorker::Usage(usage) = m {
+            last.set(Some(*usage));
+        }
+        matches!(m, FromWorker::Ended { .. })
+    });
+    let usage = last.get().expect("a report");
+    assert_eq!((usage.bytes_to_device, usage.bytes_from_device), (1 << 20, 8));
+    assert!(usage.calls >= 3 && usage.memory_bytes >= 2 * MIB, "{usage:?}");
+}
