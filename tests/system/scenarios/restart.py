@@ -14,6 +14,8 @@ SERVING = ("gpuserver ps --json | python3 -c \"import json, sys; "
 # Upgrades the packages installed before, which have a lower version.
 UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
 VERSIONS = "dpkg-query -W -f '${Version} ' "
+# Number of clients that have joined, by the audit trail.
+JOINS = "gpuserver audit --event join --json | grep -c '\"event\"'; true"
 # A watchdog time shorter than the unit's minute.
 WATCHDOG = "/run/systemd/system/gpusession.service.d/watchdog.conf"
 # A delay before systemd restarts the daemon.
@@ -273,6 +275,31 @@ def run(site, check):
     lives_without_server(UPGRADE, "an upgrade of the server's packages")
     with check("the server has the new versions"):
         assert "0.0.9" not in serving.ok(VERSIONS + "gpuserver gpusession-libs")
+    with check("a running program comes back after both sides were upgraded while its connection was broken") as note:
+        lower(serving, ("gpuserver", "gpusession-libs"))
+        lower(client, CLIENT_PACKAGES)
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        before, joined = lease(client, "everyone"), serving.ok(JOINS)
+        client.start("program", "longRun 12; echo status $?", user="alice")
+        server, worker = serves()
+        begin = time.monotonic()
+        serving.lab("cut", "--silent")
+        try:
+            serving.ok(UPGRADE, timeout=120)
+            client.ok(UPGRADE, timeout=120)
+        finally:
+            serving.lab("heal")
+        note(f"{time.monotonic() - begin:.1f} s without a connection")
+        seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
+        expect(seen, "steps right")
+        expect(seen, "status 0")
+        server.until(f"! kill -0 {worker}", 10, "the worker ends with its program")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        assert lease(client, "everyone") == before, "another lease"
+        assert serving.ok(JOINS) == joined, "the client has joined again"
+        for host, packages in ((serving, ("gpuserver", "gpusession-libs")), (client, CLIENT_PACKAGES)):
+            assert "0.0.9" not in host.ok(VERSIONS + " ".join(packages))
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("systemctl stop gpuserver leaves no process, nor does a stop right after kill -9"):
         workers = "pgrep -u gpuserver gpuserver-worke"
         server = next(host for host in site.servers if not host.run(workers).code)
