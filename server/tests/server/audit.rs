@@ -112,3 +112,18 @@ async fn without_room_for_the_trail_nobody_joins_and_leases_continue() {
     assert!(server.verb(&["config", "set", "audit_required", "on"]).status.success());
     server.enrol(&server.token(&[]), "vm-3", "m").await.unwrap();
 }
+
+#[tokio::test]
+async fn a_lease_whose_client_leaves_during_its_request_is_in_the_trail() {
+    let server = Server::start_with("libcuda.so.1", "limits.gpus = 200").await;
+    let vm = server.client("vm-1").await;
+    for step in 0..100 {
+        let (mut vm, patience) = (vm.clone(), std::time::Duration::from_micros(50 * step));
+        let _ = tokio::time::timeout(patience, vm.allocate(0.5)).await;
+    }
+    let leases = || server.json(&["leases"])["leases"].as_array().unwrap().len();
+    let granted = || events(&server, &["--event", "lease-granted"]).len();
+    // The last requests were answered.
+    assert!(leases() > 10, "{} leases", leases());
+    eventually("all grants", async || granted() == leases()).await;
+}

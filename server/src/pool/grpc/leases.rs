@@ -1,5 +1,6 @@
 //! The calls about leases: allocate, renew, park, release and read.
 
+use std::net::SocketAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,12 +13,13 @@ use tonic::{Request, Response, Status};
 use tracing::info;
 
 use crate::audit;
-use crate::lease::{AllocateError, Place, Request as LeaseRequest};
+use crate::lease::{AllocateError, Lease, Place, Request as LeaseRequest};
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::describe::{devices, limits, micros};
 use crate::pool::parking::ParkError;
 use crate::pool::status::{beyond, bounded, unfit};
 use crate::pool::{Pool, RELEASED, locked, readings, run_detached};
+use crate::registry::GpuUse;
 
 pub(super) async fn allocate(
     pool: &Arc<Pool>,
@@ -115,11 +117,24 @@ pub(super) async fn allocate(
         limits: allowed.clone(),
     };
     let known = again.then_some(workers);
-    let allocated = {
+    let task = {
         let pool = pool.clone();
-        run_detached(async move { pool.allocate(&wanted).await }).await?
+        // A client that leaves meanwhile has the lease nevertheless.
+        async move { grant(&pool, &wanted, from, known).await }
     };
-    let (lease, fresh) = allocated.map_err(|e| not_allocated(pool, &client, e))?;
+    let (lease, gpus) = run_detached(task).await??;
+    Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+}
+
+/// Allocates a lease, and makes it known to everyone who has to know it.
+async fn grant(
+    pool: &Pool,
+    wanted: &LeaseRequest,
+    from: Option<SocketAddr>,
+    known: Option<Vec<Vec<u8>>>,
+) -> Result<(Lease, Arc<[GpuUse]>), Status> {
+    let LeaseRequest { client, encrypted, limits: allowed, .. } = wanted;
+    let (lease, fresh) = pool.allocate(wanted).await.map_err(|e| not_allocated(pool, client, e))?;
     let gpus = pool.registry.gpus().await;
     if fresh {
         let what: Vec<_> =
@@ -134,7 +149,7 @@ pub(super) async fn allocate(
             what.join(", ")
         );
         pool.note_lease(&lease, true, true);
-        let clear = if encrypted { "" } else { ", not encrypted" };
+        let clear = if *encrypted { "" } else { ", not encrypted" };
         pool.audit.note(audit::Event {
             actor: format!("client {client}"),
             from: from.map(|p| p.ip().to_canonical().to_string()).unwrap_or_default(),
@@ -145,11 +160,11 @@ pub(super) async fn allocate(
             ..audit::own("lease-granted")
         });
     }
-    pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
+    pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed.clone());
     if let Some(known) = known {
         pool.supervisor.end_unclaimed(&lease.id, &known);
     }
-    Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+    Ok((lease, gpus))
 }
 
 /// Parses a word of a request; an empty one leaves the choice to the server.
