@@ -26,7 +26,7 @@ CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpus
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
-.PHONY: help build fuzz programs demo quick test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
+.PHONY: help build fuzz programs demo quick soak test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo 'make bench        what can be measured without a GPU'
 	@echo 'make deb rpm      packages for distributions, into target/dist'
 	@echo 'make release-check  builds and checks everything as it is shipped'
+	@echo 'make soak         MINUTES=60 CLIENTS=20: many clients with faults on simulated GPUs; nothing is left over'
 	@echo 'make install      into DESTDIR, after make build'
 	@echo 'make test-system  installed packages on hosts with a booted systemd (root, systemd-nspawn)'
 
@@ -75,7 +76,7 @@ docs:
 
 # ---- trying
 
-demo test-conformance test-system: export PROFILE := trial
+demo soak test-conformance test-system: export PROFILE := trial
 
 demo: build
 	@.ci/setup programs
@@ -117,6 +118,10 @@ test-unit:
 test-conformance: build fuzz programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify
 	@tests/conformance/simgpu
+
+# Many clients for a long time, with faults: at the end nothing is left over.
+soak: build fuzz programs
+	@tests/conformance/simgpu --soak $(or $(MINUTES),60) $(or $(CLIENTS),20)
 
 # Needs root and systemd-nspawn. REQUIRE_SYSTEM=1: it is an error if this machine cannot run it.
 test-system:

@@ -5,7 +5,8 @@ import socket
 import subprocess
 import threading
 
-SIZE = 300
+# As in gpuserver's unit.
+SIZE = 1040
 
 
 class DescriptorStore:
@@ -26,6 +27,9 @@ class DescriptorStore:
         """Receives messages until the process exits."""
         while True:
             text, fds, _, _ = socket.recv_fds(self.socket, 4096, 8)
+            for fd in fds:
+                # The next server gets only the copies of `start`.
+                os.set_inheritable(fd, False)
             lines = text.decode(errors="replace").split("\n")
             name = next((line[7:] for line in lines if line.startswith("FDNAME=")), "")
             if "FDSTORE=1" in lines:

@@ -1,0 +1,364 @@
+"""`./run soak`: many clients for a long time, with faults; at the end nothing is left over.
+
+Each client has an identity of its own, and runs one program after the other on a lease of its own.
+Meanwhile connections break, workers are killed, and the server is killed or upgraded. All results
+have to be right, and at the end the server is as before: no lease, worker, descriptor, file or
+memory more, and every lease and program in its accounting.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+
+from descriptor_store import DescriptorStore
+from faults import Relay
+from processes import kill_group, progress
+from verdicts import difference
+
+# CUDA programs that take little time and print the same each time.
+PROGRAMS = ("vectorAdd", "matrixMul", "reduction", "streamsEvents", "threads", "copyBatch", "graphs")
+# Longest run of a program, and of the programs that still run at the end, in seconds.
+LIMIT, END_LIMIT = 300, 360
+# Time in which the server has to be at rest after the last program, in seconds. The lease of a
+# killed client ends 60 s after its last renewal, or after a restart of the server.
+REST_LIMIT = 150
+# Words about a program that got no worker.
+UNSERVED = "could not be served"
+# Pauses between two faults, in seconds.
+PAUSES = (1, 6)
+STEPS = 60
+# Folders whose files a later program uses again.
+CACHES = {"cache", "audit"}
+# Growth of the server's memory that caches may cause, in MiB.
+GROWTH = 24
+
+
+class Soak:
+    """A server, its clients, and faults of all."""
+
+    def __init__(self, args, server, runner, here):
+        self.args, self.server, self.runner, self.here = args, server, runner, here
+        self.random = random.Random(args.fault_seed)
+        self.folder = tempfile.TemporaryDirectory(prefix="gpu-store-")
+        self.store = DescriptorStore(f"{self.folder.name}/notify")
+        self.relay = None
+        self.lock = threading.Lock()
+        self.end = 0.0
+        self.natively, self.bad = {}, []
+        self.done, self.faults = collections.Counter(), collections.Counter()
+        # Clients whose worker a fault has killed, by name.
+        self.excused = set()
+        # End of the latest fault of all connections.
+        self.disturbed = 0.0
+
+    # ---- clients
+
+    def join(self, number):
+        """Gives a client an identity; returns the folder of its configuration."""
+        home = self.args.out / "clients" / str(number)
+        home.mkdir(parents=True)
+        token = json.loads(self.server.tool("token", "create", "--json"))["token"]
+        token = token["token"] if isinstance(token, dict) else token
+        command = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{self.args.port}", "--user", "--name", f"client-{number}"]
+        self.server.call(command, dict(os.environ, XDG_CONFIG_HOME=str(home)))
+        return home
+
+    def client(self, number, home):
+        """Runs programs until the end."""
+        own = random.Random(self.args.fault_seed * 1000 + number)
+        while time.monotonic() < self.end:
+            begun = time.monotonic()
+            what = own.choices(("steps", "program", "two", "killed", "stopped"), (4, 6, 2, 3, 1))[0]
+            try:
+                why = self.activity(what, f"client-{number}", home, own)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                why = f"{type(error).__name__}: {error}"
+            with self.lock:
+                excused = f"client-{number}" in self.excused
+                self.excused.discard(f"client-{number}")
+                # A program that starts asks three times for a worker, which takes about a second.
+                unserved = UNSERVED in why and self.disturbed > begun
+                self.done[f"{what}, worker killed" if why and excused else "unserved" if unserved else what] += 1
+                if why and not excused and not unserved:
+                    kept = self.args.out / f"bad-{len(self.bad)}"
+                    for end in ("out", "err"):
+                        with contextlib.suppress(OSError):
+                            shutil.copy(self.args.out / f"client-{number}.{end}", f"{kept}.{end}")
+                    self.bad.append(f"{self.minute()} client-{number}: {what} ({kept.name}): {why}")
+                    progress(f"  {self.bad[-1]}")
+            time.sleep(own.random())
+
+    def activity(self, what, name, home, own):
+        """Runs a program, or two in one lease; returns the failure."""
+        steps = ["python3", "steps.py", str(own.randrange(3, STEPS))]
+        program = [str(self.args.programs / "13" / own.choice(PROGRAMS))]
+        command = steps if what in ("steps", "killed", "stopped") else program
+        lease = ["./bin/gpusession", "run", "--server", f"127.0.0.1:{self.args.port}", "--allow-clear", "--memory", "256MiB", "--"]
+        words = ["sh", "-c", '"$@" & "$0" & wait', *program, *program] if what == "two" else command
+        out, err = (self.args.out / f"{name}.{end}" for end in ("out", "err"))
+        with open(out, "wb") as stdout, open(err, "wb") as stderr:
+            process = subprocess.Popen([*lease, *words], cwd=self.here, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                                       env=dict(os.environ, XDG_CONFIG_HOME=str(home)), start_new_session=True)
+        try:
+            if what == "killed":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(own.random() * 3)
+                return ""
+            if what == "stopped":
+                time.sleep(own.random())
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+                    time.sleep(own.random() * 3)
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"time limit: {' '.join(map(str, words[:3]))}"
+        finally:
+            kill_group((process,))
+        said = (out.read_text(errors="replace") + err.read_text(errors="replace")).strip().splitlines()
+        if process.returncode:
+            return f"{pathlib.Path(command[0]).name}: exit status {process.returncode}: {said[-1][:300] if said else 'no message'}"
+        native, lines = self.native(command), self.results(out.read_text(errors="replace"))
+        if what == "two":
+            native, lines = sorted(2 * native), sorted(lines)
+        return "" if native == lines else difference(native, lines)
+
+    @staticmethod
+    def results(text):
+        """Returns the lines of an output, without the size of the memory."""
+        return [line for line in text.splitlines() if not line.startswith("ready ")]
+
+    def native(self, command):
+        """Returns the lines that a command prints without gpusession."""
+        steps = command[1:] and command[1] == "steps.py"
+        key = "steps" if steps else command[0]
+        count = int(command[-1]) if steps else 0
+        return self.natively[key][:count] if steps else self.natively[key]
+
+    def run_natively(self):
+        """Runs each program without gpusession."""
+        for key, command in {"steps": ["python3", "steps.py", str(STEPS)],
+                             **{path: [path] for path in (str(self.args.programs / "13" / name) for name in PROGRAMS)}}.items():
+            result = self.runner.run("native", os.path.basename(key), command, LIMIT)
+            if failure := result.failure():
+                raise RuntimeError(f"{key} fails natively: {failure}")
+            self.natively[key] = self.results(result.out)
+
+    def minute(self):
+        """Returns the time since the beginning, for people."""
+        return f"{(60 * self.args.minutes - self.end + time.monotonic()) / 60:.2f} min"
+
+    # ---- faults
+
+    def disturb(self):
+        """Lets faults happen until the end."""
+        kinds = {"reset": 4, "address": 1, "silence": 3, "outage": 3, "server-killed": 1, "server-upgraded": 1, "worker-stopped": 2, "worker-killed": 1}
+        while time.monotonic() < self.end:
+            time.sleep(self.random.uniform(*PAUSES))
+            kind = self.random.choices(list(kinds), list(kinds.values()))[0]
+            seconds = self.random.uniform(0.1, 3)
+            self.disturbed = float("inf")
+            if kind in ("reset", "address"):
+                self.relay.say(kind)
+            elif kind in ("silence", "outage"):
+                self.relay.say(f"{kind} {seconds:.2f}")
+                time.sleep(seconds)
+            elif kind.startswith("server"):
+                self.replace_server(signal.SIGKILL if kind == "server-killed" else signal.SIGUSR2)
+            else:
+                self.disturb_worker(kind, seconds)
+            self.disturbed = time.monotonic()
+            self.faults[kind] += 1
+            with open(self.args.out / "faults.log", "a", encoding="utf-8") as log:
+                log.write(f"{self.minute()} {kind} {seconds:.1f}\n")
+
+    def disturb_worker(self, kind, seconds):
+        """Stops a worker for a time, or kills it."""
+        rows = [row for row in json.loads(self.server.tool("ps", "--json"))["workers"] if row["state"] == "active"]
+        if not rows:
+            return
+        row = self.random.choice(rows)
+        with contextlib.suppress(ProcessLookupError):
+            if kind == "worker-killed":
+                with self.lock:
+                    self.excused.add(row["client"])
+                os.kill(row["pid"], signal.SIGKILL)
+                return
+            os.kill(row["pid"], signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(row["pid"], signal.SIGCONT)
+
+    def replace_server(self, how):
+        """Replaces the server's control process, by a kill or as an upgrade of its package."""
+        self.server.process.send_signal(how)
+        self.server.process.wait()
+        self.server.start_server()
+        if not self.store.ready.wait(60):
+            raise RuntimeError("the next server did not start")
+
+    # ---- figures
+
+    def state(self):
+        """Returns the figures that have to be at the end as at the beginning."""
+        found = {
+            "leases": len(json.loads(self.server.tool("leases", "--json"))["leases"]),
+            "programs": sum(row["state"] not in ("warm", "starting") for row in json.loads(self.server.tool("ps", "--json"))["workers"]),
+            "worker processes": len(self.workers()),
+            "leased bytes": sum(row["leased_bytes"] for row in json.loads(self.server.tool("gpus", "--json"))["gpus"]),
+            "used bytes": sum(row["used_bytes"] or 0 for row in json.loads(self.server.tool("gpus", "--json"))["gpus"]),
+            **self.descriptors(),
+            "stored descriptors": len(self.store.kept),
+            "files": len(self.files()),
+        }
+        return found
+
+    def descriptors(self):
+        """Returns the numbers of the server's descriptors by kind."""
+        folder, found = pathlib.Path(f"/proc/{self.server.process.pid}/fd"), collections.Counter()
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found["fd " + os.readlink(path).partition(":[")[0]] += 1
+        return found
+
+    def workers(self):
+        """Returns the ids of worker processes."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/exe"):
+            with contextlib.suppress(OSError):
+                if os.readlink(path).removesuffix(" (deleted)") == str(self.here / "bin/gpuserver-worker"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def files(self):
+        """Returns the files of server and clients, apart from caches, and of shared memory."""
+        lines = dict(line.split(" = ", 1) for line in self.server.configuration.read_text().splitlines() if " = " in line)
+        folders = [lines[key].strip('"') for key in ("state_dir", "runtime_dir")] + [str(self.args.out / "clients")]
+        found = {str(path) for folder in folders for path in pathlib.Path(folder).rglob("*")
+                 if not CACHES & set(path.parts)}
+        return found | {str(path) for path in pathlib.Path("/dev/shm").glob("gpus*")}
+
+    def resident(self):
+        """Returns the server's own memory in MiB."""
+        for line in pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+        return 0.0
+
+    @staticmethod
+    def more(before, after, key):
+        """Returns True if a figure is larger than before."""
+        return after.get(key, 0) > before.get(key, 0)
+
+    def rest(self, before):
+        """Waits until the server is at rest; returns its figures."""
+        end, now = time.monotonic() + REST_LIMIT, {}
+        while time.monotonic() < end:
+            now = self.state()
+            if not any(self.more(before, now, key) for key in {**before, **now}):
+                break
+            time.sleep(0.5)
+        return now
+
+    def accounted(self):
+        """Checks that each lease and program of the audit trail has one record, with right sums."""
+        events = json.loads(self.server.tool("audit", "--json"))["audit"]
+        records = json.loads(self.server.tool("accounting", "--json"))["records"]
+        usage = json.loads(self.server.tool("stats", "--json"))["usage"]
+        leases = collections.Counter(row["lease"] for row in records if row["kind"] == "lease")
+        programs = collections.defaultdict(list)
+        for row in records:
+            if row["kind"] == "process":
+                programs[row["lease"]].append(row)
+        granted = {row["lease"] for row in events if row["event"] == "lease-granted"}
+        started = {row["worker"] for row in events if row["event"] == "program-started"}
+        recorded = collections.Counter(row["worker"] for row in records if row["kind"] == "process")
+        wrong = []
+        if set(leases) != granted or max(leases.values(), default=1) > 1:
+            wrong.append(f"{len(granted)} leases were granted, {sum(leases.values())} are recorded: {sorted(set(leases) ^ granted)[:3]}")
+        if set(recorded) != started or max(recorded.values(), default=1) > 1:
+            wrong.append(f"{len(started)} programs started, {sum(recorded.values())} are recorded: {sorted(set(recorded) ^ started)[:3]}")
+        for key in ("bytes_to_device", "bytes_from_device", "calls"):
+            off = [row["lease"] for row in records if row["kind"] == "lease" and row[key] != sum(program[key] for program in programs[row["lease"]])]
+            if off:
+                wrong.append(f"{key} of {len(off)} leases is not the sum of their programs: {off[:3]}")
+        for key, kind in (("leases", "lease"), ("programs", "process")):
+            if sum(row[key] for row in usage) != sum(row["kind"] == kind for row in records):
+                wrong.append(f"the statistics count {sum(row[key] for row in usage)} {key}")
+        for key in ("bytes_to_device", "bytes_from_device"):
+            if sum(row[key] for row in usage) != sum(row[key] for row in records if row["kind"] == "process"):
+                wrong.append(f"{key} of the statistics is not the sum of the records")
+        self.server.tool("audit", "verify")
+        progress(f"  accounting: {len(granted)} leases, {len(started)} programs")
+        return wrong
+
+    # ---- the whole
+
+    def run(self):
+        """Runs clients and faults for the wanted time, and looks at the rest."""
+        self.run_natively()
+        self.server.stop()
+        self.relay = Relay(self.args, self.here, 0, 1)
+        self.server.popen = self.store.popen
+        self.server.start()
+        self.server.release_lease()
+        homes = [self.join(number) for number in range(self.args.clients)]
+        # The first program of each kind fills caches, and the server has been replaced once.
+        self.activity("steps", "client-0", homes[0], self.random)
+        self.replace_server(signal.SIGUSR2)
+        self.activity("two", "client-0", homes[0], self.random)
+        time.sleep(2)
+        before, memory, files = self.state(), self.resident(), self.files()
+        progress(f"  before: {before}, {memory:.1f} MiB")
+        begun = time.monotonic()
+        self.end = begun + 60 * self.args.minutes
+        threads = [threading.Thread(target=self.client, args=(number, home), daemon=True) for number, home in enumerate(homes)]
+        threads.append(threading.Thread(target=self.guarded, daemon=True))
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < self.end:
+            time.sleep(min(60, max(0.1, self.end - time.monotonic())))
+            progress(f"  {(time.monotonic() - begun) / 60:5.1f} min: {sum(self.done.values())} activities, {len(self.bad)} bad, "
+                     f"{sum(self.faults.values())} faults, {self.resident():.1f} MiB, {len(self.workers())} workers")
+        for thread in threads:
+            thread.join(max(0.1, self.end + END_LIMIT - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            self.bad.append("a program hangs")
+        after = self.rest(before)
+        self.bad += [f"{key}: {before.get(key, 0)} before, {after.get(key, 0)} after"
+                     for key in {**before, **after} if self.more(before, after, key)]
+        if more := sorted(self.files() - files):
+            self.bad.append(f"files: {more[:5]}")
+        if self.resident() > memory + GROWTH:
+            self.bad.append(f"the server's memory grew from {memory:.1f} to {self.resident():.1f} MiB")
+        self.bad += self.accounted()
+        for why in self.bad:
+            print(f"  {why}")
+        print(f"\nSoak: {self.args.clients} clients, {self.args.minutes:g} minutes: {sum(self.done.values())} activities {dict(self.done)}; "
+              f"{sum(self.faults.values())} faults {dict(self.faults)}; server {memory:.1f} MiB before, {self.resident():.1f} after; "
+              f"{len(self.bad)} failures")
+        return {"activities": self.done, "faults": self.faults, "before": before, "after": after, "failed": self.bad}
+
+    def guarded(self):
+        """Runs the faults; notes their failure."""
+        try:
+            self.disturb()
+        except (OSError, RuntimeError, ValueError) as error:
+            self.bad.append(f"faults: {error}")
+
+    def stop(self):
+        """Ends what still runs."""
+        self.server.stop()
+        self.server.popen = subprocess.Popen
+        self.store.close()
+        if self.relay is not None:
+            print(self.relay.stop())
+        self.folder.cleanup()
