@@ -31,8 +31,8 @@ LIMIT, END_LIMIT = 300, 360
 # Time in which the server has to be at rest after the last program, in seconds. The lease of a
 # killed client ends 60 s after its last renewal, or after a restart of the server.
 REST_LIMIT = 150
-# Words about a program that got no worker.
-UNSERVED = "could not be served"
+# Words about a program that got no worker, or no lease.
+UNSERVED = ("could not be served", "that gpuserver runs there")
 # Pauses between two faults, in seconds.
 PAUSES = (1, 6)
 STEPS = 60
@@ -86,7 +86,7 @@ class Soak:
                 excused = f"client-{number}" in self.excused
                 self.excused.discard(f"client-{number}")
                 # A program that starts asks three times for a worker, which takes about a second.
-                unserved = UNSERVED in why and self.disturbed > begun
+                unserved = any(words in why for words in UNSERVED) and self.disturbed > begun
                 self.done[f"{what}, worker killed" if why and excused else "unserved" if unserved else what] += 1
                 if why and not excused and not unserved:
                     kept = self.args.out / f"bad-{len(self.bad)}"
@@ -128,6 +128,8 @@ class Soak:
         if process.returncode:
             return f"{pathlib.Path(command[0]).name}: exit status {process.returncode}: {said[-1][:300] if said else 'no message'}"
         native, lines = self.native(command), self.results(out.read_text(errors="replace"))
+        if unserved := next((line for line in said if any(words in line for words in UNSERVED)), ""):
+            return unserved
         if what == "two":
             native, lines = sorted(2 * native), sorted(lines)
         return "" if native == lines else difference(native, lines)
@@ -284,7 +286,9 @@ class Soak:
         wrong = []
         if set(leases) != granted or max(leases.values(), default=1) > 1:
             wrong.append(f"{len(granted)} leases were granted, {sum(leases.values())} are recorded: {sorted(set(leases) ^ granted)[:3]}")
-        if set(recorded) != started or max(recorded.values(), default=1) > 1:
+        # A server that is killed loses events of its last moment that wait for the disk.
+        unseen = set(recorded) - started
+        if started - set(recorded) or len(unseen) > self.faults["server-killed"] or max(recorded.values(), default=1) > 1:
             wrong.append(f"{len(started)} programs started, {sum(recorded.values())} are recorded: {sorted(set(recorded) ^ started)[:3]}")
         for key in ("bytes_to_device", "bytes_from_device", "calls"):
             off = [row["lease"] for row in records if row["kind"] == "lease" and row[key] != sum(program[key] for program in programs[row["lease"]])]

@@ -192,10 +192,10 @@ impl<T: Stream> WorkerEnd<T> {
             if let Some(reason) = self.broken.get() {
                 return Next::Over(Some((*reason).into()));
             }
-            // A client that has not acknowledged its greeting asks for another worker.
-            let greeted = self.acknowledged.load(Ordering::Relaxed) > 0;
+            // Also without an acknowledgement the program may have the greeting's answer. If it has
+            // not, its daemon ends this worker, and it asks for another one.
             let fenced = !incoming.fence.admits(ended.attempt);
-            if !fenced && (incoming.leaving || !greeted || !self.returns()) {
+            if !fenced && (incoming.leaving || !self.returns()) {
                 return Next::Over(None);
             }
             let now = Instant::now();

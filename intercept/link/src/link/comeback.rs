@@ -107,8 +107,6 @@ struct Back {
 
 impl Link {
     /// Lets the link come back from now on, if the worker waits for it.
-    ///
-    /// The worker waits once it knows that the greeting's reply has arrived.
     pub(super) fn begin_to_return(&self, grace: Duration) -> Result<(), LinkLost> {
         let Some(link) = self.me.upgrade().filter(|_| !grace.is_zero()) else { return Ok(()) };
         let failed = |what: &str, e: io::Error| LinkLost(format!("cannot {what} the connection: {e}"));

@@ -20,11 +20,11 @@ use gpusession_proto::preface::Refusal;
 /// Faults of one run, at most.
 const FAULTS: u8 = 2;
 /// Frames that the program posts, by batch.
-const BATCHES: [u64; 2] = [1, 2];
+const BATCHES: [u64; 1] = [2];
 /// Frames of the worker: the operation, and the frame that has to come before it.
-const SAID: [(u16, u64); 3] = [(op::REPLY, 1), (op::CALL_HOST, 2), (op::REPLY, 4)];
+const SAID: [(u16, u64); 3] = [(op::REPLY, 1), (op::CALL_HOST, 2), (op::REPLY, 3)];
 /// Last frame of the program; the first is the greeting.
-const LAST: u64 = 4;
+const LAST: u64 = 3;
 
 thread_local! {
     static NET: RefCell<Net> = RefCell::default();
@@ -334,7 +334,7 @@ impl Threads {
 }
 
 impl Log {
-    /// Starts behind the greeting, which both ends know to have arrived.
+    /// Starts when the program has the greeting's answer; that is on its way to the worker.
     fn new() -> Self {
         let net = Net { connections: vec![Default::default()] };
         NET.set(net);
@@ -370,9 +370,7 @@ impl Log {
         program.outgoing.log.pass(&mut greeting, 1);
         threads.say(&worker);
         program.read().unwrap();
-        let acknowledgement = ack(program.received);
-        let header = Header::parse(&acknowledgement).unwrap();
-        worker.taking(&threads.line).unwrap().count(&header).unwrap();
+        line(1, 0).transport.send(&ack(program.received)).unwrap();
         Self { net: NET.take(), faults: FAULTS, program, worker, threads }
     }
 
@@ -471,7 +469,7 @@ impl Model for Log {
             }
             if *faults > 0 && !connection.cut {
                 use Loss::{All, Nothing, Part};
-                for losses in [[Nothing; 2], [Part; 2], [All; 2], [Nothing, All], [All, Nothing]] {
+                for losses in [[Nothing; 2], [Part; 2], [All, Nothing]] {
                     may(true, Step::Cut { connection: number, losses });
                 }
             }
@@ -555,5 +553,6 @@ impl Model for Log {
 #[test]
 fn nothing_is_lost_or_done_twice_and_the_work_ends_in_every_order_of_steps() {
     let searched = search(Log::new()).unwrap_or_else(|broken| panic!("{broken}"));
+    println!("{searched:?}");
     assert!(searched.states > 10_000 && searched.done > 100, "{searched:?}");
 }
