@@ -13,6 +13,8 @@ pub const CHECKS: &[Check<Machine>] = &[
     Check { id: "host.overcommit", run: overcommit },
     Check { id: "host.memory", run: memory },
     Check { id: "host.processors", run: processors },
+    Check { id: "host.stolen-time", run: stolen_time },
+    Check { id: "host.retransmissions", run: retransmissions },
     Check { id: "host.clock", run: clock },
     Check { id: "host.disk", run: disk },
     Check { id: "host.journal", run: journal },
@@ -27,6 +29,10 @@ const PAST: u64 = 1_735_689_600;
 /// Free space below which a folder counts as short, and as full, in bytes.
 const SHORT: u64 = 512 << 20;
 const FULL: u64 = 16 << 20;
+/// Part of the processors' time taken by other virtual machines from which calls wait visibly.
+const STOLEN: u64 = 5;
+/// Packets below which a part of them says nothing.
+const FEW_PACKETS: u64 = 100_000;
 
 /// Returns the soft limit of a row of `/proc/self/limits`; `u64::MAX` for unlimited.
 fn limit(machine: &Machine, name: &str) -> Result<u64, Finding> {
@@ -110,12 +116,14 @@ fn meminfo(text: &str, name: &str) -> Option<u64> {
     Some(row.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }
 
+/// Returns total and available memory of the machine.
+pub fn memory_bytes(machine: &Machine) -> Option<(u64, u64)> {
+    let text = machine.read("/proc/meminfo").ok()?;
+    Some((meminfo(&text, "MemTotal")?, meminfo(&text, "MemAvailable")?))
+}
+
 fn memory(machine: &Machine) -> Finding {
-    let text = match machine.read("/proc/meminfo") {
-        Ok(text) => text,
-        Err(unread) => return Finding::skipped(unread.to_string()),
-    };
-    let (Some(total), Some(available)) = (meminfo(&text, "MemTotal"), meminfo(&text, "MemAvailable")) else {
+    let Some((total, available)) = memory_bytes(machine) else {
         return Finding::skipped("/proc/meminfo has no rows MemTotal and MemAvailable");
     };
     let said = format!("{} of {} memory available", human_bytes(available), human_bytes(total));
@@ -164,6 +172,51 @@ fn processors(machine: &Machine) -> Finding {
             "give this machine or the job a second processor",
         ),
         None => Finding::ok(format!("{count} processors, no quota")),
+    }
+}
+
+fn stolen_time(machine: &Machine) -> Finding {
+    let text = match machine.read("/proc/stat") {
+        Ok(text) => text,
+        Err(unread) => return Finding::skipped(unread.to_string()),
+    };
+    let row = text.lines().find_map(|line| line.strip_prefix("cpu ")).unwrap_or("");
+    // The guests' times after the eighth are part of the first two.
+    let times: Vec<u64> = row.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
+    let (Some(stolen), total @ 1..) = (times.get(7), times.iter().sum::<u64>()) else {
+        return Finding::skipped("/proc/stat has no row `cpu` with eight numbers");
+    };
+    let percent = stolen * 100 / total;
+    match percent {
+        STOLEN.. => Finding::warning(
+            format!("other virtual machines took {percent}% of the processors' time since this one started"),
+            "give this virtual machine processors of its own, or move it to another host",
+        ),
+        _ => Finding::ok(format!("{percent}% of the processors' time taken by other virtual machines")),
+    }
+}
+
+/// Judges packets that TCP sent again, on all connections since the machine started.
+fn retransmissions(machine: &Machine) -> Finding {
+    let path = "/proc/net/snmp";
+    let text = match machine.read(path) {
+        Ok(text) => text,
+        Err(unread) => return Finding::skipped(unread.to_string()),
+    };
+    let mut rows = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+    let names = rows.next().unwrap_or("").split(' ');
+    let values: std::collections::BTreeMap<_, _> = names.zip(rows.next().unwrap_or("").split(' ')).collect();
+    let number = |name: &str| values.get(name).and_then(|value| value.parse::<u64>().ok());
+    let (Some(sent), Some(again)) = (number("OutSegs"), number("RetransSegs")) else {
+        return Finding::skipped(format!("{path} has no OutSegs and RetransSegs"));
+    };
+    let said = format!("TCP sent {again} of {sent} packets again since this machine started");
+    match again * 100 > sent && sent > FEW_PACKETS {
+        true => Finding::warning(
+            said,
+            "gpusession netperf; ip -s link; look for a bad cable, a full switch or a wrong duplex setting",
+        ),
+        false => Finding::ok(said),
     }
 }
 
@@ -274,6 +327,27 @@ mod tests {
         plant(&root, "sys/fs/cgroup/a.slice/cpu.max", "50000 100000\n");
         plant(&root, "sys/fs/cgroup/a.slice/b.scope/cpu.max", "max 100000\n");
         assert_eq!(processors(&machine).state, State::Warning);
+    }
+
+    #[test]
+    fn stolen_time_and_packets_sent_again_are_named() {
+        let (root, machine) = machine();
+        assert_eq!(
+            (stolen_time(&machine).state, retransmissions(&machine).state),
+            (State::Skipped, State::Skipped)
+        );
+        plant(&root, "proc/stat", "cpu  100 0 100 700 0 0 0 100 50 0\ncpu0 1 2\n");
+        assert!(stolen_time(&machine).found.contains("took 10% of"), "{:?}", stolen_time(&machine));
+        plant(&root, "proc/stat", "cpu  100 0 100 795 0 0 0 5 0 0\n");
+        assert_eq!(stolen_time(&machine).state, State::Ok);
+        let counts = |sent: u64, again: u64| {
+            let text = format!("Tcp: RtoMin OutSegs RetransSegs InErrs\nTcp: 200 {sent} {again} 0\n");
+            plant(&root, "proc/net/snmp", &format!("Ip: A\nIp: 1\n{text}"));
+            retransmissions(&machine).state
+        };
+        assert_eq!(counts(1_000_000, 20_000), State::Warning);
+        assert_eq!(counts(1_000_000, 2_000), State::Ok);
+        assert_eq!(counts(1_000, 200), State::Ok, "too few");
     }
 
     #[test]

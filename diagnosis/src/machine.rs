@@ -9,12 +9,14 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Time that a program which a check runs may take.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest output of such a program that is read, in bytes.
 const MAX_OUTPUT: u64 = 64 << 20;
+/// Writes of which the median counts.
+const WRITES: u64 = 7;
 
 /// Source of the facts that checks judge.
 #[derive(Debug, Clone)]
@@ -182,6 +184,43 @@ impl Machine {
         Some(listed.lines().filter_map(of).filter(|path| self.at(path).exists()).collect())
     }
 
+    /// Returns the median time to write 4 KiB to the disk of a folder.
+    ///
+    /// The file has no name: it is gone when the command ends, however it ends.
+    pub fn write_time(&self, folder: impl AsRef<Path>) -> Result<Duration, Unread> {
+        use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.write(true).mode(0o600).custom_flags(nix::libc::O_TMPFILE).open(self.at(&folder));
+        let measured = file.and_then(|file| {
+            let mut times = (0..WRITES).map(|i| {
+                let begun = Instant::now();
+                file.write_all_at(&[0; 4096], i * 4096)?;
+                file.sync_data()?;
+                Ok(begun.elapsed())
+            });
+            let mut times = times.by_ref().collect::<io::Result<Vec<_>>>()?;
+            times.sort_unstable();
+            Ok(times[times.len() / 2])
+        });
+        measured.map_err(|error| Unread { path: folder.as_ref().display().to_string(), error })
+    }
+
+    /// Returns the bytes of the files below a folder; links are not followed.
+    pub fn size(&self, folder: impl AsRef<Path>) -> u64 {
+        let mut folders = vec![self.at(folder)];
+        let mut bytes = 0;
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+                match entry.metadata() {
+                    Ok(meta) if meta.is_dir() => folders.push(entry.path()),
+                    Ok(meta) => bytes += meta.len(),
+                    Err(_) => {}
+                }
+            }
+        }
+        bytes
+    }
+
     /// Returns free and total bytes of the file system of a folder.
     pub fn space(&self, path: impl AsRef<Path>) -> Option<(u64, u64)> {
         let found = nix::sys::statvfs::statvfs(&self.at(path)).ok()?;
@@ -208,5 +247,10 @@ mod tests {
         assert_eq!(machine.run("prints", &["a", "b"]).as_deref(), Some("a b\n"));
         assert_eq!(machine.variable("HOME"), None);
         assert!(machine.space("/etc").unwrap().1 > 0);
+        plant(&root, "etc/below/y", "12345");
+        assert_eq!(machine.size("/etc"), 10);
+        assert!(machine.write_time("/etc").unwrap() < Duration::from_secs(10));
+        assert_eq!(machine.list("/etc"), ["below", "x"], "the measured file has no name");
+        assert!(machine.write_time("/none").unwrap_err().missing());
     }
 }

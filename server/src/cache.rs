@@ -36,10 +36,17 @@ impl Cache {
     pub fn open(config: &Config) -> Option<Self> {
         let folder = match std::env::var_os("CACHE_DIRECTORY") {
             Some(folder) if !folder.is_empty() => PathBuf::from(folder),
-            _ if config.origin("state_dir") == Origin::Default => "/var/cache/gpuserver".into(),
-            _ => config.state_dir.join("cache"),
+            _ => Self::folder(config),
         };
         Self::at(folder, config.cache_max)
+    }
+
+    /// Returns the folder of a server whose unit names no other.
+    pub fn folder(config: &Config) -> PathBuf {
+        match config.origin("state_dir") {
+            Origin::Default => "/var/cache/gpuserver".into(),
+            _ => config.state_dir.join("cache"),
+        }
     }
 
     fn at(folder: PathBuf, max: u64) -> Option<Self> {

@@ -20,7 +20,7 @@ lab = importlib.util.module_from_spec(_spec)
 _loader.exec_module(lab)
 
 # Packages that gpusession's packages and the scenarios need, besides the lab's own.
-EXTRA = "cron,at,csh,tcsh,fish,podman,crun,uidmap"
+EXTRA = "cron,at,csh,tcsh,fish,podman,crun,uidmap,faketime,openssl"
 CLIENT_PACKAGES = ("gpusession", "gpusession-libs", "libpam-gpusession")
 SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use gpusession_common::units::human_bytes;
 use gpusession_diagnosis::check::{Check, Finding, Findings, Place};
 use gpusession_diagnosis::machine::Machine;
 use gpusession_diagnosis::report::{self, Report};
@@ -18,6 +19,7 @@ use crate::admin::Ask;
 use crate::admin::answer::config::config_rows;
 use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::status::{PsRow, StatusView};
+use crate::cache::Cache;
 use crate::config::{Advertised, Config};
 use crate::discovery::find_driver;
 use crate::net::host_port;
@@ -25,6 +27,8 @@ use crate::refusal::Refusal;
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;
+/// Exit code if this user may not ask the server.
+const NOT_ALLOWED: u8 = 77;
 /// Time for a connection to an advertised address.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most addresses of an advertised name that are tried.
@@ -32,6 +36,8 @@ const MAX_ADDRESSES: usize = 4;
 const UNIT: &str = "gpuserver.service";
 /// Files that a server with many clients opens: connections, workers and their lanes.
 const OPEN_FILES: u64 = 16_384;
+/// Milliseconds of one write to the state folder from which requests for leases wait visibly.
+const SLOW_WRITE_MS: u128 = 100;
 /// Length of the shortest word of a token file that is a secret.
 const MIN_TOKEN: usize = 20;
 /// Remaining life of the authority's certificate below which a check warns, in seconds.
@@ -59,12 +65,19 @@ pub struct ReportOptions {
     list: bool,
 }
 
+/// Why the server gives no answer.
+#[derive(Debug)]
+enum Silence {
+    /// This user may not ask it.
+    Denied(String),
+    Away(String),
+}
+
 /// Facts that the checks of the server judge.
 struct Facts {
     machine: Machine,
     config: Result<Config, String>,
-    /// The server's answers, or why it gives none.
-    status: Result<StatusView, String>,
+    status: Result<StatusView, Silence>,
     gpus: Vec<GpuRow>,
     workers: Vec<PsRow>,
 }
@@ -83,6 +96,10 @@ const CHECKS: &[Check<Facts>] = &[
     Check { id: "server.advertise", run: advertise },
     Check { id: "server.state-folder", run: state_folder },
     Check { id: "server.disk", run: disk },
+    Check { id: "server.disk-time", run: disk_time },
+    Check { id: "server.cache", run: cache },
+    Check { id: "server.parking", run: parking },
+    Check { id: "server.ports", run: ports },
     Check { id: "server.open-files", run: open_files },
     Check { id: "server.stack", run: stack },
     Check { id: "server.descriptor-store", run: descriptor_store },
@@ -94,6 +111,7 @@ fn configuration(facts: &Facts) -> Finding {
             Finding::ok(format!("{} without errors", config.file.display()))
         }
         Ok(config) => Finding::warning(config.warnings.join("; "), "gpuserver check-config --explain"),
+        Err(error) if error.contains("Permission denied") => Finding::skipped(error.clone()),
         Err(error) => Finding::fault(error.clone(), "correct it, then gpuserver check-config"),
     }
 }
@@ -112,7 +130,12 @@ fn answers(facts: &Facts) -> Finding {
             "{} {} is {}, control {}, data {}",
             status.name, status.version, status.state, status.control_address, status.data_address
         )),
-        Err(why) => Finding::fault(why.clone(), "systemctl status gpuserver; sudo systemctl start gpuserver"),
+        Err(Silence::Denied(why)) => {
+            Finding::skipped(format!("{why}; root and the group gpuserver may ask the server"))
+        }
+        Err(Silence::Away(why)) => {
+            Finding::fault(why.clone(), "systemctl status gpuserver; sudo systemctl start gpuserver")
+        }
     }
 }
 
@@ -224,7 +247,7 @@ fn advertise(facts: &Facts) -> Finding {
         }
     };
     Finding::worst(config.advertise.iter().map(judge)).unwrap_or_else(|| {
-        Finding::skipped("advertise is not set: clients keep the address that they reached")
+        Finding::skipped("advertise is not set: clients keep the address that they were given")
     })
 }
 
@@ -278,6 +301,102 @@ fn disk(facts: &Facts) -> Finding {
     }
 }
 
+fn disk_time(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let shown = config.state_dir.display();
+    match facts.machine.write_time(&config.state_dir) {
+        Ok(time) if time.as_millis() > SLOW_WRITE_MS => Finding::warning(
+            format!("{shown}: a write takes {} ms; each lease waits for it", time.as_millis()),
+            "put state_dir on a faster disk, or look at what uses this one: iostat -x 1",
+        ),
+        Ok(time) => Finding::ok(format!("{shown}: a write takes {:.1} ms", time.as_secs_f64() * 1e3)),
+        Err(unread) => Finding::skipped(unread.to_string()),
+    }
+}
+
+fn cache(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let folder = Cache::folder(config);
+    let shown = folder.display();
+    if config.cache_max == 0 {
+        return Finding::warning(
+            "cache_max = 0: each start of a program transfers and compiles its code again",
+            "remove cache_max from gpuserver.toml; sudo systemctl restart gpuserver",
+        );
+    }
+    if !facts.machine.exists(&folder) {
+        return Finding::skipped(format!("{shown} does not exist yet, or this user cannot see it"));
+    }
+    let (used, max) = (facts.machine.size(&folder), config.cache_max);
+    let said = format!("{shown}: {} of {}", human_bytes(used), human_bytes(max));
+    let left = max.saturating_sub(used);
+    match facts.machine.space(&folder) {
+        // The server trims the cache once a minute: for a moment it may be larger.
+        _ if used > max.saturating_mul(2) => Finding::warning(
+            format!("{said}: the server does not trim it"),
+            "journalctl -u gpuserver; the server has to own the folder",
+        ),
+        Some((free, _)) if free < left => Finding::warning(
+            format!("{said}, and {} free on the disk", human_bytes(free)),
+            "lower cache_max in gpuserver.toml, or free space there",
+        ),
+        _ => Finding::ok(said),
+    }
+}
+
+/// Judges whether parked programs find the host memory that `parked_max` allows them.
+fn parking(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let Some((total, available)) = host::memory_bytes(&facts.machine) else {
+        return Finding::skipped("/proc/meminfo has no rows MemTotal and MemAvailable");
+    };
+    let most = config.parked_max.of(total);
+    let cards: u64 = facts.gpus.iter().map(|gpu| gpu.memory_bytes).sum();
+    let said = format!("parked programs may take {} of host memory", human_bytes(most));
+    match most {
+        _ if config.park_after.is_zero() || most == 0 => Finding::skipped("the server parks no programs"),
+        most if most > available => Finding::warning(
+            format!("{said}, and {} are available", human_bytes(available)),
+            "lower parked_max in gpuserver.toml, or end other programs of this host",
+        ),
+        most if most < cards / 4 => Finding::warning(
+            format!("{said}, less than a quarter of the cards' {}", human_bytes(cards)),
+            "raise parked_max, or add memory: idle programs stay on the cards otherwise",
+        ),
+        _ => Finding::ok(said),
+    }
+}
+
+/// Judges whether another program's outgoing connection can take a port of the server.
+fn ports(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let path = "/proc/sys/net/ipv4/ip_local_port_range";
+    let text = match facts.machine.read(path) {
+        Ok(text) => text,
+        Err(unread) => return Finding::skipped(unread.to_string()),
+    };
+    let mut ends = text.split_whitespace().map_while(|word| word.parse::<u16>().ok());
+    let (Some(first), Some(last)) = (ends.next(), ends.next()) else {
+        return Finding::skipped(format!("{path} has no two numbers"));
+    };
+    let reserved = facts.machine.read("/proc/sys/net/ipv4/ip_local_reserved_ports").unwrap_or_default();
+    let is_reserved = |port: u16| {
+        reserved.trim().split(',').any(|range| {
+            let (low, high) = range.split_once('-').unwrap_or((range, range));
+            matches!((low.parse(), high.parse()), (Ok(low), Ok(high)) if (low..=high).contains(&port))
+        })
+    };
+    let (control, (low, high)) = (config.listen.port(), config.data_ports);
+    let mut ports = (low..=high).chain([control]).filter(|port| *port != 0);
+    match ports.find(|port| (first..=last).contains(port) && !is_reserved(*port)) {
+        Some(port) => Finding::warning(
+            format!("port {port} is in {first} to {last}, of which the kernel gives any program one"),
+            format!("sudo sysctl net.ipv4.ip_local_reserved_ports={port}, or listen on ports below {first}"),
+        ),
+        None => Finding::ok(format!("ports {control} and {low} to {high} are the server's alone")),
+    }
+}
+
 /// Judges a number of the unit's properties.
 fn property(facts: &Facts, name: &str, judge: impl Fn(u64) -> Finding) -> Finding {
     if facts.machine.unit(UNIT, "LoadState").as_deref() != Some("loaded") {
@@ -323,8 +442,11 @@ fn descriptor_store(facts: &Facts) -> Finding {
 fn gather(server: &Target) -> anyhow::Result<Facts> {
     let answer = |ask: Ask| match running(server, &ask) {
         Ok(Some(value)) => Ok(value),
-        Ok(None) => Err(format!("no gpuserver answers at {}", server.socket.display())),
-        Err(error) => Err(format!("{error:#}")),
+        Ok(None) => Err(Silence::Away(format!("no gpuserver answers at {}", server.socket.display()))),
+        Err(error) if error.downcast_ref::<Refusal>().is_some_and(|r| r.code == "not-allowed") => {
+            Err(Silence::Denied(format!("{error:#}")))
+        }
+        Err(error) => Err(Silence::Away(format!("{error:#}"))),
     };
     let status = match answer(Ask::Status) {
         Ok(value) => Ok(serde_json::from_value(value)?),
@@ -357,7 +479,11 @@ pub(super) fn health(out: &mut Output<'_>, server: &Target, options: &HealthOpti
         false => write!(out.out, "{}", findings.text(options.all))?,
     }
     let code = findings.code(options.strict);
-    Ok(if facts.status.is_err() { UNREACHABLE } else { u8::try_from(code).unwrap_or(1) })
+    Ok(match facts.status {
+        Err(Silence::Away(_)) => UNREACHABLE,
+        Err(Silence::Denied(_)) => NOT_ALLOWED,
+        Ok(_) => u8::try_from(code).unwrap_or(1),
+    })
 }
 
 /// Adds keys and tokens of the state folder to the known secrets, as far as this user reads them.
@@ -449,7 +575,7 @@ mod tests {
         let facts = Facts {
             machine: Machine::below(root.path()),
             config: Ok(config),
-            status: Err("no gpuserver answers".into()),
+            status: Err(Silence::Away("no gpuserver answers".into())),
             gpus: vec![],
             workers: vec![],
         };
@@ -460,6 +586,8 @@ mod tests {
     fn a_silent_server_and_old_keys_are_faults() {
         let (_root, mut facts) = facts();
         assert!(answers(&facts).remedy.contains("systemctl start gpuserver"));
+        facts.status = Err(Silence::Denied("/run/gpuserver/admin.sock: Permission denied".into()));
+        assert_eq!(answers(&facts).state, State::Skipped);
         facts.config = Err("gpuserver.toml:1: unknown key mps_gpus, did you mean gpu_sharing.mps?".into());
         assert_eq!(configuration(&facts).state, State::Fault);
         assert_eq!(cards(&facts).state, State::Skipped);
@@ -535,6 +663,44 @@ mod tests {
         assert_eq!((stack(&facts).state, descriptor_store(&facts).state), (State::Fault, State::Fault));
         plant(&root, "etc/systemd/system/gpuserver.service.d/a.conf", "");
         assert_eq!(drop_ins(&facts).state, State::Warning);
+    }
+
+    #[test]
+    fn a_large_cache_scarce_memory_and_shared_ports_are_named() {
+        let (root, mut facts) = facts();
+        let configured = |facts: &mut Facts, keys: &str| {
+            let file = root.path().join("gpuserver.toml");
+            std::fs::write(&file, format!("state_dir = \"/var/lib/gpuserver\"\n{keys}")).unwrap();
+            facts.config = Ok(crate::config::load_here(&file, true).unwrap());
+        };
+        assert_eq!((disk_time(&facts).state, cache(&facts).state), (State::Skipped, State::Skipped));
+        plant(&root, "var/lib/gpuserver/cache/modules/x", &"x".repeat(5000));
+        assert_eq!(disk_time(&facts).state, State::Ok, "{:?}", disk_time(&facts));
+        configured(&mut facts, "cache_max = \"1MiB\"");
+        assert!(cache(&facts).found.contains("4.9 KiB of 1 MiB"), "{:?}", cache(&facts));
+        configured(&mut facts, "cache_max = 2000");
+        assert!(cache(&facts).found.contains("does not trim"), "{:?}", cache(&facts));
+        configured(&mut facts, "cache_max = 0");
+        assert_eq!(cache(&facts).state, State::Warning);
+
+        assert_eq!((parking(&facts).state, ports(&facts).state), (State::Skipped, State::Skipped));
+        plant(&root, "proc/meminfo", "MemTotal:  8388608 kB\nMemAvailable:  1048576 kB\n");
+        assert!(
+            parking(&facts).found.contains("4 GiB of host memory, and 1 GiB are"),
+            "{:?}",
+            parking(&facts)
+        );
+        configured(&mut facts, "parked_max = \"1GiB\"");
+        assert_eq!(parking(&facts).state, State::Ok);
+        configured(&mut facts, "park_after = 0");
+        assert_eq!(parking(&facts).state, State::Skipped);
+
+        plant(&root, "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n");
+        assert_eq!(ports(&facts).state, State::Ok);
+        configured(&mut facts, "data_ports = \"40000-40100\"");
+        assert!(ports(&facts).found.starts_with("port 40000 is in 32768 to 60999"));
+        plant(&root, "proc/sys/net/ipv4/ip_local_reserved_ports", "8080,40000-40100\n");
+        assert_eq!(ports(&facts).state, State::Ok);
     }
 
     #[test]

@@ -1,7 +1,6 @@
-"""Planted faults: `health` names each of them, and its remedy helps."""
+"""Planted faults, 42 of them: `health` names each, and its remedy helps."""
 import contextlib
 import json
-import subprocess
 
 from harness import Failed, lab
 
@@ -15,8 +14,9 @@ DROP_IN = "/etc/systemd/system/{}.service.d/planted.conf"
 class Fault:
     """A fault that the scenario plants.
 
-    `remedy` replaces the finding's remedy, as a command, where that is a sentence; `variables`
-    precede the command `health`, and their absence is the remedy then.
+    `remedy` replaces the finding's remedy, as a command or a function, where that is a sentence;
+    `variables` precede the command `health`, and their absence is the remedy then. `held` plants a
+    fault outside of the host, which lasts until the check's end.
     """
 
     def __init__(self, text, check, words, plant=None, state="fault", remedy=None, variables=None, host=None, held=None):
@@ -30,23 +30,38 @@ def drop_in(unit, line):
 
 
 @contextlib.contextmanager
-def nft(host, rule):
-    """Filters packets that arrive at a host."""
-    command = ["nsenter", "-t", str(lab.leader(lab.host(host.name))), "-n", "nft"]
-    rules = f"table inet planted {{ chain input {{ type filter hook input priority 0; {rule}; }}; }}"
-    subprocess.run([*command, "-f", "-"], input=rules, text=True, check=True)
+def black_hole(client, server):
+    """Loses full packets without a word, as a path with a smaller MTU and no ICMP does."""
+    hosts = [lab.host(host.name) for host in (client, server)]
+    for host in hosts:
+        lab.offload(host, "off")
     try:
-        yield
+        with server.filters(input="meta length > 1400 drop"):
+            yield
     finally:
-        subprocess.run([*command, "delete table inet planted"], check=True)
+        client.ok("ip link set dev eth0 mtu 1500")
+        for host in hosts:
+            lab.offload(host, "on")
 
 
-def client_faults(server):
+def rejoin(client, server):
+    """Gives a machine a new identity under its old name, as the remedy says."""
+    name = client.ok("cat /root/name")
+    client.ok("systemctl stop gpusession && gpusession leave")
+    token = server.ok(f"gpuserver clients forget {name} >/dev/null && gpuserver token create --name {name} 2>/dev/null")
+    client.ok(f"echo '{token}' | gpusession join gpu1 --name {name} && systemctl start gpusession")
+
+
+def client_faults(client, server):
     stopped = "systemctl stop gpusession.service gpusession.socket"
     changed, unchanged = drop_in("gpusession", "Nice=1")
     return [
         Fault("another vendor's library first in LD_LIBRARY_PATH", "library.first", OTHER, variables=f"LD_LIBRARY_PATH={OTHER}"),
         Fault("CUDA's stubs in LD_LIBRARY_PATH", "library.first", "a stub for linking", variables=f"LD_LIBRARY_PATH={STUBS}"),
+        Fault("another vendor's library first for the loader", "library.first", f"{OTHER}/libcuda.so.1",
+              f"echo {OTHER} >/etc/ld.so.conf.d/000-other.conf && ldconfig", remedy="rm /etc/ld.so.conf.d/000-other.conf && ldconfig"),
+        Fault("an NVIDIA driver of the machine's own", "library.own-driver", "driver of its own",
+              "mount -t tmpfs planted /proc/driver && mkdir /proc/driver/nvidia", "warning", remedy="umount /proc/driver"),
         Fault("the loader does not search gpusession's folder", "library.loader-file", "/dev/null", "gpusession setup-libs --remove", "warning"),
         Fault("a shell that turned gpusession off", "library.variables", "GPUSESSION_DISABLE=1", variables="GPUSESSION_DISABLE=1"),
         Fault("a shell that hides all GPUs", "library.variables", "hides all GPUs", variables="CUDA_VISIBLE_DEVICES="),
@@ -72,9 +87,16 @@ def client_faults(server):
         Fault("a server that no name service knows", "network.names", "nonesuch.invalid",
               "cp /etc/gpusession/servers.toml /root/ && printf '\\n[[server]]\\naddress = \"nonesuch.invalid\"\\n' >>/etc/gpusession/servers.toml && gpusession reload",
               remedy="cp /root/servers.toml /etc/gpusession/ && systemctl restart gpusession"),
-        Fault("a firewall that rejects the control port", "network.control-port", "refuses", held=lambda: nft(server, "tcp dport 7601 reject with tcp reset")),
-        Fault("a firewall that drops the control port", "network.control-port", "does not answer", held=lambda: nft(server, "tcp dport 7601 drop")),
-        Fault("a firewall that rejects the data port", "network.data-port", "refuses", held=lambda: nft(server, "tcp dport 7602 reject with tcp reset")),
+        Fault("a firewall that rejects the control port", "network.control-port", "refuses", held=lambda: server.refuses(7601)),
+        Fault("a firewall that drops the control port", "network.control-port", "does not answer", held=lambda: server.filters(input="tcp dport 7601 drop")),
+        Fault("a firewall that rejects the data port", "network.data-port", "refuses", held=lambda: server.refuses(7602)),
+        Fault("a path that loses full packets", "network.packets", "MTU black hole", held=lambda: black_hole(client, server),
+              remedy="ip link set dev eth0 mtu 1400"),
+        Fault("a clock that is an hour ahead", "network.clock", "behind this one", variables="faketime -f +1h"),
+        Fault("a certificate that has ended", "network.certificate", "ended",
+              "openssl x509 -in /var/lib/gpusession/identity/client.pem -noout -subject -nameopt multiline | sed -n 's/.*commonName *= //p' >/root/name && test -s /root/name"
+              " && cd /var/lib/gpusession/identity && faketime '2020-01-01' openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=x -keyout /dev/null -out client.pem 2>/dev/null",
+              remedy=lambda: rejoin(client, server)),
         Fault("a damaged certificate", "network.certificate", "no certificate",
               "cd /var/lib/gpusession/identity && cp -p client.pem /root/client.pem && echo x >client.pem",
               remedy="cp -p /root/client.pem /var/lib/gpusession/identity/"),
@@ -86,6 +108,7 @@ def client_faults(server):
 
 def server_faults():
     stack, no_stack = drop_in("gpuserver", "LimitSTACK=8388608")
+    locked, no_locked = drop_in("gpuserver", "LimitMEMLOCK=65536")
     store, no_store = drop_in("gpuserver", "FileDescriptorStoreMax=0")
     bad = "/etc/gpusession/gpuserver.d/zz-planted.toml"
     return [
@@ -94,6 +117,9 @@ def server_faults():
         Fault("a card that is switched off", "server.cards", "card 0", "gpuserver off 0", "warning"),
         Fault("a state folder that everybody can read", "server.state-folder", "mode 0755", "chmod 755 /var/lib/gpuserver"),
         Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, remedy=no_stack),
+        Fault("too little locked memory", "gpu-host.locked-memory", "65536 bytes", locked, remedy=no_locked),
+        Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", remedy=f"rm {bad}"),
+        Fault("a data port that other programs may get", "server.ports", "port 40000", f"echo 'data_ports = 40000' >{bad}", "warning", remedy=f"rm {bad}"),
         Fault("no store for descriptors", "server.descriptor-store", "FileDescriptorStoreMax=0", store, remedy=no_store),
         Fault("a stopped server", "server.answers", "no gpuserver answers", "systemctl stop gpuserver", remedy="systemctl start gpuserver"),
     ]
@@ -116,7 +142,7 @@ def run(site, check):
     for folder in (OTHER, STUBS):
         client.ok(f"mkdir -p {folder}")
         client.push([site.sim_library()], folder)
-    for host, command, faults in ((client, "gpusession", client_faults(server)), (server, "gpuserver", server_faults())):
+    for host, command, faults in ((client, "gpusession", client_faults(client, server)), (server, "gpuserver", server_faults())):
         for fault in faults:
             with check(f"{fault.text}: {fault.check}"):
                 plant(host, command, fault)
@@ -138,11 +164,17 @@ def plant(host, command, fault):
         row = found(host, command, fault.check, fault.variables)
         if row["state"] != fault.state or fault.words not in row["found"] or not row["remedy"]:
             raise Failed(f"{row} is not {fault.state} with {fault.words!r} and a remedy")
-        if fault.plant:
-            host.ok(fault.remedy or row["remedy"])
+        remedy = fault.remedy or (fault.plant and row["remedy"])
+        if remedy:
+            remedy() if callable(remedy) else host.ok(remedy)
+            helps(host, command, fault, remedy)
+    helps(host, command, fault, "the end of the fault")
+
+
+def helps(host, command, fault, remedy):
     # A server that is restarted or reachable again takes a moment.
     for _ in range(100):
         after = found(host, command, fault.check)
         if after["state"] != fault.state or fault.words not in after["found"]:
             return
-    raise Failed(f"after {fault.remedy or row['remedy']!r}: {after}")
+    raise Failed(f"after {remedy!r}: {after}")
