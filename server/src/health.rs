@@ -7,11 +7,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use gpusession_common::words::Sharing;
 use gpusession_proto::readings::{Fault, GpuReading, uuid_text};
 use tokio::sync::broadcast::error::RecvError;
 use tracing::warn;
 
-use crate::lease::{Passing, Withdrawn};
+use crate::lease::{EXCLUSIVE_PROCESS, Passing, Withdrawn};
 use crate::monitor::{Monitor, Readings};
 use crate::pool::Pool;
 use crate::supervise::Event;
@@ -59,22 +60,28 @@ async fn failed(pool: &Pool, gpu: &str, why: String) {
 
 /// Returns the reason if a GPU's compute mode (`nvmlComputeMode_t`) prevents sharing.
 ///
-/// A worker in stock uses the GPU as well, so that even one lease needs the default mode.
-fn alone(uuid: &str, mode: u32) -> Option<String> {
-    let mode = match mode {
+/// A worker in stock uses the GPU as well, so that even one lease needs the default mode. Under MPS
+/// the one process may be the MPS server.
+fn alone(uuid: &str, mode: u32, by_mps: bool) -> Option<String> {
+    let (mode, without) = match mode {
         0 => return None,
-        2 => "PROHIBITED",
-        3 => "EXCLUSIVE_PROCESS",
-        _ => "EXCLUSIVE",
+        EXCLUSIVE_PROCESS if by_mps => return None,
+        EXCLUSIVE_PROCESS => ("EXCLUSIVE_PROCESS", " without MPS (gpu_sharing.mps)"),
+        2 => ("PROHIBITED", ""),
+        _ => ("EXCLUSIVE", ""),
     };
     Some(format!(
-        "compute mode {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` changes it"
+        "compute mode {mode} does not let several programs use it{without}; `nvidia-smi -i {uuid} -c DEFAULT` \
+         changes it"
     ))
 }
 
 /// Withdraws a GPU while its compute mode prevents sharing.
 async fn compute_mode(pool: &Pool, uuid: &str, mode: u32) {
-    pool.withdraw_until_passed(uuid, Passing::ComputeMode, alone(uuid, mode)).await;
+    let gpus = pool.registry().gpus().await;
+    let by_mps = gpus.iter().any(|g| g.gpu.uuid == uuid && g.gpu.sharing == Sharing::Mps);
+    pool.registry().set_compute_mode(uuid, mode).await;
+    pool.withdraw_until_passed(uuid, Passing::ComputeMode, alone(uuid, mode, by_mps)).await;
 }
 
 /// Consecutive readings, one a second, without values of a GPU before it is withdrawn.

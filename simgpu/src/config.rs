@@ -23,6 +23,8 @@ pub struct Config {
     /// Processes with the same machine name share its memory.
     pub machine: String,
     pub driver_version: u32,
+    /// `CUcomputemode` that cards report; no process is refused for it.
+    pub compute_mode: u32,
     pub sms: u32,
     pub seed: u64,
     /// Number of entries that a stream holds before a submission blocks.
@@ -68,6 +70,7 @@ impl Default for Config {
             name: "gpusession simulated GPU".into(),
             machine: "default".into(),
             driver_version: 13000,
+            compute_mode: 0,
             sms: 40,
             seed: 1,
             queue: 1020,
@@ -132,6 +135,7 @@ impl Config {
                 "name" => self.name = value.into(),
                 "machine" => self.machine = value.into(),
                 "driver_version" => self.driver_version = number(value)? as u32,
+                "compute_mode" => self.compute_mode = number(value).filter(|mode| *mode <= 3)? as u32,
                 "sms" => self.sms = number(value).filter(|n| (1..=1024).contains(n))? as u32,
                 "seed" => self.seed = number(value)?,
                 "queue" => self.queue = number(value).filter(|n| *n > 0)? as usize,

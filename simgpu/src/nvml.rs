@@ -372,7 +372,7 @@ nvml! {
 
     fn nvmlDeviceGetComputeMode(h: usize, to: *mut u32) {
         device(h)?;
-        out(to, 0)
+        out(to, config().compute_mode)
     }
     fn nvmlDeviceGetPersistenceMode(h: usize, to: *mut u32) {
         device(h)?;

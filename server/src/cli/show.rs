@@ -267,7 +267,10 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
             r.name,
             r.uuid,
             r.pci_address,
-            r.sharing.as_str().into(),
+            match r.compute_mode.as_str() {
+                "" | "default" => r.sharing.as_str().into(),
+                mode => format!("{}, {mode}", r.sharing),
+            },
             match r.reason {
                 Some(reason) => format!("{}: {reason}", r.state),
                 None => r.state,

@@ -77,7 +77,8 @@ pub(super) fn check(
     limits.entries.extend(idle_times(&keys, &raw));
     warnings.extend(limits.without_effect());
     let reserve = check_reserves(&raw, host, &mut report)?;
-    let rules = Rules { reserve, overcommit_percent: keys.overcommit };
+    let shared_domain = mps.as_ref().is_some_and(|mps| mps.shared);
+    let rules = Rules { reserve, overcommit_percent: keys.overcommit, shared_domain };
     let mut config = Config {
         keys,
         users,

@@ -79,8 +79,9 @@ keys! {
         driver: Option<PathBuf> = absent("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), DRIVER;
         /// "check": the server withdraws a GPU whose compute mode lets only one program use it.
         ///
-        /// The server reports the command that repairs it. The server does not change the mode
-        /// itself: that needs root, and affects all users of the card. No other value exists.
+        /// EXCLUSIVE_PROCESS suits a GPU that is shared by MPS. The server reports the command that
+        /// repairs another mode. The server does not change the mode itself: that needs root, and
+        /// affects all users of the card. No other value exists.
         compute_mode: String = "check", CHECK;
         /// Folder in which servers of this host lock their GPUs; "none": no locks. By default this
         /// folder with NVIDIA's driver, else none.

@@ -41,7 +41,7 @@ pub(super) const ADVERTISED: Kind<Vec<Advertised>> = Kind {
             None => a.host.clone(),
         });
         if list.is_empty() {
-            "the address a client reached".into()
+            "the address that a client was given".into()
         } else {
             shown.collect::<Vec<_>>().join(", ")
         }

@@ -29,6 +29,8 @@ pub use kinds::advertised;
 use read::{Raw, expand, read_text};
 pub use runtime::{edit_runtime, runtime_file};
 
+/// Remedy for a file that the caller may not read.
+const AS_ROOT: &str = "; run this command as root";
 /// Configuration file unless the command line names another.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
 
@@ -159,7 +161,7 @@ impl std::ops::Deref for Config {
 impl Config {
     /// Returns this configuration with everything of a fresh one that changes without a restart.
     pub fn with_live_of(&self, fresh: Self) -> Self {
-        let Self { keys, users, gpu_sharing, mps, file, report: old, .. } = self;
+        let Self { keys, users, gpu_sharing, mps, rules, file, report: old, .. } = self;
         let is_old = |entry: &(String, String, Origin)| {
             old.iter().any(|(key, value, _)| (key, value) == (&entry.0, &entry.1))
         };
@@ -173,7 +175,8 @@ impl Config {
             users: users.with_live_of(&fresh.users),
             gpu_sharing: gpu_sharing.clone(),
             mps: mps.clone(),
-            rules: fresh.rules,
+            // The domain of a lease changes with a restart only.
+            rules: Rules { shared_domain: rules.shared_domain, ..fresh.rules },
             limits: fresh.limits,
             file: file.clone(),
             file_found: fresh.file_found,
@@ -238,6 +241,7 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         Err(e) => {
             let todo = match e.kind() {
                 std::io::ErrorKind::NotFound => "; create it, or name another file with -c",
+                std::io::ErrorKind::PermissionDenied => AS_ROOT,
                 _ => "",
             };
             let why = format!("cannot be read: {e}{todo}");
@@ -245,8 +249,10 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         }
     }
     for path in drop_ins(file)? {
-        let text = std::fs::read_to_string(&path)
-            .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            let todo = if e.kind() == std::io::ErrorKind::PermissionDenied { AS_ROOT } else { "" };
+            ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}{todo}"))
+        })?;
         read_text(&mut raw, &path, &text, around.env)?;
     }
     Ok(Config { file_found, ..check(raw, warnings, file, around)? })

@@ -25,6 +25,8 @@ use crate::limits::{Effective, Exceeded};
 /// the other.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
+/// `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`: one process at a time, which can be an MPS server.
+pub const EXCLUSIVE_PROCESS: u32 = 3;
 /// Time after which a request that was not repeated leaves the queue. Clients repeat theirs at
 /// least every 30 s.
 pub const QUEUE_TIMEOUT: Duration = Duration::from_secs(90);
@@ -72,6 +74,11 @@ impl Gpu {
         self.sharing == Sharing::Mps
     }
 
+    /// Returns `true` if the card takes one MPS server at a time, and no program beside it.
+    pub fn one_mps_server(&self) -> bool {
+        self.by_mps() && self.compute_mode == EXCLUSIVE_PROCESS
+    }
+
     /// Returns the 16 bytes of the UUID; discovery has checked their number.
     pub fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let hex: Vec<u8> = self.uuid.strip_prefix("GPU-")?.bytes().filter(|b| *b != b'-').collect();
@@ -97,11 +104,13 @@ pub struct Rules {
     pub reserve: Vec<Reserve>,
     /// Memory of a GPU that may be leased, in percent of its size.
     pub overcommit_percent: u64,
+    /// Whether leases of all clients have one MPS domain.
+    pub shared_domain: bool,
 }
 
 impl Default for Rules {
     fn default() -> Self {
-        Self { reserve: Vec::new(), overcommit_percent: 100 }
+        Self { reserve: Vec::new(), overcommit_percent: 100, shared_domain: false }
     }
 }
 
@@ -207,6 +216,11 @@ impl Request {
             (_, 0) => 100,
             (count, all) => count.saturating_mul(100).div_ceil(all).clamp(1, 100),
         }
+    }
+
+    /// Returns `true` if the lease's programs share GPUs of mode `mps` by MPS.
+    fn by_mps(&self) -> bool {
+        matches!(self.sharing, None | Some(Sharing::Mps))
     }
 
     fn limits_multiprocessors(&self) -> bool {

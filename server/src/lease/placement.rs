@@ -11,9 +11,16 @@ pub(super) struct Occupied<'a> {
     pub(super) used: BTreeMap<&'a str, u64>,
     /// GPUs on which no further lease fits: a lease has or wants them alone, or they are withdrawn.
     closed: BTreeSet<&'a str>,
+    /// MPS domains of each GPU's leases; `None`: a lease without MPS, or with further GPUs.
+    domains: BTreeMap<&'a str, BTreeSet<Option<&'a str>>>,
 }
 
 impl Table {
+    /// Returns the client by which MPS domains on a GPU differ; empty if all clients have one.
+    fn domain<'b>(&self, client: &'b str) -> &'b str {
+        if self.rules.shared_domain { "" } else { client }
+    }
+
     /// Lists the GPUs that could serve a request if no other lease existed.
     fn suitable(&self, request: &Request) -> Result<Vec<&Gpu>, AllocateError> {
         let model = request.model.to_lowercase();
@@ -24,6 +31,7 @@ impl Table {
             .iter()
             .filter(|g| request.devices.is_empty() || request.devices.contains(&g.uuid))
             .filter(|g| g.name.to_lowercase().contains(&model))
+            .filter(|g| !g.one_mps_server() || request.by_mps() && wanted(request) == 1)
             .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.by_mps())))
             .filter(|g| {
                 // A program needs at least its context.
@@ -68,9 +76,13 @@ impl Table {
         } else {
             ""
         };
+        let one_process = match self.gpus.iter().any(Gpu::one_mps_server) {
+            true => " (its GPUs in compute mode EXCLUSIVE_PROCESS serve leases of one GPU by MPS)",
+            false => "",
+        };
         Err(AllocateError::NeverFits(format!(
-            "{wanted} GPU(s) {what} are wanted, this server has {most}{alike}{dropped}; ask for less or another \
-             server{context}"
+            "{wanted} GPU(s) {what} are wanted, this server has {most}{alike}{one_process}{dropped}; ask for less \
+             or another server{context}"
         )))
     }
 
@@ -97,7 +109,7 @@ impl Table {
             in_front += 1;
             match self.suitable(&earlier.request) {
                 Ok(gpus) => match occupied.best(&earlier.request, &gpus) {
-                    Some(shares) => occupied.take(&shares, earlier.request.sharing),
+                    Some(shares) => occupied.take(&shares, &earlier.request),
                     // Every GPU that becomes free belongs to the earlier request.
                     None => occupied.closed.extend(gpus.iter().map(|g| g.uuid.as_str())),
                 },
@@ -144,8 +156,11 @@ impl<'a> Occupied<'a> {
     pub(super) fn of(table: &'a Table, leases: impl Iterator<Item = &'a Lease>) -> Self {
         let mut used = BTreeMap::new();
         let mut closed = BTreeSet::new();
+        let mut domains = BTreeMap::<_, BTreeSet<_>>::new();
         for lease in leases {
+            let domain = (lease.mps && lease.shares.len() == 1).then(|| table.domain(&lease.client));
             for share in &lease.shares {
+                domains.entry(share.gpu.as_str()).or_default().insert(domain);
                 *used.entry(share.gpu.as_str()).or_insert(0) += share.limit_bytes;
                 if lease.exclusive {
                     closed.insert(share.gpu.as_str());
@@ -153,7 +168,7 @@ impl<'a> Occupied<'a> {
             }
         }
         closed.extend(table.withdrawn.keys().map(String::as_str));
-        Self { table, used, closed }
+        Self { table, used, closed, domains }
     }
 
     /// Counts reserves of other clients that these have not used up.
@@ -200,6 +215,12 @@ impl<'a> Occupied<'a> {
         if request.sharing == Some(Sharing::Exclusive) && self.used.contains_key(gpu.uuid.as_str()) {
             return None;
         }
+        if gpu.one_mps_server() {
+            let own = Some(self.table.domain(&request.client));
+            if self.domains.get(gpu.uuid.as_str()).is_some_and(|there| there.iter().any(|d| *d != own)) {
+                return None;
+            }
+        }
         self.left(gpu).checked_sub(request.memory.of(gpu.offered_bytes()))
     }
 
@@ -236,11 +257,13 @@ impl<'a> Occupied<'a> {
         Some(candidates.into_iter().map(|(_, g)| share(g)).collect())
     }
 
-    fn take(&mut self, shares: &[Share], sharing: Option<Sharing>) {
+    fn take(&mut self, shares: &[Share], request: &'a Request) {
+        let domain = (request.by_mps() && shares.len() == 1).then(|| self.table.domain(&request.client));
         for share in shares {
             let Some(gpu) = self.table.gpu(&share.gpu) else { continue };
             *self.used.entry(&gpu.uuid).or_insert(0) += share.limit_bytes;
-            if sharing == Some(Sharing::Exclusive) {
+            self.domains.entry(&gpu.uuid).or_default().insert(domain);
+            if request.sharing == Some(Sharing::Exclusive) {
                 self.closed.insert(&gpu.uuid);
             }
         }

@@ -98,6 +98,12 @@ impl Table {
         self.withdrawn.get(uuid)
     }
 
+    /// Notes a GPU's compute mode. Returns `true` if it has changed.
+    pub fn set_compute_mode(&mut self, uuid: &str, mode: u32) -> bool {
+        let gpu = self.gpus.iter_mut().find(|g| g.uuid == uuid);
+        gpu.is_some_and(|gpu| std::mem::replace(&mut gpu.compute_mode, mode) != mode)
+    }
+
     /// Returns the fault that has to pass before a withdrawn GPU returns to service by itself.
     pub fn passing(&self, uuid: &str) -> Option<Passing> {
         self.passing.get(uuid).copied()

@@ -290,6 +290,41 @@ fn priorities_and_requests_that_do_not_compete() {
 }
 
 #[test]
+fn a_card_for_one_process_serves_one_mps_domain() {
+    let card = |n: u32| Gpu { sharing: Sharing::Mps, ..gpu(n, 16 * GIB) };
+    let cards = vec![card(0), gpu(1, 16 * GIB)];
+    let mut t = Table::new(cards, Rules::default(), Saved::default(), Duration::ZERO).0;
+    let r = Counting::default();
+    let uuid = gpu(0, 0).uuid;
+    assert!(t.set_compute_mode(&uuid, EXCLUSIVE_PROCESS) && !t.set_compute_mode(&uuid, EXCLUSIVE_PROCESS));
+    let mps = |client: &str| Request { sharing: Some(Sharing::Mps), once: true, ..request(client, 1, 10.0) };
+    let first = allocate(&mut t, &mps("a"), 0, &r).unwrap();
+    assert_eq!((first.shares[0].gpu.as_str(), first.mps), (uuid.as_str(), true));
+    let second = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
+    assert_eq!(second.shares[0].gpu, uuid, "the same client's programs are in the domain");
+    assert!(matches!(allocate(&mut t, &mps("b"), 0, &r), Err(AllocateError::NoCapacity { .. })));
+    // No program runs beside MPS, and no domain has this card and another.
+    for sharing in [Sharing::TimeSlice, Sharing::Exclusive] {
+        let beside = Request { sharing: Some(sharing), devices: vec![uuid.clone()], ..request("a", 1, 10.0) };
+        assert!(matches!(allocate(&mut t, &beside, 0, &r), Err(AllocateError::NeverFits(_))));
+        let anywhere = Request { sharing: Some(sharing), once: true, ..request("a", 1, 10.0) };
+        assert!(
+            allocate(&mut t, &anywhere, 0, &r).is_ok_and(|lease| lease.shares[0].gpu != uuid)
+                || sharing == Sharing::Exclusive
+        );
+    }
+    let both = Request { sharing: Some(Sharing::TimeSlice), ..request("a", 2, 10.0) };
+    let Err(AllocateError::NeverFits(why)) = allocate(&mut t, &both, 0, &r) else { panic!("two GPUs") };
+    assert!(why.contains("EXCLUSIVE_PROCESS"), "{why}");
+    for lease in [first, second] {
+        t.remove_where(|l| l.id == lease.id);
+    }
+    assert!(allocate(&mut t, &mps("b"), 0, &r).is_ok(), "the domain of the first client is gone");
+    t.set_rules(Rules { shared_domain: true, ..Rules::default() });
+    assert!(allocate(&mut t, &mps("c"), 0, &r).is_ok(), "all clients have one domain");
+}
+
+#[test]
 fn exclusive_leases_are_alone() {
     let (mut t, r) = (table(2), Counting::default());
     let alone = Request { sharing: Some(Sharing::Exclusive), ..request("a", 1, 25.0) };
@@ -383,13 +418,13 @@ fn exclusive_request_gets_a_whole_gpu() {
     // A reserve is on shared GPUs while they have room.
     let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
     let half = |gpus| Reserve { client: "vm-*".into(), gpus, memory: Memory::Percent(50.0) };
-    t.set_rules(Rules { reserve: vec![half(1)], overcommit_percent: 100 });
+    t.set_rules(Rules { reserve: vec![half(1)], overcommit_percent: 100, ..Rules::default() });
     assert_eq!(on(&allocate(&mut t, &named("a", 1, 50.0), 0, &r).unwrap()), [shared]);
     let third = allocate(&mut t, &named("b", 1, 50.0), 0, &r).unwrap();
     assert_eq!(on(&third), on(&second));
     // Then it takes an exclusive GPU as a whole.
     t.remove(None, &third.id);
-    t.set_rules(Rules { reserve: vec![half(2)], overcommit_percent: 100 });
+    t.set_rules(Rules { reserve: vec![half(2)], overcommit_percent: 100, ..Rules::default() });
     waits(allocate(&mut t, &named("b", 1, 10.0), 0, &r));
     assert_eq!(on(&allocate(&mut t, &part("vm-1", &alone), 0, &r).unwrap()), [alone]);
 }
@@ -429,7 +464,7 @@ fn a_gpu_alone_is_lent_and_comes_back_whole() {
 fn reserved_memory_stays_free_for_its_clients() {
     let (mut t, r) = (table(2), Counting::default());
     let reserve = Reserve { client: "vm-*".into(), gpus: 1, memory: Memory::Percent(75.0) };
-    t.set_rules(Rules { reserve: vec![reserve], overcommit_percent: 100 });
+    t.set_rules(Rules { reserve: vec![reserve], overcommit_percent: 100, ..Rules::default() });
     allocate(&mut t, &request("db", 1, 100.0), 0, &r).unwrap();
     waits(allocate(&mut t, &request("db", 1, 50.0), 0, &r));
     allocate(&mut t, &request("db", 1, 25.0), 0, &r).unwrap();
@@ -459,7 +494,7 @@ fn a_server_leases_only_the_part_of_a_gpu_that_it_offers() {
 #[test]
 fn overcommit_is_reported_and_bounded() {
     let (mut t, r) = (table(1), Counting::default());
-    t.set_rules(Rules { reserve: vec![], overcommit_percent: 150 });
+    t.set_rules(Rules { reserve: vec![], overcommit_percent: 150, ..Rules::default() });
     for _ in 0..3 {
         allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
     }

@@ -266,6 +266,10 @@ impl Registry for LocalRegistry {
         changed
     }
 
+    async fn set_compute_mode(&self, uuid: &str, mode: u32) {
+        self.change(|table| table.set_compute_mode(uuid, mode), |changed| *changed);
+    }
+
     async fn drain(&self, why: Option<String>) -> Result<(), String> {
         self.change(|table| table.drain(why), |()| true);
         self.store().await.map_err(|e| e.to_string())

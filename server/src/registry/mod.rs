@@ -110,6 +110,8 @@ pub trait Registry: Send + Sync {
     /// Withdraws a GPU in service for a fault that may pass, or with `None` returns a GPU to
     /// service that was withdrawn for it. Returns `true` if this changes the GPU's state.
     async fn withdraw_until_passed(&self, uuid: &str, fault: Passing, why: Option<String>) -> bool;
+    /// Notes a GPU's compute mode, which decides on leases that fit together.
+    async fn set_compute_mode(&self, uuid: &str, mode: u32);
     /// Stops new leases for a reason, also after a restart; with `None` allows them again.
     ///
     /// # Errors

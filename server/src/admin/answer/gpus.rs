@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::show;
-use crate::lease::Withdrawn;
+use crate::lease::{EXCLUSIVE_PROCESS, Withdrawn};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 
@@ -36,6 +36,9 @@ pub struct GpuRow {
     /// Way in which leases share it.
     #[serde(default)]
     pub sharing: Sharing,
+    /// `default`, `exclusive-process` or `prohibited`, as an administrator of the host has set it.
+    #[serde(default)]
+    pub compute_mode: String,
     /// free, leased, off, off-pending, stopped, broken.
     pub state: String,
     /// Reason if it is withdrawn.
@@ -69,10 +72,21 @@ pub(in crate::admin) async fn gpus(pool: &Pool) -> Result<Value, Refusal> {
             utilization_percent: reading(&g.gpu.uuid).and_then(|r| r.utilization_percent),
             compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
             sharing: g.gpu.sharing,
+            compute_mode: compute_mode(g.gpu.compute_mode).into(),
             leases: g.leases.clone(),
         })
         .collect();
     show(serde_json::to_value(rows))
+}
+
+/// Names a `CUcomputemode`.
+fn compute_mode(mode: u32) -> &'static str {
+    match mode {
+        0 => "default",
+        2 => "prohibited",
+        EXCLUSIVE_PROCESS => "exclusive-process",
+        _ => "exclusive",
+    }
 }
 
 pub(in crate::admin) async fn off(pool: &Pool, gpu: String, reason: String) -> Result<Value, Refusal> {
