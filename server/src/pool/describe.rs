@@ -43,6 +43,11 @@ impl Pool {
         self.addresses(reached, self.facts.data.port(), false)
     }
 
+    /// Returns `true` if an administrator has named this server's addresses.
+    pub(super) fn advertises(&self) -> bool {
+        !self.facts.config.advertise.is_empty()
+    }
+
     fn addresses(&self, reached: Option<SocketAddr>, port: u16, control: bool) -> Vec<String> {
         let advertised = &self.facts.config.advertise;
         if !advertised.is_empty() {

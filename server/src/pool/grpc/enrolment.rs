@@ -93,7 +93,9 @@ impl Enrolment for Service {
             certificate_pem: issued.pem,
             authority_pem: pool.authority.pem().into(),
             client_name: name,
-            servers: pool.control_addresses(reached),
+            // Without `advertise`, the address that the client was given is better than the one that
+            // its name resolves to.
+            servers: if pool.advertises() { pool.control_addresses(reached) } else { Vec::new() },
         }))
     }
 }
