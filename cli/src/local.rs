@@ -220,7 +220,7 @@ fn server_program() -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = beside.into_iter().chain(std::env::split_paths(&path)).map(|folder| folder.join("gpuserver"));
     found.into_iter().find(|program| program.is_file()).ok_or_else(|| {
-        failed("gpuserver is not installed on this machine").hint("install the package gpusession-server")
+        failed("gpuserver is not installed on this machine").hint("install the package gpuserver")
     })
 }
 

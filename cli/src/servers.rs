@@ -69,11 +69,20 @@ async fn ask() -> Result<(Survey, Option<Described>)> {
     }
 }
 
+/// Leases of this machine on a card of a server.
+fn leases_on<'a>(
+    described: Option<&'a Described>,
+    server: &'a Surveyed,
+    card: &'a Card,
+) -> impl Iterator<Item = &'a Lease> {
+    let leases = described.into_iter().flat_map(|described| &described.leases);
+    let there = leases.filter(|lease| lease.server == server.name);
+    there.filter(|lease| lease.devices.iter().any(|device| device.uuid == card.uuid))
+}
+
 /// Names of this machine's leases on a card, with the number of their programs.
-fn yours(described: Option<&Described>, card: &Card) -> Vec<String> {
-    let leases = described.iter().flat_map(|described| &described.leases);
-    let on_card = leases.filter(|lease| lease.devices.iter().any(|device| device.uuid == card.uuid));
-    on_card
+fn yours(described: Option<&Described>, server: &Surveyed, card: &Card) -> Vec<String> {
+    leases_on(described, server, card)
         .map(|lease| match lease.processes {
             0 => lease.name_or_id().to_owned(),
             1 => format!("{} (1 program)", lease.name_or_id()),
@@ -120,7 +129,7 @@ fn smi_text(survey: &Survey, described: Option<&Described>) -> String {
                 or_dash(card.utilization_percent, |percent| format!("{percent}%")),
                 human_bytes(card.free_bytes),
                 card.state.clone(),
-                dash(yours(described, card)),
+                dash(yours(described, server, card)),
             ]);
         }
     }
@@ -157,9 +166,8 @@ fn smi_json(survey: &Survey, described: Option<&Described>) -> Value {
         // `stats` shows it.
         shown.as_object_mut().and_then(|shown| shown.remove("last_24h"));
         for (card, shown) in server.cards.iter().zip(shown["cards"].as_array_mut().into_iter().flatten()) {
-            let leases = described.iter().flat_map(|described| &described.leases);
-            let ids = leases.filter(|lease| lease.devices.iter().any(|device| device.uuid == card.uuid));
-            shown["your_leases"] = ids.map(|lease| lease.id.as_str()).collect();
+            shown["your_leases"] =
+                leases_on(described, server, card).map(|lease| lease.id.as_str()).collect();
         }
     }
     value
@@ -305,7 +313,11 @@ pub fn pool_text(survey: &Survey, described: &Described) -> String {
                 cards.len().to_string(),
                 cards.iter().filter(|card| card.state == "free").count().to_string(),
                 human_bytes(largest),
-                cards.iter().filter(|card| !yours(Some(described), card).is_empty()).count().to_string(),
+                cards
+                    .iter()
+                    .filter(|card| !yours(Some(described), server, card).is_empty())
+                    .count()
+                    .to_string(),
             ]);
         }
     }
@@ -316,15 +328,15 @@ pub fn pool_text(survey: &Survey, described: &Described) -> String {
 
 /// Formats the GPUs of the servers for `list --json`.
 pub fn pool_json(survey: &Survey, described: &Described) -> Value {
-    let gpu = |card: &Card| {
+    let gpu = |server: &Surveyed, card: &Card| {
         json!({
             "index": card.index, "uuid": card.uuid, "model": card.name, "state": card.state,
             "memory_bytes": card.memory_bytes, "free_bytes": card.free_bytes,
-            "yours": !yours(Some(described), card).is_empty(),
+            "yours": !yours(Some(described), server, card).is_empty(),
         })
     };
     let server = |server: &Surveyed| {
-        let gpus: Vec<_> = server.cards.iter().map(gpu).collect();
+        let gpus: Vec<_> = server.cards.iter().map(|card| gpu(server, card)).collect();
         json!({ "name": server.name, "state": server.state, "trouble": server.trouble, "gpus": gpus })
     };
     let answered = survey.servers.iter().filter(|server| server.trouble.is_none());
@@ -368,7 +380,9 @@ mod tests {
             ..Default::default()
         };
         let device = Device { uuid: "GPU-1".into(), ..Default::default() };
-        let lease = Lease { name: "train".into(), processes: 2, devices: vec![device], ..Default::default() };
+        let (name, server_name) = ("train".into(), "gpu-a".into());
+        let lease =
+            Lease { name, server: server_name, processes: 2, devices: vec![device], ..Default::default() };
         (Survey::new(vec![server, down]), Described { leases: vec![lease], ..described() })
     }
 

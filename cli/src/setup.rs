@@ -60,6 +60,11 @@ impl System {
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
+        if self.root == Path::new("/") && !nix::unistd::geteuid().is_root() {
+            let failure =
+                Failure::new(code::NOT_ALLOWED, format!("{program} changes this machine for all users"));
+            return Err(failure.hint("run this command as root"));
+        }
         Err(Failure::new(code::FAILED, format!("{program} failed: {said}")))
     }
 
@@ -263,6 +268,8 @@ pub fn cdi() -> Result<Value> {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_test_support::json_table::documented;
+
     use super::*;
 
     /// A system with gpusession's library, and other drivers in the folders `others`.
@@ -303,6 +310,7 @@ mod tests {
         assert_eq!(first(&system), None);
         let outcome = system.libraries(false).unwrap();
         assert_eq!(outcome.json, json!({ "schema": 1, "linked": true, "driver": OURS }));
+        documented("gpusession setup-libs", &outcome.json);
         assert_eq!(first(&system).as_deref(), Some(OURS));
         assert_eq!(system.libraries(false).unwrap(), outcome, "twice is as good as once");
         system.remove_libraries().unwrap();
@@ -404,6 +412,8 @@ mod tests {
     fn elsewhere_the_line_is_shown() {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_owned(), path: "/nonexistent".into() };
-        assert!(system.pam(false).unwrap().text.contains("session optional pam_gpusession.so"));
+        let outcome = system.pam(false).unwrap();
+        assert!(outcome.text.contains("session optional pam_gpusession.so"));
+        documented("gpusession setup-pam", &outcome.json);
     }
 }

@@ -222,14 +222,16 @@ impl<'a> Number<'a> {
     }
 }
 
-/// Formats a duration so that [`parse_duration`] reads it: `1h 30m`.
+/// Formats a duration so that [`parse_duration`] reads it: `1h 30m`, `90days`.
+///
+/// Months and years have no whole number of days.
 pub fn show_duration(duration: Duration) -> String {
     let mut left = duration.as_nanos();
     let mut parts = Vec::new();
     for (unit, names) in TIMES {
         let unit = u128::from(unit);
         let name = names[0];
-        if name != "week" && left >= unit {
+        if !matches!(name, "week" | "month" | "year") && left >= unit {
             let number = left / unit;
             // Long names have a plural, which is their second one.
             let plural = names[1].strip_prefix(name) == Some("s") && number > 1;

@@ -1,11 +1,13 @@
 //! `gpuserver audit`: shows and verifies the audit trail.
 
+use std::io::ErrorKind;
+
 use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::accounting::past;
 use super::show::{self, Output};
-use super::target::{Target, running};
+use super::target::{Target, no_right, running};
 use crate::admin::answer::status::MAX_LINES;
 use crate::admin::{Ask, Refusal, local_only};
 use crate::audit::{self, Line, Verified, Wanted};
@@ -68,7 +70,14 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
     };
     let value = match running(server, &Ask::Audit { wanted: wanted.clone() })? {
         Some(value) => value,
-        None => serde_json::to_value(audit::list(&server.config()?.state_dir, &wanted, MAX_LINES)?)?,
+        None => {
+            let folder = &server.config()?.state_dir;
+            let lines = audit::list(folder, &wanted, MAX_LINES).map_err(|error| match error.kind() {
+                ErrorKind::PermissionDenied => no_right(folder, &error).into(),
+                _ => anyhow::Error::from(error).context(folder.display().to_string()),
+            });
+            serde_json::to_value(lines?)?
+        }
     };
     out.answer("audit", value, |out, lines: Vec<Line>| show::audit(out, lines))
 }

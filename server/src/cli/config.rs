@@ -130,7 +130,7 @@ pub(super) fn check_config(
                 table.add_row([String::new(), text, String::new()]);
             }
         }
-        writeln!(out, "{table}")?;
+        writeln!(out, "{}", table.trim_fmt())?;
         for warning in &warnings {
             writeln!(out, "note: {warning}")?;
         }

@@ -104,12 +104,20 @@ pub(super) fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value
             Ok(None)
         }
         Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => Err(Refusal {
-            code: "not-allowed".into(),
-            message: format!("{}: {e}", path.display()),
             hint: "run gpuserver as root or as a member of the group gpuserver".into(),
+            ..no_right(path, &e)
         }
         .into()),
         Err(e) => Err(e).with_context(|| path.display().to_string()),
+    }
+}
+
+/// Refuses to read a file of the server for a user without the right.
+pub(super) fn no_right(path: &Path, error: &std::io::Error) -> Refusal {
+    Refusal {
+        code: "not-allowed".into(),
+        message: format!("{}: {error}", path.display()),
+        hint: "run this command as root: the server does not run, so its files are read".into(),
     }
 }
 
@@ -129,6 +137,9 @@ pub(super) fn must_run(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
 /// Locks the state directory, whose files a running server would overwrite.
 pub(super) fn offline(config: &Config) -> anyhow::Result<store::Lock> {
     store::lock(&config.state_dir).map_err(|e| match e {
+        StoreError::Io { path, error } if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            no_right(&path, &error).into()
+        }
         StoreError::Locked(_) => anyhow::Error::from(Refusal {
             code: "not-reachable".into(),
             message: format!(

@@ -65,8 +65,8 @@ pub enum Verb {
     CheckIsolation,
     /// Check this host and its server; each fault comes with a remedy
     ///
-    /// Exit status: 0 without a fault, 1 with one, 69 if the server does not answer. No check
-    /// changes anything.
+    /// Exit status: 0 without a fault, 1 with one, 69 if the server does not answer, 77 if this
+    /// user may not ask it. No check changes anything.
     Health(HealthOptions),
     /// Write an archive for a report of a fault, without secrets
     ///
@@ -297,6 +297,22 @@ mod tests {
         let json: Vec<_> = command.get_arguments().filter(|a| a.get_long() == Some("json")).collect();
         assert!(matches!(json[..], [one] if one.is_global_set()), "{name}: an option --json of its own");
         command.get_subcommands().for_each(takes_json);
+    }
+
+    fn is_described(page: &str, program: &str, command: &clap::Command) {
+        for verb in command.get_subcommands() {
+            let name = format!("{program} {}", verb.get_name());
+            match verb.has_subcommands() {
+                true => is_described(page, &name, verb),
+                false => assert!(page.contains(&format!("`{name}`")), "docs/json.md does not name `{name}`"),
+            }
+        }
+    }
+
+    #[test]
+    fn every_verb_has_a_section_of_its_json() {
+        let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/json.md")).unwrap();
+        is_described(&page, "gpuserver", &Cli::command());
     }
 
     #[test]
