@@ -105,7 +105,7 @@ fn log() {
 
 /// Prints an error for programs, on standard output as `--json` does.
 fn print_error(code: &str, message: &str, hint: &str) {
-    println!("{:#}", json!({ "error": { "code": code, "message": message, "hint": hint } }));
+    println!("{:#}", json!({ "schema": 1, "error": { "code": code, "message": message, "hint": hint } }));
 }
 
 fn fail(cli: &Cli, e: &anyhow::Error) -> ExitCode {

@@ -8,6 +8,7 @@ mod batch;
 #[path = "../../../gpusessiond/tests/common/mod.rs"]
 mod common;
 mod diagnosis;
+mod json;
 mod local;
 mod netperf;
 
@@ -537,7 +538,8 @@ fn a_user_who_leaves_has_no_identity_and_can_join_again() {
 fn run_without_a_daemon_leases_and_gives_back() {
     let mut site = Site::new();
     let server = site.start_server();
-    let address = site.address.clone();
+    // The name that was typed stays, and not the address to which it resolves.
+    let address = site.address.replace("127.0.0.1", "localhost");
     let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me", "--json"]);
     let expected = serde_json::json!({ "schema": 1, "name": "me", "servers": [&address] });
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&joined.stdout).unwrap(), expected);

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use gpusession_proto::control::{
     AllocateRequest, DescribeRequest, Lease, ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest,
 };
+use gpusession_test_support::json_table::documented_together;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tonic::Code;
 
 use crate::common::{Client, LONG, Server, alive, eventually, example, rest};
@@ -338,6 +339,43 @@ async fn requests_and_what_they_get() {
 }
 
 #[tokio::test]
+async fn a_card_for_one_process_serves_one_domain() {
+    // The first card has the compute mode EXCLUSIVE_PROCESS.
+    let site = Site::start_with("alone-libcuda.so.1", "").await;
+    let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
+    let gpus = site.server.json(&["gpus"])["gpus"].as_array().unwrap().clone();
+    let of = |key: &str| gpus.iter().map(|g| g[key].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    assert_eq!(of("state"), ["free", "free"]);
+    assert_eq!(of("compute_mode"), ["exclusive-process", "default"]);
+    let table = String::from_utf8(site.server.verb(&["gpus"]).stdout).unwrap();
+    assert!(table.contains(" mps, exclusive-process "), "{table}");
+    let uuids = of("uuid");
+    let there = |sharing: &'static str| {
+        let devices = vec![uuids[0].clone()];
+        move |r| AllocateRequest { sharing: sharing.into(), memory_percent: 25.0, devices, ..r }
+    };
+    let granted = [lease(&mut a, there("mps")).await, lease(&mut a, there("")).await];
+    for lease in &granted {
+        assert_eq!(site.program(&mut a, lease).await.said["mps"], true);
+    }
+    assert_eq!(site.domains().len(), 1, "{:?}", site.domains());
+    let wish = there("mps")(b.request());
+    let refused = b.pool.allocate(AllocateRequest { once: true, ..wish }).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    let wish = there("time-slice")(b.request());
+    let never = b.pool.allocate(wish).await.unwrap_err();
+    assert!(
+        never.code() == Code::FailedPrecondition && never.message().contains("EXCLUSIVE_PROCESS"),
+        "{never}"
+    );
+    assert_eq!(lease(&mut b, as_it_is).await.devices[0].uuid, uuids[1]);
+    for lease in granted {
+        a.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
+    }
+    lease(&mut b, there("mps")).await;
+}
+
+#[tokio::test]
 async fn each_gpu_is_shared_in_its_own_way() {
     let site = Site::start("gpu_sharing.exclusive = [1]").await;
     let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
@@ -425,6 +463,8 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     let again = site.program(&mut a, &second).await;
     assert_ne!(pipe(&again), pipe(&victim));
     let domain = site.active("vm-a").await;
+    let clients = json!({ "domains": [{ "servers": [{ "pid": 1, "state": "", "clients": [1] }] }] });
+    documented_together("gpuserver mps", &[site.server.json(&["mps"]), clients]);
     assert_eq!(
         (&domain["restarts"], &domain["faults"][0]["culprits"]),
         (&1.into(), &serde_json::json!([culprit.pid]))
