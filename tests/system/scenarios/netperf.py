@@ -1,0 +1,69 @@
+"""`netperf` measures what a program's copies reach, on the hosts' link and on one of 100 us."""
+import json
+
+from harness import Failed
+
+ORDER = 39
+# Copies pinned memory in each direction for two seconds, and prints bytes a second.
+PROGRAM = r"""
+import ctypes, json, time
+cuda = ctypes.CDLL("libcuda.so.1")
+def call(name, *arguments):
+    code = getattr(cuda, name)(*arguments)
+    assert code == 0, f"{name}: {code}"
+SIZE = 8 << 20
+context, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+call("cuInit", 0)
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(SIZE), 0)
+call("cuMemAlloc_v2", ctypes.byref(device), ctypes.c_size_t(SIZE))
+def rate(name, *arguments):
+    for _ in range(2):
+        call(name, *arguments, ctypes.c_size_t(SIZE), None)
+    call("cuCtxSynchronize")
+    begun, copies = time.monotonic(), 0
+    while time.monotonic() < begun + 2:
+        for _ in range(4):
+            call(name, *arguments, ctypes.c_size_t(SIZE), None)
+        call("cuCtxSynchronize")
+        copies += 4
+    return copies * SIZE / (time.monotonic() - begun)
+print(json.dumps({"to_server": rate("cuMemcpyHtoDAsync_v2", device, host), "from_server": rate("cuMemcpyDtoHAsync_v2", host, device)}))
+"""
+MEASURE = "gpusession netperf --seconds 3 --json"
+
+
+def measured(client, server):
+    """Returns the rates of netperf and of a program, by direction."""
+    # A machine may measure once a minute, also after a restart of the server.
+    client.until(f"{MEASURE} >/root/netperf.json; test $? = 0", 90)
+    runs = json.loads(client.ok("cat /root/netperf.json"))
+    series = next(run for run in runs["runs"] if (run["encrypted"], run["lanes"]) == (runs["programs"]["encrypted"], runs["programs"]["lanes"]))
+    best = {way: series[way]["bytes_per_s"] for way in ("to_server", "from_server")}
+    program = json.loads(client.ok("python3 /root/copies.py", timeout=120).splitlines()[-1])
+    return best, program, series
+
+
+def compare(client, server, note, least, most):
+    best, program, series = measured(client, server)
+    for way, rate in best.items():
+        ratio = rate / program[way]
+        note(f"{way} {rate / 1e6:.0f} MB/s, a program {program[way] / 1e6:.0f} MB/s")
+        if not least <= ratio <= most:
+            raise Failed(f"{way}: netperf has {ratio:.2f} of a program's {program[way] / 1e6:.0f} MB/s")
+    return series
+
+
+def run(site, check):
+    client, server = site.client, site.servers[0]
+    client.write("/root/copies.py", PROGRAM)
+    with check("between the hosts, where processors limit both") as note:
+        compare(client, server, note, 0.5, 2)
+    client.lab("netem", "delay", "0.05", "rate", "80")
+    try:
+        with check("over a link of 100 us and 80 Mbit/s, netperf is within a tenth of a program's copies") as note:
+            series = compare(client, server, note, 0.9, 1.1)
+            note(f"limits: {series['to_server']['limit']}, {series['from_server']['limit']}")
+    finally:
+        client.lab("netem", "clear")
