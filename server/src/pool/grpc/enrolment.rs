@@ -93,8 +93,7 @@ impl Enrolment for Service {
             certificate_pem: issued.pem,
             authority_pem: pool.authority.pem().into(),
             client_name: name,
-            // Without `advertise`, the address that the client was given is better than the one that
-            // its name resolves to.
+            // Without `advertise`, the client keeps the name that it was given.
             servers: if pool.advertises() { pool.control_addresses(reached) } else { Vec::new() },
         }))
     }
