@@ -33,7 +33,7 @@ impl Seen<'_> {
     #[track_caller]
     fn of(&mut self, section: &str, more: &[&str]) -> Value {
         let value = self.value(section, more);
-        self.compare(section, &[value.clone()]);
+        self.compare(section, std::slice::from_ref(&value));
         value
     }
 
