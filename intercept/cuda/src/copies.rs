@@ -60,7 +60,7 @@ pub fn done_there(
         due = false;
     }
     if !mapped::there(client, source, len) {
-        client.link.wait_detached(|t| t.fills(source, len));
+        client.link.wait_detached(|t| t.fills(source, len)).map_err(unavailable)?;
         if !due {
             return Ok(false);
         }
@@ -310,7 +310,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         // Earlier kernels' changes of the program's memory have not arrived yet.
         return stream.ask(op::STREAM_SYNC);
     }
-    stream.wait_landed(seq);
+    stream.wait_landed(seq)?;
     stream.synced(seq);
     client.check_status(0)
 }
@@ -331,7 +331,8 @@ fn older(stream: &Stream, target: usize, len: usize) -> Vec<u64> {
     if older.len() < STREAM_QUEUE {
         return older;
     }
-    stream.client.link.wait_detached(before);
+    // Without a link nothing lands in the wrong order.
+    let _ = stream.client.link.wait_detached(before);
     Vec::new()
 }
 
@@ -366,7 +367,7 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
         return Err(UNKNOWN);
     }
     // Earlier copies may write to the same memory.
-    stream.wait_landed(seq);
+    stream.wait_landed(seq)?;
     put(bytes);
     Ok(())
 }

@@ -176,6 +176,11 @@ impl Program {
         Self { worker, client, ctx }
     }
 
+    /// Ends the connection of a worker that serves this test alone.
+    pub fn lose(&self) {
+        self.worker.socket.shutdown(std::net::Shutdown::Both).unwrap();
+    }
+
     /// Lets the worker answer the next call of this kind so.
     pub fn answer(&self, operation: u16, status: i32, words: &[u64]) {
         let body = words.iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 
-use crate::client::Client;
+use crate::client::{Client, unavailable};
 use crate::positions::{Cover, is_covered};
 use crate::status::{OUT_OF_MEMORY, Result};
 use crate::stream::Stream;
@@ -275,12 +275,15 @@ fn run_host() {
         };
         drop(locked);
         // Data that was copied to the program before this function must have landed.
-        client.link.wait_detached(|t| {
+        let landed = client.link.wait_detached(|t| {
             is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
         });
+        let status = landed.map_or_else(unavailable, |()| 0);
         thread::host_function(|| match function {
+            // As natively after an error: the function might read what has not landed.
+            HostFunction::Plain(..) if status != 0 => {}
             HostFunction::Plain(f, data) => f(data as *mut c_void),
-            HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
+            HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, status, data as *mut c_void),
             HostFunction::Destructor(f, data, _) => f(data as *mut c_void),
         });
         if let HostFunction::Destructor(_, _, object) = function {

@@ -223,16 +223,20 @@ impl Stream {
 
     /// Waits until the data of every copy that a synchronization of this stream covers has landed.
     ///
-    /// The caller knows from the server that the stream's work before `seq` is complete.
-    pub fn wait_landed(&self, seq: u64) {
+    /// The caller knows from the server that the stream's work before `seq` is complete. An error if
+    /// the connection was lost before: copies may not have landed.
+    pub fn wait_landed(&self, seq: u64) -> Result {
         let before = self.positions.waited_for();
         if tracking(self.client) {
             // The stream's last work may be older than that of the default stream.
             let own = self.positions.last().min(seq);
-            settle_covered(self.client, &self.covers_behind(seq, own));
+            settle_covered(self.client, &self.covers_behind(seq, own))?;
         }
+        // The loss of the link ends all transfers, so that none is left to wait for.
+        self.client.link.check().map_err(unavailable)?;
         // Another thread may have added streams meanwhile.
         self.positions.landed(&before);
+        Ok(())
     }
 
     /// Waits until all work on the stream is complete, or until the program cannot tell the
@@ -267,7 +271,7 @@ impl Stream {
         let seq = begun.seq;
         let reply = client.link.finish_call(begun).map_err(unavailable)?;
         if reply.status == 0 {
-            self.wait_landed(seq);
+            self.wait_landed(seq)?;
             self.synced(seq);
         }
         client.check_status(reply.status)
@@ -292,8 +296,9 @@ impl Stream {
         let reply = client.link.finish_call(begun).map_err(unavailable)?;
         if reply.status == 0 {
             if tracking(client) {
-                settle_covered(client, &self.covers(seq));
+                settle_covered(client, &self.covers(seq))?;
             }
+            client.link.check().map_err(unavailable)?;
             self.synced(seq);
         }
         client.check_status(reply.status)
@@ -342,9 +347,12 @@ pub fn tracking(client: &Client) -> bool {
 }
 
 /// Waits until the data of all covered copies has landed; the server has reported them complete.
-pub fn settle_covered(client: &Client, covers: &[Cover]) {
-    client.link.wait_detached(|t| is_covered(covers, t.on, t.seq));
+///
+/// An error if the connection was lost before.
+pub fn settle_covered(client: &Client, covers: &[Cover]) -> Result {
+    client.link.wait_detached(|t| is_covered(covers, t.on, t.seq)).map_err(unavailable)?;
     host_functions::forget_launches(|on, seq| is_covered(covers, on, seq));
+    Ok(())
 }
 
 /// Returns the streams of a context that are ordered with its default stream.
@@ -409,8 +417,11 @@ pub fn end(capture: &Arc<Capture>) {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_link::lanes::HostRange;
+
     use super::*;
     use crate::fake_worker::Program;
+    use crate::status::DEVICE_UNAVAILABLE;
 
     const NON_BLOCKING: u32 = 1;
 
@@ -426,6 +437,30 @@ mod tests {
             by_handle(handle).unwrap().priority
         };
         assert_eq!([priority(7), priority(-3), priority(-9)], [0, -3, -5]);
+    }
+
+    #[test]
+    fn copy_that_has_not_landed_when_the_link_is_lost_is_an_error() {
+        let program = Program::alone();
+        let stream = stream(&program, NON_BLOCKING);
+        let mut target = vec![0u8; 1 << 20];
+        // SAFETY: the transfer ends with the link, before the memory.
+        let range = unsafe { HostRange::new(target.as_mut_ptr() as usize, target.len()) };
+        let seq = program.client.post(op::COPY_FROM_DEVICE, |_| {}).unwrap();
+        program.client.link.down.expect(seq, range, stream.on(), true, Vec::new());
+        stream.worked(seq);
+        std::thread::scope(|scope| {
+            let synchronized = scope.spawn(|| {
+                thread::set_current(program.ctx);
+                stream.synchronize()
+            });
+            // The worker reports the stream complete, and its data is still on the way.
+            let asked = (0..10_000).any(|_| program.operations().contains(&op::STREAM_SYNC));
+            program.lose();
+            assert!(asked);
+            assert_eq!(synchronized.join().unwrap(), Err(DEVICE_UNAVAILABLE));
+        });
+        assert!(!program.client.link.down.any(), "nothing lands any more");
     }
 
     #[test]

@@ -433,7 +433,8 @@ impl Link {
         (seq, outbox.buf.len())
     }
 
-    fn check(&self) -> Result<(), LinkLost> {
+    /// Returns the reason if the link is lost.
+    pub fn check(&self) -> Result<(), LinkLost> {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
@@ -591,13 +592,15 @@ impl Link {
 
     /// Waits until the detached transfers that `wanted` selects have landed; reads frames
     /// meanwhile.
-    pub fn wait_detached(&self, wanted: impl Fn(&Detached) -> bool) {
+    ///
+    /// After an error they may not have landed, even if the worker reported them complete.
+    pub fn wait_detached(&self, wanted: impl Fn(&Detached) -> bool) -> Result<(), LinkLost> {
         const POLL_INTERVAL: Duration = Duration::from_millis(1);
         while !self.down.wait_detached(&wanted, POLL_INTERVAL) {
-            if self.poll().is_err() {
-                return;
-            }
+            self.poll()?;
         }
+        // The loss of the link ends all transfers.
+        self.check()
     }
 
     /// Reads whenever no other thread does, until the link is lost.

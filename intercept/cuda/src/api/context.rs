@@ -77,7 +77,7 @@ fn synchronize(ctx: u64) -> Result {
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    client.link.wait_detached(|t| t.seq < seq && t.on.ctx == ctx);
+    client.link.wait_detached(|t| t.seq < seq && t.on.ctx == ctx).map_err(unavailable)?;
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }

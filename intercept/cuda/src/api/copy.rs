@@ -426,7 +426,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             let seq = begun.seq;
             copies::finish_download(stream, begun, len, |bytes| packed.copy_from_slice(bytes))?;
             // Data of earlier copies into the same memory must have landed before.
-            stream.wait_landed(seq);
+            stream.wait_landed(seq)?;
             for ((y, z), row) in rows().zip(packed.chunks_exact(width)) {
                 // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
                 // ours.

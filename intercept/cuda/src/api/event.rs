@@ -77,11 +77,11 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     let own = !event.is_interprocess() || word(&mut reply.reader()) != Ok(0);
     if reply.status == 0 && event.is_in_graphs() {
         // The last record may be a graph's on another stream than the one that this process knows.
-        streams::settle_covered(client, &event.covers_before(seq));
+        streams::settle_covered(client, &event.covers_before(seq))?;
     } else if reply.status == 0
         && let Some((stream, recorded)) = pending.filter(|_| own)
     {
-        streams::settle_covered(client, &event.covers_before(seq));
+        streams::settle_covered(client, &event.covers_before(seq))?;
         event.has_happened(&stream, recorded);
     }
     client.check_status(reply.status)

@@ -3,9 +3,10 @@
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
+use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{Writer, op};
 
-use crate::client::{Client, string, word};
+use crate::client::{Client, string, unavailable, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
     OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional,
@@ -76,8 +77,8 @@ fn host_memory_unused(owner: &'static Client) -> Result {
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
     let before = owner.link.position() + 1;
-    owner.link.wait_detached(|t| t.seq < before);
-    synced
+    // After a loss of the link nothing lands any more.
+    synced.and(owner.link.wait_detached(|t| t.seq < before).map_err(unavailable))
 }
 
 /// Frees device memory; like the driver, waits until the device does not use it.
@@ -147,9 +148,9 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
         // Data in transit must not land in memory that is freed below.
         let into = |r: &Range| (r.base as usize, r.size as usize);
         let hosts: Vec<_> = gone.iter().filter(|r| r.kind.on_host()).map(into).collect();
-        client
-            .link
-            .wait_detached(|t| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len)));
+        let landing = |t: &Detached| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len));
+        // After a loss of the link nothing lands any more.
+        let _ = client.link.wait_detached(landing);
     }
     let mut unmapped = Vec::new();
     for range in &gone {
