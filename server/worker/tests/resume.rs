@@ -250,7 +250,7 @@ fn moves_bulk_data(client: &Client, rounds: u64, random: &mut Random) {
         let second = begin_get(client, WINDOW, &mut host[skip..skip + part], vec![first]);
         let status = client.link.down.wait(first);
         assert_eq!(status, 0, "{:?}", client.heard.0.lock().expect("a list"));
-        client.link.wait_detached(|t| t.seq == second);
+        client.link.wait_detached(|t| t.seq == second).expect("the link is back");
         assert!(!client.link.down.any(), "the link is lost");
         let mut expected = device[from as usize..from as usize + len].to_vec();
         expected[skip..skip + part].copy_from_slice(&device[..part]);
