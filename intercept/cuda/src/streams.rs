@@ -223,8 +223,8 @@ impl Stream {
 
     /// Waits until the data of every copy that a synchronization of this stream covers has landed.
     ///
-    /// The caller knows from the server that the stream's work before `seq` is complete. An error if
-    /// the connection was lost before: copies may not have landed.
+    /// The caller knows from the server that the stream's work before `seq` is complete. An error
+    /// if the connection was lost before: copies may not have landed.
     pub fn wait_landed(&self, seq: u64) -> Result {
         let before = self.positions.waited_for();
         if tracking(self.client) {
