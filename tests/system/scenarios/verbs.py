@@ -45,8 +45,9 @@ CLIENT = {
     "cdi": (OK, OK, OK, OK),
     "join gpu1 gpsj-x": ((78,), (78,), (78,), (78,)),
     "leave": (((1,), (78,)), ((1,), (78,)), ((1,), (78,)), None),
-    "setup-libs": (((0,), (77,)), ((0,), (77,)), ((0,), (77,)), ((0,), (77,))),
-    "setup-pam": (((0,), (77,)), ((0,), (77,)), ((0,), (77,)), ((0,), (77,))),
+    # Root's call is a decision that later installations of other libraries keep.
+    "setup-libs": ((None, (77,)),) * 4,
+    "setup-pam": ((None, (77,)),) * 4,
 }
 WITHOUT_JSON = ("--help", "run -- true", "run --new --memory 10% -- true", "local -- true", "cdi")
 # In the order of SERVER_STATES: that of a server that runs, and of one that does not.
@@ -67,7 +68,7 @@ SERVER = {
 
 def codes(expected, user):
     """Returns the exit codes of a user."""
-    if isinstance(expected[0], tuple):
+    if isinstance(expected[-1], tuple):
         return expected[USERS.index(user)]
     return expected
 
@@ -79,6 +80,8 @@ def look(host, program, verbs, column, name, user):
         if expected[column] is None:
             continue
         wanted = codes(expected[column], user)
+        if wanted is None:
+            continue
         seen = host.run(f"{program} {verb}", user=None if user == "root" else user)
         screens.append(f"{user}@{host.name}$ {program} {verb}\n{seen.out}\n[{seen.code}]\n")
         if seen.code not in wanted:
