@@ -53,6 +53,14 @@ class DescriptorStore:
                 os.close(fd)
             self.kept = [entry for entry in self.kept if entry[0] != name]
 
+    def replace(self, server, how):
+        """Replaces a server's control process, by a kill or as an upgrade of its package."""
+        server.process.send_signal(how)
+        server.process.wait()
+        server.start_server()
+        if not self.ready.wait(60):
+            raise RuntimeError("the next server did not start")
+
     def close(self):
         """Drops all descriptors, as at a stop of the unit."""
         for name in {name for name, _ in self.kept}:

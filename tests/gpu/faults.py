@@ -108,8 +108,8 @@ class Faults:
             "long-outage": Kind(0.04, 30, 30, lambda seconds: self.last("outage", seconds)),
             "stopped-program": Kind(0.4, 0.1, 5, self.stop_program),
             "stopped-worker": Kind(0.4, 0.1, 5, self.stop_worker),
-            "server-killed": Kind(1, 0, 0, lambda _: self.replace_server(signal.SIGKILL)),
-            "server-upgraded": Kind(1, 0, 0, lambda _: self.replace_server(signal.SIGUSR2)),
+            "server-killed": Kind(1, 0, 0, lambda _: self.store.replace(self.server, signal.SIGKILL)),
+            "server-upgraded": Kind(1, 0, 0, lambda _: self.store.replace(self.server, signal.SIGUSR2)),
         }
         # The program that runs: its process, start, output, and when each line came.
         self.process, self.begun, self.output, self.times = None, 0.0, None, []
@@ -134,14 +134,6 @@ class Faults:
         time.sleep(seconds)
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
-
-    def replace_server(self, how):
-        """Replaces the server's control process, by a kill or as an upgrade of its package."""
-        self.server.process.send_signal(how)
-        self.server.process.wait()
-        self.server.start_server()
-        if not self.store.ready.wait(60):
-            raise RuntimeError("the next server did not start")
 
     def native(self, name, lines):
         """Returns the first lines that the program prints without gpusession."""

@@ -175,7 +175,7 @@ class Soak:
                 self.relay.say(f"{kind} {seconds:.2f}")
                 time.sleep(seconds)
             elif kind.startswith("server"):
-                self.replace_server(signal.SIGKILL if kind == "server-killed" else signal.SIGUSR2)
+                self.store.replace(self.server, signal.SIGKILL if kind == "server-killed" else signal.SIGUSR2)
             else:
                 self.disturb_worker(kind, seconds)
             self.disturbed = time.monotonic()
@@ -198,14 +198,6 @@ class Soak:
             os.kill(row["pid"], signal.SIGSTOP)
             time.sleep(seconds)
             os.kill(row["pid"], signal.SIGCONT)
-
-    def replace_server(self, how):
-        """Replaces the server's control process, by a kill or as an upgrade of its package."""
-        self.server.process.send_signal(how)
-        self.server.process.wait()
-        self.server.start_server()
-        if not self.store.ready.wait(60):
-            raise RuntimeError("the next server did not start")
 
     # ---- figures
 
@@ -317,7 +309,7 @@ class Soak:
         homes = [self.join(number) for number in range(self.args.clients)]
         # The first program of each kind fills caches, and the server has been replaced once.
         self.activity("steps", "client-0", homes[0], self.random)
-        self.replace_server(signal.SIGUSR2)
+        self.store.replace(self.server, signal.SIGUSR2)
         self.activity("two", "client-0", homes[0], self.random)
         time.sleep(2)
         before, memory, files = self.state(), self.resident(), self.files()

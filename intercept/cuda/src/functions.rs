@@ -156,18 +156,6 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
     Ok((params, attributes))
 }
 
-/// Returns the bytes of each parameter of a function, by the program's own image.
-fn sizes(parent: u64, how: How, name: &CStr, longest: u64) -> Option<Vec<u32>> {
-    match how {
-        How::OfKernel => {
-            let kernel = find(parent).ok().filter(|kernel| kernel.prove().is_ok());
-            // Without the kernel nothing is proven.
-            Some(kernel.map_or(vec![u32::MAX], |kernel| kernel.params.iter().map(|p| p.size).collect()))
-        }
-        How::Function | How::Kernel => signatures::of(parent).find(&name.to_string_lossy(), longest),
-    }
-}
-
 /// Returns `true` for parameters that the library takes from a server without proof.
 fn believed(params: &[Param]) -> bool {
     let end = params.last().map_or(0, |last| u64::from(last.offset) + u64::from(last.size));
@@ -242,12 +230,17 @@ impl Function {
 
     #[cold]
     fn is_as_its_image_says(&self) -> bool {
-        let known = match sizes(self.parent, self.how, &self.name, signatures::QUICK) {
-            None if !believed(&self.params) => sizes(self.parent, self.how, &self.name, signatures::LONG),
-            known => known,
-        };
         let told = || self.params.iter().map(|param| param.size);
-        let proven = known.map_or_else(|| believed(&self.params), |known| told().eq(known));
+        let in_image = |longest| signatures::of(self.parent).find(&self.name.to_string_lossy(), longest);
+        let proven = match self.how {
+            How::OfKernel => find(self.parent).is_ok_and(|kernel| {
+                kernel.prove().is_ok() && told().eq(kernel.params.iter().map(|param| param.size))
+            }),
+            How::Function | How::Kernel => match in_image(signatures::QUICK) {
+                Some(known) => told().eq(known),
+                None => believed(&self.params) || in_image(signatures::LONG).is_some_and(|k| told().eq(k)),
+            },
+        };
         if !proven {
             trace::why(&format!(
                 "kernel {}: server {} describes its parameters otherwise than the program's image; \

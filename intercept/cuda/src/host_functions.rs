@@ -48,7 +48,7 @@ struct Calling {
     seq: u64,
     /// Streams, each up to a position, whose work is complete before the function is called.
     ///
-    /// Empty for a launch, see [`before_launch`].
+    /// Empty for a launch, see [`launching_graph`].
     after: Vec<Cover>,
 }
 
@@ -161,34 +161,31 @@ pub fn unregister(id: u64) {
 
 extern "C" fn nothing(_: *mut c_void) {}
 
-/// Puts an empty function in front of a graph's launch if copies to the program precede it.
+/// Announces that the next frame launches a graph on a stream; [`appended`] follows.
 ///
-/// The graph's own functions find these copies landed, because the empty one waits for them. They
-/// cannot wait themselves: a call does not name its launch, and copies that precede one launch may
-/// follow another.
-///
-/// `after` returns the streams that the stream's next work covers.
-pub fn before_launch(stream: &Arc<Stream>, after: impl FnOnce() -> Vec<Cover>) -> Result {
-    if OF_GRAPHS.load(Ordering::Relaxed) == 0 || stream.capture().is_some() || !stream.client.link.down.any()
-    {
+/// If copies to the program precede the launch, an empty function comes in front and waits for
+/// them, so that the graph's functions find them landed. These cannot wait themselves: a call does
+/// not name its launch, and copies that precede one launch may follow another.
+pub fn launching_graph(stream: &Arc<Stream>) -> Result {
+    let has_functions = || {
+        let of_client = |f: &Registered| f.keep && f.client.number == stream.client.number;
+        host().as_ref().is_some_and(|host| host.functions.values().any(of_client))
+    };
+    if OF_GRAPHS.load(Ordering::Relaxed) == 0 || !has_functions() {
         return Ok(());
     }
-    let after = after();
-    if stream.client.link.down.any_of(|copy| is_covered(&after, copy.on, copy.seq)) {
-        enqueue(stream, HostFunction::Plain(nothing, 0), Some(after))?;
+    let copies = &stream.client.link.down;
+    if copies.any() && stream.capture().is_none() {
+        let after = stream.covers_so_far();
+        if copies.any_of(|copy| is_covered(&after, copy.on, copy.seq)) {
+            enqueue(stream, HostFunction::Plain(nothing, 0), Some(after))?;
+        }
     }
-    Ok(())
-}
-
-/// Announces that the next frame launches a graph on a stream; [`appended`] follows.
-pub fn launching_graph(stream: &Arc<Stream>) {
-    if OF_GRAPHS.load(Ordering::Relaxed) > 0
-        && let Some(host) = host().as_mut()
-        && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
-    {
+    if let Some(host) = host().as_mut() {
         host.forget(|_, _| false);
         host.add(None, stream, Vec::new());
     }
+    Ok(())
 }
 
 /// Puts a function on a stream.
@@ -257,10 +254,9 @@ fn run_host() {
     let mut locked = host();
     loop {
         let next = locked.as_mut().and_then(|h| {
-            if h.due.is_empty() {
-                return None;
-            }
-            let id = h.due.remove(0);
+            // A function that is not known is skipped, and delays no later one.
+            h.due.retain(|id| h.functions.contains_key(id));
+            let id = if h.due.is_empty() { return None } else { h.due.remove(0) };
             let Registered { function, keep, client } = h.functions.get(&id)?;
             let before = h.calling.iter().filter(|work| work.function == Some(id));
             let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
@@ -369,8 +365,10 @@ mod tests {
         let (mine, other) = (stream(&program), stream(&program));
         register(program.client, HostFunction::Plain(meet, 0), None).unwrap();
         let in_front = |stream: &Arc<Stream>| {
-            before_launch(stream, || vec![(stream.on(), program.client.link.position() + 1)]).unwrap();
-            due(stream.on(), &[]) == Due::Function
+            launching_graph(stream).unwrap();
+            let seq = program.client.post(op::GRAPH_LAUNCH, |_| {}).unwrap();
+            appended(stream, seq);
+            program.operations().contains(&op::HOST_FUNC)
         };
         assert!(!in_front(&mine), "no copy");
         let mut target = [0u8; 4];
@@ -387,15 +385,15 @@ mod tests {
     fn launched_graph_with_functions_is_due_until_its_launch_is_done() {
         let program = Program::new();
         let mine = stream(&program);
-        launching_graph(&mine);
+        launching_graph(&mine).unwrap();
         assert_eq!(due(mine.on(), &[]), Due::Nothing, "no graph of this client has a function");
         let never = HostFunction::Plain(meet, 0);
         register(program.client, never, None).unwrap();
         for _ in 0..MAX_LAUNCHES + 3 {
-            launching_graph(&mine);
+            launching_graph(&mine).unwrap();
             appended(&mine, 7);
         }
-        launching_graph(&mine);
+        launching_graph(&mine).unwrap();
         appended(&mine, 9);
         let entries =
             || host().as_ref().map_or(0, |h| h.calling.iter().filter(|w| w.on.on() == mine.on()).count());

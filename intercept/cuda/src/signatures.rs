@@ -13,9 +13,10 @@ use gpusession_image::{Kind, elf, ptx};
 
 use crate::images::Image;
 
-/// Longest compressed image, in bytes, that each lookup may unpack: some ten milliseconds.
+/// Longest compressed image, in bytes, that any kernel's first launch may unpack: some ten
+/// milliseconds.
 pub const QUICK: u64 = 16 << 20;
-/// Longest compressed image, in bytes, that a lookup ever unpacks.
+/// Longest compressed image, in bytes, that the library ever unpacks.
 pub const LONG: u64 = 1 << 30;
 /// Most compressed bytes of an image that the library copies, because the program may free it.
 const MAX_COPY: usize = 16 << 20;

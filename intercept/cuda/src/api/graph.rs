@@ -287,8 +287,7 @@ driver! {
         stream.usable()?;
         regions::upload(client)?;
         mapped::upload_for_graph(exec as u64)?;
-        host_functions::before_launch(&stream, || stream.covers_so_far())?;
-        host_functions::launching_graph(&stream);
+        host_functions::launching_graph(&stream)?;
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);

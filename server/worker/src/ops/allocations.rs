@@ -5,6 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
+use gpusession_image::fatbin::{self, Packing};
 use gpusession_proto::frame::{Reader, op};
 
 use super::generated;
@@ -437,32 +438,17 @@ fn array_bytes(operation: u16, descriptor: &[u8], levels: u64) -> Option<u64> {
 /// It understands ELF, PTX text, and fatbins of these that are not compressed. The supervisor
 /// accounts the rest, since it reads the memory that the process really has.
 fn image_bytes(image: &[u8]) -> u64 {
-    const FATBIN: u32 = 0xba55_ed50;
-    const ELF: u32 = 0x464c_457f;
     match half(image, 0) {
-        ELF => elf_bytes(image),
-        FATBIN => {
-            let short = |at: usize| u64::from(half(image, at) & 0xffff);
-            let mut at = short(6) as usize;
-            let mut most = 0;
+        gpusession_image::ELF => elf_bytes(image),
+        gpusession_image::FATBIN => {
+            let entries = fatbin::list(image).and_then(fatbin::entries).unwrap_or_default();
+            let bytes = |entry: &fatbin::Entry<'_>| match (entry.payload.packing, entry.kind) {
+                (Packing::Plain, fatbin::ELF) => elf_bytes(entry.payload.bytes),
+                (Packing::Plain, fatbin::PTX) => ptx_bytes(entry.payload.bytes),
+                _ => 0,
+            };
             // The driver loads one of the images, so the largest one counts.
-            while at + 64 <= image.len() {
-                let (header, payload) = (half(image, at + 4) as usize, long(image, at + 8));
-                let start = at.saturating_add(header);
-                let end = start.saturating_add(usize::try_from(payload).unwrap_or(usize::MAX));
-                let Some(part) = image.get(start..end) else { break };
-                let compressed = half(image, at + 16) != 0;
-                most = most.max(match half(part, 0) {
-                    _ if compressed => 0,
-                    ELF => elf_bytes(part),
-                    _ => ptx_bytes(part),
-                });
-                if end <= at {
-                    break;
-                }
-                at = end;
-            }
-            most
+            entries.iter().map(bytes).max().unwrap_or(0)
         }
         _ => ptx_bytes(image),
     }
@@ -527,7 +513,7 @@ mod tests {
             image.extend([1, 0, 16, 0]);
             image.extend((64 + text.len() as u64).to_le_bytes());
             let mut header = [0; 64];
-            header[4] = 64;
+            (header[0], header[4]) = (fatbin::PTX as u8, 64);
             header[8..16].copy_from_slice(&(text.len() as u64).to_le_bytes());
             header[16..20].copy_from_slice(&packed.to_le_bytes());
             image.extend(header);
