@@ -19,8 +19,10 @@ pub use self::hours::{LeaseNote, Row};
 const RECORDS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("records");
 /// Running programs, by worker, as last noted.
 const RUNNING: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("running");
-/// Reason in the record of a program that exited while no server ran.
-const UNSEEN: &str =
+/// Held leases, by id, as last noted.
+const HELD: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("held");
+/// Reason in the record of a program or lease that ended unseen, as at a crash of the server.
+pub const UNSEEN: &str =
     "its end was not seen: the figures are those of the last minute in which a server saw it";
 /// Most orders that one transaction writes, after its first.
 const BATCH: usize = 256;
@@ -133,7 +135,7 @@ pub struct AccountingError {
 enum Order {
     Add(Box<Record>),
     Note(Box<Record>),
-    NoteLease(LeaseNote),
+    NoteLease(Box<LeaseNote>),
     KeepRunning(BTreeSet<String>),
     /// Deletes records with an earlier end, in seconds since 1970.
     Forget(u64),
@@ -222,9 +224,20 @@ impl Accounting {
         self.order(Order::Note(Box::new(record)));
     }
 
-    /// Notes a new lease, or one that continues, for the sums of hours.
+    /// Notes a new lease, or one that continues, for the sums of hours and for a later server.
     pub fn note_lease(&self, note: LeaseNote) {
-        self.order(Order::NoteLease(note));
+        self.order(Order::NoteLease(Box::new(note)));
+    }
+
+    /// Returns the noted leases whose end has no record.
+    pub fn held(&self) -> Result<Vec<Record>, AccountingError> {
+        self.flush();
+        let read = || -> Result<Vec<Record>, redb::Error> {
+            let table = self.0.database.begin_read()?.open_table(HELD)?;
+            let rows = table.iter()?.map(|entry| Ok(serde_json::from_slice(entry?.1.value()).ok()));
+            rows.filter_map(Result::transpose).collect()
+        };
+        read().map_err(|error| AccountingError { path: self.0.path.clone(), error: Box::new(error) })
     }
 
     /// Records the end of each noted program whose worker is not among `workers`.
@@ -284,7 +297,7 @@ fn next_number(database: &Database) -> Result<u64, redb::Error> {
     let transaction = database.begin_write()?;
     let next = {
         // Readers need all tables.
-        drop(Hours::open(&transaction)?);
+        drop((Hours::open(&transaction)?, transaction.open_table(HELD)?));
         let table = transaction.open_table(RECORDS)?;
         // The last key does not have the largest number: a later record may have an earlier end.
         let mut next = 0;
@@ -311,6 +324,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
             {
                 let mut table = transaction.open_table(RECORDS)?;
                 let mut running = transaction.open_table(RUNNING)?;
+                let mut held = transaction.open_table(HELD)?;
                 let mut hours = Hours::open(&transaction)?;
                 // A record is plain data and always serializes.
                 let bytes = |record: &Record| serde_json::to_vec(record).unwrap_or_default();
@@ -322,17 +336,25 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                     match order {
                         Order::Add(record) => {
                             table.insert(key(&record), bytes(&record).as_slice())?;
-                            let before = parsed(running.remove(record.worker.as_str())?);
                             match record.kind {
-                                Kind::Lease => hours.ended(&record)?,
-                                Kind::Process => hours.program(&record, before.as_ref(), true)?,
+                                Kind::Lease => {
+                                    held.remove(record.lease.as_str())?;
+                                    hours.ended(&record)?;
+                                }
+                                Kind::Process => {
+                                    let before = parsed(running.remove(record.worker.as_str())?);
+                                    hours.program(&record, before.as_ref(), true)?;
+                                }
                             }
                         }
                         Order::Note(record) => {
                             let noted = running.insert(record.worker.as_str(), bytes(&record).as_slice())?;
                             hours.program(&record, parsed(noted).as_ref(), false)?;
                         }
-                        Order::NoteLease(note) => hours.lease(&note)?,
+                        Order::NoteLease(note) => {
+                            held.insert(note.record.lease.as_str(), bytes(&note.record).as_slice())?;
+                            hours.lease(&note)?;
+                        }
                         Order::KeepRunning(workers) => {
                             for entry in running.extract_if(|worker, _| !workers.contains(worker))? {
                                 let (_, value) = entry?;
@@ -612,12 +634,9 @@ mod tests {
     fn leases_count_for_each_gpu_while_they_hold_it() {
         let folder = tempfile::tempdir().unwrap();
         let note = |gpus, granted_after, unix| LeaseNote {
-            lease: "l1".into(),
-            client: "vm-1".into(),
-            user: None,
+            record: Record { uid: 0, ..record(Kind::Lease, "l1", "vm-1", unix) },
             gpus,
             granted_after,
-            unix,
         };
         let accounting = Accounting::open(folder.path()).unwrap();
         accounting.note_lease(note(2, Some(5_000_000), 3500));
@@ -634,8 +653,10 @@ mod tests {
         // The end of the lease, seen by the next server.
         drop(accounting);
         let accounting = Accounting::open(folder.path()).unwrap();
+        assert_eq!(accounting.held().unwrap(), [note(2, None, 4400).record]);
         accounting.add(Record { uid: 0, ..record(Kind::Lease, "l1", "vm-1", 4410) });
         assert_eq!(hour(&accounting, 1).gpu_usec, 2 * 210 * 1_000_000);
+        assert!(accounting.held().unwrap().is_empty());
         let rows = all(&accounting);
         assert_eq!((rows.len(), rows[0].owner, rows[0].usage.leases), (1, usage::MACHINE, 1));
         assert!(

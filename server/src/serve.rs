@@ -149,6 +149,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
     }
     pool.ended(&lost, "since the restart, one of its GPUs is not served, or is shared in another way");
+    pool.record_unseen_ends().await;
     health::check_compute_modes(&pool).await;
     pool.resume().await;
 

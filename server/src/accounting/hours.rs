@@ -13,21 +13,15 @@ const LEASED: TableDefinition<'_, &str, (u64, u64)> = TableDefinition::new("leas
 /// Most sums that are kept, whatever their age.
 const MAX_ROWS: u64 = 1_000_000;
 
-/// A lease at a moment, for the sums.
+/// A lease at a moment.
 #[derive(Debug, Clone)]
 pub struct LeaseNote {
-    /// Id of the lease.
-    pub lease: String,
-    /// Client that holds it.
-    pub client: String,
-    /// Name and id of its user; `None`: it is the machine's.
-    pub user: Option<(String, u32)>,
+    /// Its record, as if it ended at that moment.
+    pub record: Record,
     /// Number of GPUs that it holds now; 0 while it is lent or parked.
     pub gpus: u64,
     /// Wait for its GPUs in microseconds, if it is new.
     pub granted_after: Option<u64>,
-    /// Seconds since 1970.
-    pub unix: u64,
 }
 
 /// Sums of one client and owner.
@@ -112,38 +106,36 @@ impl<'t> Hours<'t> {
 
     /// Adds the GPU time of a lease since it was noted before, and its grant if it is new.
     pub(super) fn lease(&mut self, note: &LeaseNote) -> Result<(), redb::Error> {
-        let before = self.leased.get(note.lease.as_str())?.map(|value| value.value());
-        let (since, gpus) = before.unwrap_or((note.unix, 0));
-        let (user, uid) = note.user.as_ref().map_or(("", None), |(name, uid)| (name.as_str(), Some(*uid)));
-        let owner = uid.map_or(usage::MACHINE, usage::owner);
-        if let Some(wait) = note.granted_after {
-            let waits = [(usage::bucket(wait), 1)].into();
+        let LeaseNote { record, gpus, granted_after } = note;
+        let owner = lease_owner(record);
+        if let Some(wait) = granted_after {
+            let waits = [(usage::bucket(*wait), 1)].into();
             let granted = Usage { leases: 1, waits, ..Usage::default() };
-            self.add(note.unix, &note.client, owner, user, &granted)?;
+            self.add(record.end_unix, &record.client, owner, &record.user, &granted)?;
         }
-        for (hour, seconds) in usage::hours(since, note.unix) {
-            let gpu_usec = seconds.saturating_mul(1_000_000).saturating_mul(gpus);
-            if gpu_usec > 0 {
-                let more = Usage { gpu_usec, ..Usage::default() };
-                self.add(hour * 3600, &note.client, owner, user, &more)?;
-            }
-        }
-        self.leased.insert(note.lease.as_str(), (note.unix, note.gpus))?;
+        self.lease_time(record)?;
+        self.leased.insert(record.lease.as_str(), (record.end_unix, *gpus))?;
         Ok(())
     }
 
     /// Adds what is left of an ended lease.
     pub(super) fn ended(&mut self, record: &Record) -> Result<(), redb::Error> {
         debug_assert_eq!(record.kind, Kind::Lease);
-        self.lease(&LeaseNote {
-            lease: record.lease.clone(),
-            client: record.client.clone(),
-            user: (!record.user.is_empty()).then(|| (record.user.clone(), record.uid)),
-            gpus: 0,
-            granted_after: None,
-            unix: record.end_unix,
-        })?;
+        self.lease_time(record)?;
         self.leased.remove(record.lease.as_str())?;
+        Ok(())
+    }
+
+    fn lease_time(&mut self, record: &Record) -> Result<(), redb::Error> {
+        let before = self.leased.get(record.lease.as_str())?.map(|value| value.value());
+        let Some((since, gpus)) = before else { return Ok(()) };
+        for (hour, seconds) in usage::hours(since, record.end_unix) {
+            let gpu_usec = seconds.saturating_mul(1_000_000).saturating_mul(gpus);
+            if gpu_usec > 0 {
+                let more = Usage { gpu_usec, ..Usage::default() };
+                self.add(hour * 3600, &record.client, lease_owner(record), &record.user, &more)?;
+            }
+        }
         Ok(())
     }
 
@@ -160,6 +152,11 @@ impl<'t> Hours<'t> {
         }
         Ok(())
     }
+}
+
+/// Returns whose use a lease's time is.
+fn lease_owner(record: &Record) -> u64 {
+    if record.user.is_empty() { usage::MACHINE } else { usage::owner(record.uid) }
 }
 
 /// Sums the hours from that of `since` to that of `until`, in seconds since 1970.

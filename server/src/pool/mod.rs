@@ -45,7 +45,7 @@ use self::parking::Parking;
 use self::tls::ServerCertificate;
 use self::tokens::{TokenRecord, Tokens};
 use self::watch::Watches;
-use crate::accounting::{Accounting, Kind, Record};
+use crate::accounting::Accounting;
 use crate::audit::{self, Audit};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
@@ -604,37 +604,11 @@ impl Pool {
                 lease.id,
                 lease.client
             );
-            self.audit.note(audit::Event {
-                client: lease.client.clone(),
-                lease: lease.id.clone(),
-                gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
-                detail: reason.into(),
-                ..audit::own("lease-ended")
-            });
-            let peak_memory_bytes = self.supervisor.peak(&lease.id);
+            let gpus: Vec<_> = lease.shares.iter().map(|s| s.gpu.clone()).collect();
+            self.note_lease_end(&lease.id, &lease.client, &gpus, reason);
+            let record = self.record_of(lease, reason);
             self.supervisor.end_lease(&lease.id, reason);
-            self.accounting.add(Record {
-                kind: Kind::Lease,
-                lease: lease.id.clone(),
-                worker: String::new(),
-                client: lease.client.clone(),
-                user: lease.user.clone(),
-                uid: lease.uid,
-                pid: 0,
-                program: String::new(),
-                executable: String::new(),
-                gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
-                start_unix: lease.created_unix,
-                end_unix: self.clock.unix(),
-                gpu_busy_usec: 0,
-                peak_memory_bytes,
-                bytes_to_device: 0,
-                bytes_from_device: 0,
-                calls: 0,
-                reason: reason.into(),
-                uids: Vec::new(),
-                users: Vec::new(),
-            });
+            self.accounting.add(record);
             if reason == RELEASED {
                 continue;
             }
@@ -644,6 +618,16 @@ impl Pool {
             };
             self.tell(&lease.client, event);
         }
+    }
+
+    fn note_lease_end(&self, lease: &str, client: &str, gpus: &[String], reason: &str) {
+        self.audit.note(audit::Event {
+            client: client.into(),
+            lease: lease.into(),
+            gpus: gpus.to_vec(),
+            detail: reason.into(),
+            ..audit::own("lease-ended")
+        });
     }
 
     /// Gives the supervisor the new GPUs of a lease that came back elsewhere.

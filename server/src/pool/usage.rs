@@ -10,7 +10,7 @@ use tonic::Status;
 use tracing::warn;
 
 use super::{Pool, locked};
-use crate::accounting::{LeaseNote, Row};
+use crate::accounting::{Kind, LeaseNote, Record, Row, UNSEEN};
 use crate::clock::Moment;
 use crate::lease::Lease;
 use crate::registry::Standing;
@@ -30,13 +30,52 @@ impl Pool {
     /// Counts a lease's GPUs from now on, and its grant if it is new.
     pub(super) fn note_lease(&self, lease: &Lease, holds: bool, fresh: bool) {
         self.accounting.note_lease(LeaseNote {
-            lease: lease.id.clone(),
-            client: lease.client.clone(),
-            user: (!lease.user.is_empty()).then(|| (lease.user.clone(), lease.uid)),
+            record: self.record_of(lease, ""),
             gpus: if holds { lease.shares.len() as u64 } else { 0 },
             granted_after: fresh.then_some(u64::try_from(lease.waited.as_micros()).unwrap_or(u64::MAX)),
-            unix: self.unix(),
         });
+    }
+
+    /// Returns a lease's record, as if it ended now.
+    pub(super) fn record_of(&self, lease: &Lease, reason: &str) -> Record {
+        Record {
+            kind: Kind::Lease,
+            lease: lease.id.clone(),
+            worker: String::new(),
+            client: lease.client.clone(),
+            user: lease.user.clone(),
+            uid: lease.uid,
+            pid: 0,
+            program: String::new(),
+            executable: String::new(),
+            gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+            start_unix: lease.created_unix,
+            end_unix: self.unix(),
+            gpu_busy_usec: 0,
+            peak_memory_bytes: self.supervisor.peak(&lease.id),
+            bytes_to_device: 0,
+            bytes_from_device: 0,
+            calls: 0,
+            reason: reason.into(),
+            uids: Vec::new(),
+            users: Vec::new(),
+        }
+    }
+
+    /// Records the end of leases that an earlier server noted and that no longer exist.
+    ///
+    /// A server that is killed may have stored a lease's end without its record.
+    pub async fn record_unseen_ends(&self) {
+        let held = self.accounting.held().unwrap_or_else(|e| {
+            warn!("accounting: noted leases not read: {e}; leases that ended at a crash have no record");
+            Vec::new()
+        });
+        for record in held {
+            if !self.registry.holds(&record.lease).await {
+                self.note_lease_end(&record.lease, &record.client, &record.gpus, UNSEEN);
+                self.accounting.add(Record { reason: UNSEEN.into(), ..record });
+            }
+        }
     }
 
     /// Counts all leases once a minute.

@@ -329,3 +329,26 @@ async fn a_lease_whose_gpu_is_served_no_more_is_on_record() {
         "since the restart, one of its GPUs is not served, or is shared in another way"
     );
 }
+
+#[tokio::test]
+async fn a_lease_whose_end_was_stored_without_its_record_gets_one() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    // Reading the records waits for the note of the grant.
+    assert_eq!(server.json(&["accounting"])["records"], serde_json::json!([]));
+    server.signal(Signal::SIGKILL);
+    // A server that is killed right after it stored the lease's end leaves such a file.
+    std::fs::remove_file(server.path("state/leases.json")).unwrap();
+    for _ in 0..2 {
+        server.run().await;
+        let rows = server.json(&["accounting"])["records"].clone();
+        assert_eq!(rows.as_array().unwrap().len(), 1, "once, whatever the number of restarts: {rows}");
+        assert_eq!((&rows[0]["kind"], &rows[0]["lease"]), (&"lease".into(), &lease.id.clone().into()));
+        assert_eq!(rows[0]["gpus"].as_array().unwrap().len(), 1, "{rows}");
+        assert!(rows[0]["reason"].as_str().unwrap().starts_with("its end was not seen"), "{rows}");
+        let ends = server.json(&["audit", "--event", "lease-ended"])["audit"].clone();
+        assert_eq!((ends.as_array().unwrap().len(), &ends[0]["lease"]), (1, &rows[0]["lease"]));
+        server.signal(Signal::SIGKILL);
+    }
+}
