@@ -31,8 +31,8 @@ LIMIT, END_LIMIT = 300, 360
 # Time in which the server has to be at rest after the last program, in seconds. The lease of a
 # killed client ends 60 s after its last renewal, or after a restart of the server.
 REST_LIMIT = 150
-# Words about a program that got no worker, or no lease.
-UNSERVED = ("could not be served", "that gpuserver runs there")
+# Words about a program that got no lease, because no server ran.
+UNSERVED = ("that gpuserver runs there",)
 # Pauses between two faults, in seconds.
 PAUSES = (1, 6)
 STEPS = 60
@@ -85,7 +85,6 @@ class Soak:
             with self.lock:
                 excused = f"client-{number}" in self.excused
                 self.excused.discard(f"client-{number}")
-                # A program that starts asks three times for a worker, which takes about a second.
                 unserved = any(words in why for words in UNSERVED) and self.disturbed > begun
                 self.done[f"{what}, worker killed" if why and excused else "unserved" if unserved else what] += 1
                 if why and not excused and not unserved:

@@ -195,14 +195,14 @@ fn limits() -> Vec<(String, String)> {
     MPS_VARIABLES.iter().filter_map(set).collect()
 }
 
-/// Number of requests for workers, and the time since the first one during which another may
-/// follow.
+/// Time since the first request for workers during which another may follow.
 ///
 /// A worker may exit between grant and greeting, for example with its MPS server, and the next one
-/// serves.
-const ATTEMPTS: u32 = 3;
-const GRANT_TIMEOUT: Duration = Duration::from_secs(5);
+/// serves. A server that restarts, or a connection that breaks, is back within this time, too.
+const GRANT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause before the second request; each later pause is longer by the same, up to the bound.
 const GRANT_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_GRANT_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Opens a client for each endpoint.
 ///
@@ -223,7 +223,7 @@ fn open(endpoints: &[Endpoint], receivers: Receivers) -> std::result::Result<Vec
 impl Clients {
     fn connect(receivers: Receivers) -> Result<Self> {
         let begun = Instant::now();
-        let mut attempt = 1;
+        let mut pause = GRANT_RETRY_INTERVAL;
         loop {
             let grant = grant::ask(limits()).map_err(|refused| {
                 trace::why(&refused.reason);
@@ -236,7 +236,7 @@ impl Clients {
                 }
                 Err((number, Failed { status, reason })) => {
                     trace::why(&reason);
-                    let again = status.is_none() && attempt < ATTEMPTS && begun.elapsed() <= GRANT_TIMEOUT;
+                    let again = status.is_none() && begun.elapsed() + pause <= GRANT_TIMEOUT;
                     grant.unserved(number.into(), &reason, again);
                     if !again {
                         return Err(status.unwrap_or(SYSTEM_NOT_READY));
@@ -244,8 +244,8 @@ impl Clients {
                 }
             }
             #[expect(clippy::disallowed_methods, reason = "cuInit waits for the daemon")]
-            std::thread::sleep(GRANT_RETRY_INTERVAL * attempt);
-            attempt += 1;
+            std::thread::sleep(pause);
+            pause = (pause + GRANT_RETRY_INTERVAL).min(MAX_GRANT_RETRY_INTERVAL);
         }
     }
 
