@@ -26,6 +26,8 @@ pub const UNSEEN: &str =
     "its end was not seen: the figures are those of the last minute in which a server saw it";
 /// Most orders that one transaction writes, after its first.
 const BATCH: usize = 256;
+/// Most pages of the database that stay in memory, in bytes.
+const MAX_CACHE_BYTES: usize = 8 << 20;
 /// Most records that are kept, whatever their age.
 ///
 /// Without it, a client that starts programs without pause could fill the disk.
@@ -180,7 +182,8 @@ impl Accounting {
     fn bounded(state_dir: &Path, most: u64) -> Result<Self, AccountingError> {
         let path = state_dir.join("accounting.redb");
         let fail = |e: redb::Error| AccountingError { path: path.clone(), error: Box::new(e) };
-        let database = Arc::new(Database::create(&path).map_err(|e| fail(e.into()))?);
+        let database = Database::builder().set_cache_size(MAX_CACHE_BYTES).create(&path);
+        let database = Arc::new(database.map_err(|e| fail(e.into()))?);
         let first = next_number(&database).map_err(fail)?;
         let (orders, queue) = mpsc::channel();
         let theirs = database.clone();
