@@ -1,6 +1,6 @@
 //! Gives each target its seeds, the files of its corpus, and changes of both.
 //!
-//! `PARSER_CHANGES` is the number of changes of each input (default 2,000), `PARSER_SEED` selects
+//! `PARSER_CHANGES` is the number of changes of each input (default 1,000), `PARSER_SEED` selects
 //! others.
 
 use std::path::Path;
@@ -46,7 +46,7 @@ fn change(random: &mut fastrand::Rng, input: &[u8], other: &[u8]) -> Vec<u8> {
 
 #[test]
 fn no_input_makes_a_parser_fail() {
-    let (changes, seed) = (setting("PARSER_CHANGES", 2000), setting("PARSER_SEED", 1));
+    let (changes, seed) = (setting("PARSER_CHANGES", 1000), setting("PARSER_SEED", 1));
     for target in TARGETS {
         let mut random = fastrand::Rng::with_seed(seed);
         let inputs = [(target.seeds)(), corpus(target)].concat();
