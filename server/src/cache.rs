@@ -3,7 +3,8 @@
 //! It may be deleted at any time.
 //! Images lie under the hash of their content, which a worker checks before it uses one. The driver
 //! does not check its own files, compiled from PTX. Each client has its own folder for both, so
-//! that no client reads, fills or changes another's.
+//! that no client reads, fills or changes another's, and each user with a lease of the user's own
+//! has one for compiled files.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -66,17 +67,19 @@ impl Cache {
 
     /// Returns the folder of a client's images (cubins, fatbins, PTX), and its size in bytes.
     pub fn images(&self, client: &str) -> Option<(PathBuf, u64)> {
-        Some((self.of_client(IMAGES, client)?, self.max / CLIENT_SHARE))
+        Some((self.of_client(IMAGES, client, None)?, self.max / CLIENT_SHARE))
     }
 
-    /// Returns the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client.
-    pub fn compiled(&self, client: &str) -> Option<PathBuf> {
-        self.of_client("compiled", client)
+    /// Returns the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client, or for the
+    /// user of the client whose lease it is.
+    pub fn compiled(&self, client: &str, user: Option<u32>) -> Option<PathBuf> {
+        self.of_client("compiled", client, user)
     }
 
-    fn of_client(&self, kind: &str, client: &str) -> Option<PathBuf> {
+    fn of_client(&self, kind: &str, client: &str, user: Option<u32>) -> Option<PathBuf> {
         let name = blake3::hash(client.as_bytes()).to_hex();
-        let folder = self.folder.join(kind).join(&name[..32]);
+        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
+        let folder = self.folder.join(kind).join(format!("{}{user}", &name[..32]));
         made(&folder)
             .inspect_err(|e| warn!("cache {}: not created: {e}; workers go without it", folder.display()))
             .ok()?;
@@ -95,7 +98,7 @@ impl Cache {
 
     /// Deletes the least recently used entries until the rest fits the limit.
     ///
-    /// An image is an entry, and so is a client's whole folder of compiled files.
+    /// An image is an entry, and so is a whole folder of compiled files.
     pub fn trim(&self, now: SystemTime) {
         let mut kept = self.all_images();
         kept.extend(entries(&self.folder.join("compiled")));
@@ -195,11 +198,14 @@ mod tests {
     }
 
     #[test]
-    fn each_client_has_a_folder_that_goes_whole() {
+    fn each_client_and_user_has_a_folder_that_goes_whole() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 250 * KIB).unwrap();
-        let (a, b) = (cache.compiled("vm-a").unwrap(), cache.compiled("../../etc").unwrap());
-        assert_eq!(cache.compiled("vm-a"), Some(a.clone()));
+        let (a, b) = (cache.compiled("vm-a", None).unwrap(), cache.compiled("../../etc", None).unwrap());
+        assert_eq!(cache.compiled("vm-a", None), Some(a.clone()));
+        let (alice, bob) = (cache.compiled("vm-a", Some(1000)).unwrap(), cache.compiled("vm-a", Some(1001)));
+        assert!(alice != a && Some(&alice) != bob.as_ref() && alice.parent() == a.parent());
+        assert_eq!(cache.compiled("vm-a", Some(1000)), Some(alice));
         assert!(a != b && b.starts_with(folder.path().join("compiled")));
         for (folder, age) in [(&a, 5000), (&b, 500)] {
             file(&folder.join("index"), 200, age);

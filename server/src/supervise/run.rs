@@ -190,15 +190,17 @@ impl Supervisor {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
         // The driver shows the worker its lease's GPUs only, in the lease's order.
-        let (gpus, client, bounds) = {
+        let (gpus, client, user, bounds) = {
             let state = self.state();
             let gone = "it was stopped before it started";
             let (_, bounds) = state.bounds(id).ok_or(gone)?;
             let worker = state.workers.get(id).ok_or(gone)?;
-            (worker.gpus.join(","), worker.client.clone(), bounds)
+            let lease = state.leases.get(&worker.lease).map(|known| &known.lease);
+            let user = lease.filter(|lease| !lease.user.is_empty()).map(|lease| lease.uid);
+            (worker.gpus.join(","), worker.client.clone(), user, bounds)
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
-        match self.0.options.cache.as_ref().and_then(|cache| cache.compiled(&client)) {
+        match self.0.options.cache.as_ref().and_then(|cache| cache.compiled(&client, user)) {
             Some(folder) => variables.push(("CUDA_CACHE_PATH".into(), folder.into())),
             None => variables.push(("CUDA_CACHE_DISABLE".into(), "1".into())),
         }

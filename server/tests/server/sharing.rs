@@ -1123,3 +1123,21 @@ async fn a_server_that_offers_a_part_of_its_gpus_leases_no_more() {
     let (_lane, said) = server.adopt(&worker.id, 0, true);
     assert_eq!(said["limits"][0], card / 4, "{said}");
 }
+
+#[tokio::test]
+async fn a_users_lease_has_compiled_code_of_its_own() {
+    let server = Server::start_with("libcuda.so.1", "limits.gpus = 4").await;
+    let mut vm = server.client("vm-1").await;
+    let mut folders = Vec::new();
+    for (user, uid) in [("", 0), ("alice", 1000), ("bob", 1001), ("alice", 1000)] {
+        let of_user = AllocateRequest { user: user.into(), uid, memory_percent: 20.0, ..vm.request() };
+        let lease = vm.pool.allocate(of_user).await.unwrap().into_inner();
+        let (_lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+        folders.push(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap().to_owned());
+    }
+    assert_eq!(folders[1], folders[3], "of one user");
+    folders.pop();
+    folders.sort();
+    folders.dedup();
+    assert_eq!(folders.len(), 3, "{folders:?}");
+}
