@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self, enrolment_client::EnrolmentClient, pool_client::PoolClient};
 use hyper_util::rt::TokioIo;
 use nix::sys::socket::setsockopt;
@@ -51,7 +52,7 @@ pub struct Remote {
 impl Remote {
     /// Creates a client that connects at the first call; must be called on a runtime.
     pub fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
-        let connection = Mutex::new((identity.facts().certificate, pool_client(address, identity.tls())?));
+        let connection = Mutex::new((identity.facts().certificate, pool_client(address, identity)?));
         Ok(Self { address: address.to_owned(), identity: identity.clone(), connection })
     }
 
@@ -62,7 +63,7 @@ impl Remote {
         let certificate = self.identity.facts().certificate;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         if connection.0 != certificate {
-            *connection = (certificate, pool_client(&self.address, self.identity.tls())?);
+            *connection = (certificate, pool_client(&self.address, &self.identity)?);
         }
         Ok(connection.1.clone())
     }
@@ -81,10 +82,21 @@ impl Remote {
         let reply = self.call(SLOW_CALL_TIMEOUT, async |mut c| c.renew_identity(request).await).await?;
         Ok(reply.certificate_pem)
     }
+
+    /// Reports which authorities this client trusts; returns the server's list, or an empty one.
+    pub async fn authorities(&self) -> Result<String, PoolError> {
+        let authorities = self.identity.authorities().fingerprints().map(Vec::from).collect();
+        let request = control::DescribeRequest { usage_uid: None, authorities };
+        let reply = self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await?;
+        Ok(reply.authorities_pem)
+    }
 }
 
-fn pool_client(address: &str, tls: Arc<ClientConfig>) -> Result<PoolClient<Channel>, PoolError> {
-    Ok(PoolClient::new(channel(address, tls)?).max_decoding_message_size(MAX_ANSWER))
+fn pool_client(address: &str, identity: &Identity) -> Result<PoolClient<Channel>, PoolError> {
+    let identity = identity.clone();
+    // A later connection trusts the authorities of its own time.
+    let channel = channel(address, move || identity.tls())?;
+    Ok(PoolClient::new(channel).max_decoding_message_size(MAX_ANSWER))
 }
 
 async fn answered<T>(
@@ -103,7 +115,10 @@ async fn answered<T>(
 }
 
 /// Creates a channel that connects on demand, to a peer that has proven to be a server of the pool.
-fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> {
+fn channel(
+    address: &str,
+    tls: impl Fn() -> Arc<ClientConfig> + Send + 'static,
+) -> Result<Channel, PoolError> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
         .connect_timeout(CONNECT_TIMEOUT)
@@ -114,7 +129,7 @@ fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> 
         .map_err(|e| PoolError::new(Trouble::Invalid, e.to_string()))?;
     let target = address.to_owned();
     Ok(endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-        let (target, tls) = (target.clone(), tls.clone());
+        let (target, tls) = (target.clone(), tls());
         async move { tokio::time::timeout(CONNECT_TIMEOUT, connect(&target, tls)).await?.map(TokioIo::new) }
     })))
 }
@@ -263,7 +278,7 @@ impl PoolServer for Remote {
     }
 
     async fn describe(&self, usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError> {
-        let request = control::DescribeRequest { usage_uid };
+        let request = control::DescribeRequest { usage_uid, authorities: Vec::new() };
         self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
     }
 
@@ -291,6 +306,9 @@ impl PoolServer for Remote {
                 },
             };
             match message {
+                Ok(Some(control::PoolEvent { event: Some(Event::AuthoritiesChanged(_)), .. })) => {
+                    self.identity.authorities_changed();
+                }
                 Ok(Some(event)) => {
                     if events.send(event).await.is_err() {
                         return Ok(());
@@ -314,6 +332,7 @@ pub async fn join(
     tls: Arc<ClientConfig>,
     request: control::JoinRequest,
 ) -> Result<control::JoinReply, PoolError> {
-    let mut client = EnrolmentClient::new(channel(address, tls)?).max_decoding_message_size(MAX_ANSWER);
+    let mut client =
+        EnrolmentClient::new(channel(address, move || tls.clone())?).max_decoding_message_size(MAX_ANSWER);
     answered(address, SLOW_CALL_TIMEOUT, client.join(request)).await
 }

@@ -15,13 +15,13 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls::{ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 use crate::config::{ConfigError, ServerEntry, Servers};
 use crate::pool::PoolError;
+use crate::trust::{Authorities, Fingerprint, sha256};
 
 /// File names of an identity.
 const CERTIFICATE: &str = "client.pem";
@@ -127,7 +127,7 @@ impl Home {
 
     /// Reads the identity.
     pub fn load(&self) -> Result<Identity, IdentityError> {
-        Ok(Identity(watch::Sender::new(Arc::new(self.read()?)).into()))
+        Ok(Identity::new(self.read()?))
     }
 
     fn read(&self) -> Result<Held, IdentityError> {
@@ -147,17 +147,11 @@ impl Home {
             if found.is_empty() { Err(bad(name, "no certificate found".into())) } else { Ok(found) }
         };
         let chain = certificates(CERTIFICATE)?;
-        let mut authorities = certificates(AUTHORITY)?;
-        let roots = roots(authorities.swap_remove(0))?;
+        let authorities = Authorities::new(certificates(AUTHORITY)?).map_err(|e| bad(AUTHORITY, e))?;
         let facts = Facts::of(&chain[0]);
         let with = |name: &str| {
             let key = PrivateKeyDer::from_pem_slice(&read(name)?).map_err(|e| bad(name, e.to_string()))?;
-            let mut config = builder()
-                .with_root_certificates(roots.clone())
-                .with_client_auth_cert(chain.clone(), key)
-                .map_err(|e| bad(CERTIFICATE, e.to_string()))?;
-            config.alpn_protocols = vec![b"h2".to_vec()];
-            Ok(Held { tls: Arc::new(config), facts: facts.clone(), roots: roots.clone() })
+            Held::new(authorities.clone(), facts.clone(), chain.clone(), key).map_err(|e| bad(CERTIFICATE, e))
         };
         // A renewal replaces the certificate first; power may fail before the key follows.
         with(KEY).or_else(|error| with(RENEWING).map_err(|_| error))
@@ -165,12 +159,35 @@ impl Home {
 
     /// Reads the identity again; returns `true` if another process has renewed it.
     pub fn reload(&self, identity: &Identity) -> Result<bool, IdentityError> {
-        let held = self.read()?;
-        let newer = held.facts.certificate != identity.facts().certificate;
-        if newer {
-            identity.0.send_replace(Arc::new(held));
+        let (held, known) = (self.read()?, identity.held());
+        let newer = held.facts.certificate != known.facts.certificate;
+        if newer || held.authorities.fingerprints().ne(known.authorities.fingerprints()) {
+            identity.held.send_replace(Arc::new(held));
         }
         Ok(newer)
+    }
+
+    /// Trusts other authorities from now on.
+    ///
+    /// The file is replaced as a whole: a power cut leaves the old or the new list. Returns `false`
+    /// if another process changes the identity at this moment, or has done so.
+    pub fn trust(
+        &self,
+        identity: &Identity,
+        from: &Authorities,
+        to: &Authorities,
+    ) -> Result<bool, IdentityError> {
+        let path = self.identity.join(AUTHORITY);
+        let failed = |error| IdentityError::File { path: path.clone(), error };
+        let folder = fs::File::open(&self.identity).map_err(failed)?;
+        let Ok(lock) = Flock::lock(folder, FlockArg::LockExclusiveNonblock) else { return Ok(false) };
+        self.reload(identity)?;
+        if identity.authorities().fingerprints().ne(from.fingerprints()) {
+            return Ok(false);
+        }
+        write(&path, &to.to_pem(), 0o644).and_then(|()| lock.sync_all()).map_err(failed)?;
+        self.reload(identity)?;
+        Ok(true)
     }
 
     /// Replaces the certificate by a newer one, for which `ask` sends the request to a server.
@@ -300,13 +317,16 @@ pub struct Facts {
     /// End of the certificate, in seconds since 1970.
     pub expires_unix: u64,
     /// SHA-256 of the certificate.
-    pub certificate: [u8; 32],
+    pub certificate: Fingerprint,
+    /// SHA-256 of the name of the authority that issued the certificate.
+    pub issuer: Fingerprint,
 }
 
 impl Facts {
     fn of(der: &CertificateDer<'_>) -> Self {
         let mut facts = Self { certificate: sha256(der), ..Self::default() };
         let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return facts };
+        facts.issuer = sha256(parsed.issuer().as_raw());
         let unix = |time: x509_parser::time::ASN1Time| u64::try_from(time.timestamp()).unwrap_or(0);
         facts.begins_unix = unix(parsed.validity().not_before);
         facts.expires_unix = unix(parsed.validity().not_after);
@@ -325,10 +345,22 @@ impl Facts {
 struct Held {
     tls: Arc<ClientConfig>,
     facts: Facts,
-    roots: Arc<RootCertStore>,
+    authorities: Authorities,
 }
 
 impl Held {
+    fn new(
+        authorities: Authorities,
+        facts: Facts,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, String> {
+        let builder = builder().dangerous().with_custom_certificate_verifier(authorities.verifier()?);
+        let mut config = builder.with_client_auth_cert(chain, key).map_err(|e| e.to_string())?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Self { tls: Arc::new(config), facts, authorities })
+    }
+
     /// Checks that a renewed certificate is of this client, pool and key, and has not expired.
     ///
     /// A server that sends another one must not cost this client its identity.
@@ -346,33 +378,36 @@ impl Held {
         if facts.expires_unix <= unix {
             return Err(wrong("it has expired, or the clocks of client and server differ".into()));
         }
-        let verifier = WebPkiClientVerifier::builder_with_provider(self.roots.clone(), provider())
-            .build()
-            .map_err(|e| wrong(e.to_string()))?;
-        let now = UnixTime::since_unix_epoch(std::time::Duration::from_secs(unix));
-        verifier.verify_client_cert(&der, &[], now).map_err(|e| wrong(e.to_string()))?;
-        Ok(())
+        self.authorities.verify(&der, unix).map_err(wrong)
     }
 }
 
 /// Credentials of this client, which a renewal replaces for all that share them.
 #[derive(Clone)]
-pub struct Identity(Arc<watch::Sender<Arc<Held>>>);
+pub struct Identity {
+    held: Arc<watch::Sender<Arc<Held>>>,
+    /// Wakes the task that looks after the identity.
+    wake: Arc<Notify>,
+}
 
 impl Identity {
+    fn new(held: Held) -> Self {
+        Self { held: Arc::new(watch::Sender::new(Arc::new(held))), wake: Arc::default() }
+    }
+
     /// Reads an administrator's file from `gpuserver admin create`: certificate, key, authority.
     pub fn of_administrator(path: &Path) -> Result<Self, IdentityError> {
         let text = fs::read(path).map_err(|error| IdentityError::File { path: path.into(), error })?;
         let bad = |message: &str| IdentityError::Bad { path: path.into(), message: message.into() };
         let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
-        let [own, authority] = <[_; 2]>::try_from(found.unwrap_or_default())
-            .map_err(|_| bad("not a file from `gpuserver admin create`"))?;
+        let mut found = found.unwrap_or_default().into_iter();
+        let own = found.next().ok_or_else(|| bad("no certificate found"))?;
+        let authorities = Authorities::new(found.collect()).map_err(|e| bad(&e))?;
+        if authorities.fingerprints().next().is_none() {
+            return Err(bad("not a file from `gpuserver admin create`"));
+        }
         let key = PrivateKeyDer::from_pem_slice(&text).map_err(|e| bad(&e.to_string()))?;
-        let (facts, roots) = (Facts::of(&own), roots(authority)?);
-        let config = builder().with_root_certificates(roots.clone()).with_client_auth_cert(vec![own], key);
-        let mut config = config.map_err(|e| bad(&e.to_string()))?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Self(watch::Sender::new(Arc::new(Held { tls: Arc::new(config), facts, roots })).into()))
+        Held::new(authorities, Facts::of(&own), vec![own], key).map(Self::new).map_err(|e| bad(&e))
     }
 }
 
@@ -390,7 +425,22 @@ impl Replaced {
 
 impl Identity {
     fn held(&self) -> Arc<Held> {
-        self.0.borrow().clone()
+        self.held.borrow().clone()
+    }
+
+    /// Returns the authorities that this client trusts.
+    pub fn authorities(&self) -> Authorities {
+        self.held().authorities.clone()
+    }
+
+    /// Wakes the task that looks after the identity: a server has other authorities than before.
+    pub fn authorities_changed(&self) {
+        self.wake.notify_one();
+    }
+
+    /// Returns after [`Identity::authorities_changed`].
+    pub async fn woken(&self) {
+        self.wake.notified().await;
     }
 
     /// Returns the TLS configuration for connections to servers of the pool.
@@ -405,7 +455,7 @@ impl Identity {
 
     /// Subscribes to replacements from now on.
     pub fn replaced(&self) -> Replaced {
-        Replaced(self.0.subscribe())
+        Replaced(self.held.subscribe())
     }
 }
 
@@ -433,26 +483,19 @@ fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
         .unwrap_or_else(|_| unreachable!("ring speaks TLS 1.3"))
 }
 
-fn roots(authority: CertificateDer<'static>) -> Result<Arc<RootCertStore>, IdentityError> {
-    let mut roots = RootCertStore::empty();
-    roots
-        .add(authority)
-        .map_err(|e| IdentityError::Tls(format!("certificate of the pool's authority: {e}")))?;
-    Ok(Arc::new(roots))
-}
-
-fn sha256(bytes: &[u8]) -> [u8; 32] {
-    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
-    let mut out = [0; 32];
-    out.copy_from_slice(digest.as_ref());
-    out
-}
-
 /// Accepts a server whose certificate is signed by the authority that a join token pins.
 #[derive(Debug)]
 struct Pinned {
-    authority: [u8; 32],
+    authority: Fingerprint,
+    /// The name by which the server finds the authority.
+    name: [DistinguishedName; 1],
     provider: Arc<CryptoProvider>,
+}
+
+impl Pinned {
+    fn new(authority: Fingerprint) -> Self {
+        Self { authority, name: [join::pinned(&authority).into()], provider: provider() }
+    }
 }
 
 impl ServerCertVerifier for Pinned {
@@ -464,12 +507,15 @@ impl ServerCertVerifier for Pinned {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let unknown =
-            || rustls::Error::General("the server is not of the pool that the join token is for".into());
+        let unknown = || {
+            let why = "the server is not of the pool that the join token is for; if the pool has replaced its \
+                       authority since, ask for a new token";
+            rustls::Error::General(why.into())
+        };
         let authority = intermediates.iter().find(|c| sha256(c) == self.authority).ok_or_else(unknown)?;
-        let roots =
-            roots(authority.clone().into_owned()).map_err(|e| rustls::Error::General(e.to_string()))?;
-        WebPkiServerVerifier::builder_with_provider(roots, self.provider.clone())
+        let mut roots = RootCertStore::empty();
+        roots.add(authority.clone().into_owned())?;
+        WebPkiServerVerifier::builder_with_provider(Arc::new(roots), self.provider.clone())
             .build()
             .map_err(|e| rustls::Error::General(e.to_string()))?
             .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
@@ -497,6 +543,10 @@ impl ServerCertVerifier for Pinned {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
+    }
+
+    fn root_hint_subjects(&self) -> Option<&[DistinguishedName]> {
+        Some(&self.name)
     }
 }
 
@@ -542,7 +592,7 @@ pub async fn join_pool(
     let key = home.joining_key()?;
     let csr_pem = request(&name, &key)?;
 
-    let pinned = Pinned { authority: parsed.authority, provider: provider() };
+    let pinned = Pinned::new(parsed.authority);
     let mut tls =
         builder().dangerous().with_custom_certificate_verifier(Arc::new(pinned)).with_no_client_auth();
     tls.alpn_protocols = vec![b"h2".to_vec()];
@@ -559,21 +609,27 @@ pub async fn join_pool(
         },
     )
     .await?;
-    let authority = CertificateDer::from_pem_slice(reply.authority_pem.as_bytes()).map_err(|e| {
-        IdentityError::Tls(format!("{address}: sent no valid certificate of its authority: {e}"))
-    })?;
-    if sha256(&authority) != parsed.authority {
+    let wrong = |why: String| {
+        IdentityError::Tls(format!("{address}: sent no valid certificate of its authority: {why}"))
+    };
+    let first = CertificateDer::from_pem_slice(reply.authority_pem.as_bytes());
+    let first = first.map_err(|e| wrong(e.to_string()))?;
+    if sha256(&first) != parsed.authority {
         return Err(IdentityError::Tls(format!(
             "{address}: sent another authority than the join token pins"
         )));
     }
+    // During a rotation, the pinned authority confirms the other one.
+    let pinned = Authorities::new(vec![first]).map_err(wrong)?;
+    let offered = pinned.offered(&reply.authority_pem, UnixTime::now().as_secs()).map_err(wrong)?;
+    let authorities = Authorities::of(offered).map_err(wrong)?;
     // A server that reports no address is used at the present one.
     let mut servers: Vec<String> =
         reply.servers.iter().filter_map(|s| crate::units::control_address(s).ok()).collect();
     if servers.is_empty() {
         servers.push(address.to_owned());
     }
-    home.store(&reply.certificate_pem, &key.serialize_pem(), &reply.authority_pem, servers.clone())?;
+    home.store(&reply.certificate_pem, &key.serialize_pem(), &authorities.to_pem(), servers.clone())?;
     let _ = fs::remove_file(home.identity.join(JOINING));
     Ok(Joined { name: reply.client_name, servers })
 }
@@ -620,7 +676,7 @@ mod tests {
         let mut server = ServerConnection::new(Arc::new(config)).unwrap();
 
         let pinned = if pins_it { sha256(authority.der()) } else { [7; 32] };
-        let verifier = Arc::new(Pinned { authority: pinned, provider: provider() });
+        let verifier = Arc::new(Pinned::new(pinned));
         let config = builder().dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
         let mut client = ClientConnection::new(Arc::new(config), server_name()).unwrap();
         while client.is_handshaking() {

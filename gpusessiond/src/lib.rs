@@ -29,4 +29,5 @@ pub mod pool;
 pub mod renewal;
 pub mod settings;
 pub mod survey;
+pub mod trust;
 pub mod units;

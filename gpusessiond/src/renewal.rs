@@ -31,6 +31,12 @@ const WARNING: u64 = 14 * DAY;
 ///
 /// The server keeps a replaced certificate valid for longer, so that no process is shut out.
 const LOOK_INTERVAL: Duration = Duration::from_secs(300);
+/// Shortest time between looks, however often servers ask for one.
+const LOOK_GRACE: Duration = Duration::from_secs(1);
+/// Time after which servers are asked for the pool's authorities again.
+///
+/// A server reports a change at once, to clients that are connected.
+const TRUST_INTERVAL: u64 = 3600;
 
 /// Source of the seconds since 1970.
 pub type Clock = Arc<dyn Fn() -> u64 + Send + Sync>;
@@ -86,6 +92,8 @@ pub struct Renewer {
     tried: Option<u64>,
     /// Time of the latest warning.
     warned: Option<u64>,
+    /// Time at which servers were asked for the pool's authorities; `None`: a server wants that.
+    trusted: Option<u64>,
 }
 
 impl Renewer {
@@ -96,7 +104,7 @@ impl Renewer {
         clock: Clock,
         standing: watch::Sender<Option<Standing>>,
     ) -> Self {
-        let renewer = Self { home, identity, clock, standing, tried: None, warned: None };
+        let renewer = Self { home, identity, clock, standing, tried: None, warned: None, trusted: None };
         renewer.publish(String::new());
         renewer
     }
@@ -110,7 +118,10 @@ impl Renewer {
     pub async fn follow(mut self) {
         loop {
             self.look().await;
-            tokio::time::sleep(LOOK_INTERVAL).await;
+            tokio::time::sleep(LOOK_GRACE).await;
+            if tokio::time::timeout(LOOK_INTERVAL, self.identity.woken()).await.is_ok() {
+                self.trusted = None;
+            }
         }
     }
 
@@ -123,6 +134,12 @@ impl Renewer {
             Err(_) => return,
         }
         let unix = (self.clock)();
+        if self.home.is_ours()
+            && self.trusted.is_none_or(|at| unix < at || unix >= at + TRUST_INTERVAL)
+            && let Err(why) = self.follow_authorities(unix).await
+        {
+            warn!("identity: the pool's authorities: {why}; a new try follows within an hour");
+        }
         let facts = self.identity.facts();
         let retry = if facts.expires_unix <= unix { RETRY_EXPIRED } else { RETRY };
         let due = due(&facts, unix);
@@ -163,11 +180,65 @@ impl Renewer {
         });
     }
 
-    /// Asks the servers in turn. Returns `true` after a renewal.
-    async fn renew(&self, due: Due, unix: u64) -> Result<bool, String> {
+    fn remotes(&self) -> Result<Vec<Remote>, String> {
         let addresses = self.home.addresses().map_err(|e| e.to_string())?;
         let remotes = addresses.iter().map(|address| Remote::new(address, &self.identity));
-        let remotes = remotes.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
+        remotes.collect::<Result<_, _>>().map_err(|e| e.to_string())
+    }
+
+    /// Trusts the authorities that the servers name, and takes a certificate of a newer one.
+    async fn follow_authorities(&mut self, unix: u64) -> Result<(), String> {
+        self.trusted = Some(unix);
+        let remotes = self.remotes()?;
+        let held = self.identity.authorities();
+        let (mut answers, mut wrong) = (Vec::new(), None);
+        for remote in &remotes {
+            // Servers of earlier versions, and those that do not answer, name none.
+            let list = remote.authorities().await.unwrap_or_default();
+            let offered = Some(list).filter(|list| !list.is_empty()).map(|list| held.offered(&list, unix));
+            answers.push(match offered {
+                Some(Err(why)) => {
+                    wrong = Some(format!("the list of {} is not used: {why}", remote.address()));
+                    None
+                }
+                offered => offered.and_then(Result::ok),
+            });
+        }
+        let own = self.identity.facts().issuer;
+        let mut changed = false;
+        if let Some(new) = held.replaced_by(&answers, &own)
+            && self.home.trust(&self.identity, &held, &new).map_err(|e| e.to_string())?
+        {
+            let (before, now) = (held.fingerprints().count(), new.fingerprints().count());
+            let step = format!("this client trusted {before} authorities, and trusts {now} now");
+            info!(
+                message_id = Event::AuthorityRotation.id(),
+                gpusession_client = self.identity.facts().name,
+                gpusession_reason = step,
+                "the pool's authority: {step}; leases and programs continue"
+            );
+            changed = true;
+        }
+        for index in self.identity.authorities().renew_at(&answers, &own) {
+            let ask = async |csr_pem| remotes[index].renew_identity(csr_pem).await;
+            if self.home.renew(&self.identity, unix, ask).await.map_err(|e| e.to_string())? {
+                self.renewed();
+                changed = true;
+                break;
+            }
+        }
+        if changed {
+            // The servers wait for this report before the next step.
+            for remote in &remotes {
+                let _ = remote.authorities().await;
+            }
+        }
+        wrong.map_or(Ok(()), Err)
+    }
+
+    /// Asks the servers in turn. Returns `true` after a renewal.
+    async fn renew(&self, due: Due, unix: u64) -> Result<bool, String> {
+        let remotes = self.remotes()?;
         if due == Due::IfAllRenew {
             for remote in &remotes {
                 if !remote.describe(None).await.is_ok_and(|server| server.renews_identities) {
@@ -223,7 +294,7 @@ mod tests {
 
     fn facts(name: &str, begins: u64, ends: u64) -> Facts {
         let (begins_unix, expires_unix) = (begins * DAY, ends * DAY);
-        Facts { name: name.into(), begins_unix, expires_unix, certificate: [0; 32] }
+        Facts { name: name.into(), begins_unix, expires_unix, ..Facts::default() }
     }
 
     #[test]

@@ -7,7 +7,9 @@
 //!   only an address verifies the first, a client that expects a certain server the second;
 //! * a client's certificate carries [`client`]`(name)`, an administrator's
 //!   [`administrator`]`(name)`;
-//! * a renewed client certificate also carries [`identity`]: the key with which the client joined.
+//! * a renewed client certificate also carries [`identity`]: the key with which the client joined;
+//! * during a rotation, the old and the new authority confirm each other by certificates that carry
+//!   [`authority`] and belong to no key.
 //!
 //! A joining client does not know the pool's authority yet. The server sends it as the last
 //! certificate of its chain. The client accepts it if its SHA-256 (of the DER) is
@@ -64,6 +66,31 @@ pub fn identity_of(dns_name: &str) -> Option<[u8; 32]> {
     let text = dns_name.strip_suffix(DOMAIN)?.strip_suffix(".identity.")?.strip_prefix("i-")?;
     let key = data_encoding::BASE32_NOPAD.decode(text.to_ascii_uppercase().as_bytes()).ok()?;
     key.try_into().ok()
+}
+
+/// Returns the DNS name by which an authority confirms another one, which has this fingerprint.
+///
+/// A fingerprint is the SHA-256 of a certificate (DER).
+pub fn authority(fingerprint: &[u8; 32]) -> String {
+    let text = data_encoding::BASE32_NOPAD.encode(fingerprint).to_ascii_lowercase();
+    format!("a-{text}.authority.{DOMAIN}")
+}
+
+/// Returns the fingerprint of the authority that a certificate with this DNS name confirms.
+pub fn authority_of(dns_name: &str) -> Option<[u8; 32]> {
+    let text = dns_name.strip_suffix(DOMAIN)?.strip_suffix(".authority.")?.strip_prefix("a-")?;
+    let fingerprint = data_encoding::BASE32_NOPAD.decode(text.to_ascii_uppercase().as_bytes()).ok()?;
+    fingerprint.try_into().ok()
+}
+
+/// Returns the name (DER) by which a joining client asks for the authority that its token pins.
+///
+/// The client sends it in TLS, where other clients send the names of the authorities that they
+/// trust. It does not know the authority's own name yet.
+pub fn pinned(authority: &[u8; 32]) -> Vec<u8> {
+    // SEQUENCE, SET, SEQUENCE of the object identifier commonName and a UTF8String of 64 bytes.
+    const HEAD: [u8; 13] = [0x30, 0x4b, 0x31, 0x49, 0x30, 0x47, 0x06, 0x03, 0x55, 0x04, 0x03, 0x0c, 0x40];
+    [&HEAD[..], data_encoding::HEXLOWER.encode(authority).as_bytes()].concat()
 }
 
 /// Returns `true` if `name` is valid for a server or a client.
@@ -160,6 +187,16 @@ mod tests {
         assert_eq!(format!("{token:?}"), "JoinToken(0202020202020202)");
         for bad in ["", "gpsj-", &text[1..], &text[..90], &format!("{text}A"), &text.replace('B', "é")] {
             assert_eq!(bad.parse::<JoinToken>(), Err(NotAToken), "{bad}");
+        }
+    }
+
+    #[test]
+    fn confirmations_of_authorities_name_nothing_else() {
+        let name = authority(&[7; 32]);
+        assert_eq!(authority_of(&name), Some([7; 32]));
+        assert_eq!((identity_of(&name), client_of(&name), administrator_of(&name)), (None, None, None));
+        for other in [identity(&[7; 32]), client("a"), server("a"), any_server(), name.replace("a-", "")] {
+            assert_eq!(authority_of(&other), None, "{other}");
         }
     }
 

@@ -123,6 +123,11 @@ events! {
          gpusessiond renews an expired certificate for the time renew_grace of the servers (30 days).\n\
          Later, `gpuserver clients forget NAME` on each server and `gpusession join` with a new token give the client a new one.\n\
          If no certificate can have expired, compare the clocks of client and server.";
+    /// A rotation of the pool's authority took a step.
+    AuthorityRotation = 0x3be2075ef0544f15856441b8cffbdc99: BOTH, "The pool's authority is being replaced", "gpuserver-pool-rotate(8)",
+        "A rotation of the pool's authority took a step: @GPUSESSION_REASON@.\n\
+         Leases, programs and connections continue. On each server, `gpuserver pool rotate status` shows the clients that lack\n\
+         the new authority, and the next command.";
     /// A login session began.
     SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: CLIENT, "A login session began", "pam_gpusession(8)",
         "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. It holds the user's leases of class \"session\" until it ends.";

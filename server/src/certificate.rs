@@ -40,6 +40,18 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
     })
 }
 
+/// Returns the SHA-256 of the name of a certificate's issuer: [`subject`] of its authority.
+pub fn issuer(der: &[u8]) -> Option<[u8; 32]> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    Some(fingerprint(certificate.issuer().as_raw()))
+}
+
+/// Returns the SHA-256 of the name of a certificate's holder.
+pub fn subject(der: &[u8]) -> Option<[u8; 32]> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    Some(fingerprint(certificate.subject().as_raw()))
+}
+
 /// Returns the end of a certificate's life, in seconds since 1970.
 pub fn expiry(der: &[u8]) -> Option<u64> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;

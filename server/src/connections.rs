@@ -16,7 +16,7 @@ use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use crate::certificate::{Holder, fingerprint, holder};
+use crate::certificate::{Holder, fingerprint, holder, issuer};
 use crate::peer_slots;
 
 /// Most connections with one certificate.
@@ -44,13 +44,19 @@ pub struct Certificate {
     pub fingerprint: [u8; 32],
     /// Client or administrator that it names; `None` for a server's.
     pub holder: Option<Holder>,
+    /// SHA-256 of the name of the authority that issued it.
+    pub issuer: Option<[u8; 32]>,
 }
 
 impl Peer {
     fn of(stream: &TlsStream<TcpStream>) -> Self {
         let (socket, tls) = stream.get_ref();
         let der = tls.peer_certificates().and_then(<[_]>::first);
-        let certificate = der.map(|der| Certificate { fingerprint: fingerprint(der), holder: holder(der) });
+        let certificate = der.map(|der| Certificate {
+            fingerprint: fingerprint(der),
+            holder: holder(der),
+            issuer: issuer(der),
+        });
         let (remote, local) = (socket.peer_addr().ok(), socket.local_addr().ok());
         Self(Arc::new(Facts { remote, local, certificate }))
     }

@@ -35,7 +35,8 @@ use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
-use crate::pool::ca::{Authority, AuthorityError};
+use crate::pool::authorities::Authorities;
+use crate::pool::ca::AuthorityError;
 use crate::pool::grpc::Service;
 use crate::pool::tls::{ServerCertificate, server_tls};
 use crate::pool::{Facts, Pool};
@@ -87,10 +88,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     raise_descriptor_limit();
 
     let _lock = store::lock(&config.state_dir).context("state_dir")?;
-    let authority = open_authority(&config)?;
-    let shown = ServerCertificate::new(&authority, &config.name, clock.unix(), random.as_ref())?;
+    let authorities = open_authorities(&config, clock.unix(), random.clone())?;
+    let shown = ServerCertificate::new(authorities.clone(), &config.name, clock.unix(), random.as_ref())?;
     let shown = Arc::new(shown);
-    let tls = server_tls(&authority, shown.clone(), clock.clone())?;
+    let tls = server_tls(authorities.clone(), shown.clone(), clock.clone())?;
     let host = tokio::select! {
         host = Host::discover(&config, !left.workers.is_empty()) => host?,
         end = stop.wait() => return Ok(end),
@@ -139,7 +140,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     let (control_address, data_address) = (facts.control, facts.data);
     let registry = Arc::new(registry);
-    let identity = (authority, shown);
+    let identity = (authorities, shown);
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), identity, clock, random)?);
     let started = format!("gpuserver {}, isolation {}", env!("CARGO_PKG_VERSION"), supervisor.isolation());
@@ -208,11 +209,14 @@ fn report(config: &Config) {
     }
 }
 
-fn open_authority(config: &Config) -> anyhow::Result<Authority> {
-    Authority::open(&config.state_dir).map_err(|e| match e {
-        AuthorityError::Missing(_) => ConfigError::new(config.origin("state_dir"), e.to_string()).into(),
+fn open_authorities(config: &Config, unix: u64, random: Arc<dyn Random>) -> anyhow::Result<Arc<Authorities>> {
+    let opened = Authorities::open(&config.state_dir, unix, random).map_err(|e| match e {
+        AuthorityError::Missing(_) => {
+            anyhow::Error::from(ConfigError::new(config.origin("state_dir"), e.to_string()))
+        }
         e => e.into(),
-    })
+    });
+    Ok(Arc::new(opened?))
 }
 
 /// The worker's program, the driver, and the GPUs to serve.

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::answer::{administrators, clients, config, gpus, leases, status, tokens, usage};
+use super::answer::{administrators, clients, config, gpus, leases, rotation, status, tokens, usage};
 use crate::accounting::Wanted;
 use crate::audit;
 use crate::pool::Pool;
+use crate::pool::rotation::Step;
 use crate::refusal::Refusal;
 
 /// A request of an administrator.
@@ -152,6 +153,25 @@ pub enum Ask {
         /// Name of the administrator.
         name: String,
     },
+    /// Begin a rotation of the pool's authority.
+    RotateBegin {
+        /// Export of the server where the rotation began; `None`: make the new authority.
+        exported: Option<String>,
+    },
+    /// Show the rotation.
+    RotateStatus,
+    /// Sign with the new authority.
+    RotateSwitch {
+        /// Whether to leave out clients that do not trust it.
+        force: bool,
+    },
+    /// Drop the old authority.
+    RotateFinish {
+        /// Whether to leave out clients that have its certificates.
+        force: bool,
+    },
+    /// Drop the new authority.
+    RotateAbort,
 }
 
 impl Ask {
@@ -171,6 +191,7 @@ impl Ask {
             | Self::Accounting { .. }
             | Self::Config
             | Self::Tokens
+            | Self::RotateStatus
             | Self::Administrators => false,
             // The trail tells who has read it.
             Self::Audit { .. }
@@ -189,7 +210,11 @@ impl Ask {
             | Self::TokenCreate { .. }
             | Self::TokenRevoke { .. }
             | Self::AdministratorCreate { .. }
-            | Self::AdministratorRevoke { .. } => true,
+            | Self::AdministratorRevoke { .. }
+            | Self::RotateBegin { .. }
+            | Self::RotateSwitch { .. }
+            | Self::RotateFinish { .. }
+            | Self::RotateAbort => true,
         }
     }
 
@@ -230,6 +255,7 @@ impl Ask {
         };
         let event = take("verb");
         take("csr_pem");
+        take("exported");
         take("value");
         let client = match self {
             Self::Revoke { name } | Self::Forget { name } => name.clone(),
@@ -278,6 +304,11 @@ impl Ask {
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
             Self::Tokens => tokens::list(pool),
             Self::TokenRevoke { id } => tokens::revoke(pool, id).await,
+            Self::RotateBegin { exported } => rotation::step(pool, Step::Begin(exported)).await,
+            Self::RotateStatus => rotation::status(pool),
+            Self::RotateSwitch { force } => rotation::step(pool, Step::Switch(force)).await,
+            Self::RotateFinish { force } => rotation::step(pool, Step::Finish(force)).await,
+            Self::RotateAbort => rotation::step(pool, Step::Abort).await,
         }
     }
 
@@ -288,6 +319,11 @@ impl Ask {
             Self::AdministratorCreate { .. } => {
                 "administrators are made on a server's own host, so that a stolen certificate is worth nothing once it is revoked"
             }
+            Self::RotateBegin { .. }
+            | Self::RotateStatus
+            | Self::RotateSwitch { .. }
+            | Self::RotateFinish { .. }
+            | Self::RotateAbort => KEPT_HERE,
             _ => return None,
         };
         Some(local_only(why))
@@ -300,6 +336,9 @@ impl Ask {
         Duration::from_secs(if matches!(self, Self::Park { .. }) { 600 } else { 30 })
     }
 }
+
+/// Reason why verbs for the pool's authority are not answered over the network.
+pub const KEPT_HERE: &str = "a pool's authority is kept on its servers' own disks";
 
 /// Creates the refusal of a verb that is not answered over the network.
 pub fn local_only(why: &str) -> Refusal {

@@ -9,7 +9,7 @@ mod ask;
 pub mod remote;
 mod socket;
 
-pub use ask::{Answer, Ask, local_only, read};
+pub use ask::{Answer, Ask, KEPT_HERE, local_only, read};
 pub use socket::{MAX_ANSWER, ask, bind, serve};
 
 pub use crate::refusal::Refusal;

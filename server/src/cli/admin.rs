@@ -15,7 +15,7 @@ use crate::audit;
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
-use crate::pool::ca::Authority;
+use crate::pool::authorities::Authorities;
 use crate::store;
 use clap::Subcommand;
 
@@ -105,10 +105,10 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     let (now, random) = (SystemClock.unix(), SystemRandom);
     let value = match ask {
         Ask::AdministratorCreate { name, csr_pem } => {
-            let authority = Authority::open(&config.state_dir)?;
-            let made = all.issue(&authority, name, csr_pem, now, &random);
+            let present = Authorities::read(&config.state_dir, now, &random)?;
+            let made = all.issue(present.signer(), name, csr_pem, now, &random);
             let certificate_pem = made.map_err(|e| not_issued(&e))?;
-            let authority_pem = authority.pem().into();
+            let authority_pem = present.certificates();
             serde_json::to_value(AdministratorView { certificate_pem, authority_pem })?
         }
         Ask::AdministratorRevoke { name } => {

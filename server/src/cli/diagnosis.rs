@@ -275,7 +275,7 @@ fn authority(facts: &Facts) -> Finding {
         ),
         Some(left) if left < EXPIRES_SOON => Finding::warning(
             format!("the pool's authority ends in {} days", left / 86400),
-            "plan a new authority: clients have to join again",
+            "gpuserver pool rotate begin; docs/admin-guide.md has the steps",
         ),
         Some(left) => Finding::ok(format!("the pool's authority is valid for another {} days", left / 86400)),
     }
@@ -488,7 +488,9 @@ pub(super) fn health(out: &mut Output<'_>, server: &Target, options: &HealthOpti
 
 /// Adds keys and tokens of the state folder to the known secrets, as far as this user reads them.
 fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
-    report.secrets.add(&machine.read(state.join("ca/authority.key")).unwrap_or_default());
+    for key in ["ca/authority.key", "ca/next.key"] {
+        report.secrets.add(&machine.read(state.join(key)).unwrap_or_default());
+    }
     let names = machine.list(state);
     for name in names.iter().filter(|name| name.contains("token") || name.ends_with(".key")) {
         let text = machine.read(state.join(name)).unwrap_or_default();
@@ -707,9 +709,11 @@ mod tests {
     fn keys_and_tokens_of_the_state_folder_are_secrets() {
         let (root, facts) = facts();
         plant(&root, "var/lib/gpuserver/ca/authority.key", "swordfish1\n");
+        plant(&root, "var/lib/gpuserver/ca/next.key", "swordfish3\n");
         plant(&root, "var/lib/gpuserver/tokens.json", "{\"uses_left_of_the\": \"swordfish2-0123456789\"}\n");
         let mut report = Report::default();
         add_secrets(&mut report, &facts.machine, Path::new("/var/lib/gpuserver"));
         assert_eq!(report.secrets.scrub("swordfish1 \"swordfish2-0123456789\""), "(removed) \"(removed)\"");
+        assert_eq!(report.secrets.scrub("swordfish3"), "(removed)");
     }
 }

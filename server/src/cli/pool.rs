@@ -1,17 +1,19 @@
 //! `gpuserver pool`: creates, exports and imports the pool's authority.
 
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde_json::{Value, json};
 
+use super::rotate::RotateVerb;
 use super::show::Output;
 use super::target::offline;
 use crate::admin::Refusal;
 use crate::audit;
-use crate::clock::SystemRandom;
+use crate::clock::{Clock as _, SystemClock, SystemRandom};
 use crate::config::Config;
+use crate::pool::authorities::Authorities;
 use crate::pool::ca::Authority;
 use clap::Subcommand;
 
@@ -30,6 +32,26 @@ pub enum PoolVerb {
         /// File with that output; - for standard input
         file: PathBuf,
     },
+    /// Replace the authority by a new one, under running programs
+    ///
+    /// The steps are begin, switch and finish. Each can be repeated, and `status` shows which
+    /// clients the next one waits for. With several servers, take each step on all of them.
+    Rotate {
+        /// Step of the rotation
+        #[command(subcommand)]
+        verb: RotateVerb,
+    },
+}
+
+/// Reads the output of `pool export`.
+pub(super) fn read_export(file: &Path) -> anyhow::Result<String> {
+    let mut text = String::new();
+    let source: Box<dyn Read> = match file.as_os_str() == "-" {
+        true => Box::new(std::io::stdin()),
+        false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
+    };
+    source.take(MAX_EXPORTED).read_to_string(&mut text).with_context(|| file.display().to_string())?;
+    Ok(text)
 }
 
 pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
@@ -39,28 +61,22 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
                 let why = "pool export prints PEM, which pool import reads; leave --json out";
                 return Err(Refusal::new("usage", why).into());
             }
-            let exported = Authority::open(&config.state_dir)?.export();
+            let present = Authorities::read(&config.state_dir, SystemClock.unix(), &SystemRandom)?;
+            let exported = present.export();
             // The event precedes the key, which can make certificates.
             audit::note_offline(&config.state_dir, &config.name, audit::own("pool-export"))?;
             write!(out.out, "{exported}")?;
             return Ok(());
         }
+        PoolVerb::Rotate { .. } => anyhow::bail!("internal error: not a verb of this function"),
         PoolVerb::Init => {
             let _lock = offline(config)?;
             Authority::init(&config.state_dir, &config.name, &SystemRandom)?
         }
         PoolVerb::Import { file } => {
-            let mut text = String::new();
-            let source: Box<dyn Read> = match file.as_os_str() == "-" {
-                true => Box::new(std::io::stdin()),
-                false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
-            };
-            source
-                .take(MAX_EXPORTED)
-                .read_to_string(&mut text)
-                .with_context(|| file.display().to_string())?;
+            let text = read_export(file)?;
             let _lock = offline(config)?;
-            Authority::import(&config.state_dir, &text)?
+            Authorities::import(&config.state_dir, &text, SystemClock.unix())?
         }
     };
     let event = if matches!(verb, PoolVerb::Import { .. }) { "pool-import" } else { "pool-init" };

@@ -62,14 +62,14 @@ impl Remote {
             hint: "create it with `gpuserver admin create NAME` on the server, and name it with --identity"
                 .into(),
         })?;
-        // The file has certificate, key and the authority's certificate, in this order.
-        let authority = bundle.rfind(BEGIN).filter(|last| bundle.find(BEGIN) != Some(*last));
-        let authority = authority.map(|at| &bundle[at..]).ok_or_else(|| {
+        // The file has certificate, key and the authorities' certificates, in this order.
+        let own = bundle.find(BEGIN).map_or(0, |at| at + BEGIN.len());
+        let authorities = bundle[own..].find(BEGIN).map(|at| &bundle[own + at..]).ok_or_else(|| {
             Refusal::new("no-identity", format!("{shown}: not a file from `gpuserver admin create`"))
         })?;
         warn_of_end(&bundle, &shown.to_string());
         let tls = ClientTlsConfig::new()
-            .ca_certificate(Certificate::from_pem(authority))
+            .ca_certificate(Certificate::from_pem(authorities))
             .identity(Identity::from_pem(&bundle, &bundle))
             .domain_name(join::any_server());
         let json = serde_json::to_vec(ask)?;

@@ -13,7 +13,7 @@ use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::Config;
 use crate::net::host_port;
 use crate::pool::Files;
-use crate::pool::ca::Authority;
+use crate::pool::authorities::Authorities;
 use crate::pool::tokens::Tokens;
 use crate::store;
 use clap::Subcommand;
@@ -75,9 +75,10 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let made = match ask {
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl: Duration = token_ttl(ttl)?;
-            let authority = Authority::open(&config.state_dir)?.fingerprint();
-            let (token, record) =
-                tokens.create(authority, pattern, *uses, ttl, SystemClock.unix(), &SystemRandom);
+            let unix = SystemClock.unix();
+            let present = Authorities::read(&config.state_dir, unix, &SystemRandom)?;
+            let authority = present.signer().fingerprint();
+            let (token, record) = tokens.create(authority, pattern, *uses, ttl, unix, &SystemRandom);
             serde_json::to_value(TokenView::new(&token, record))?
         }
         Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| no_token(id))? }),

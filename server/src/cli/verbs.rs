@@ -12,6 +12,7 @@ use super::config::{ConfigVerb, check_config, configure};
 use super::diagnosis::{self, HealthOptions, ReportOptions};
 use super::isolation::check_isolation;
 use super::pool::{PoolVerb, pool};
+use super::rotate::rotate;
 use super::several::{ps, stop, top};
 use super::show::{self, Output};
 use super::stats::{StatsOptions, stats};
@@ -72,7 +73,7 @@ pub enum Verb {
     ///
     /// The command lists the archive's files before it writes.
     Report(ReportOptions),
-    /// Create, export or import the pool's certificate authority
+    /// Create, export, import or replace the pool's certificate authority
     Pool {
         /// Verb for the pool
         #[command(subcommand)]
@@ -223,6 +224,7 @@ impl Verb {
             }
             Self::Report(options) => diagnosis::report(out, server, options),
             Self::CheckConfig { explain } => check_config(out, file, server.config()?, *explain),
+            Self::Pool { verb: PoolVerb::Rotate { verb } } => rotate(out, server, verb),
             Self::Pool { verb } => pool(out, server.config()?, verb),
             Self::Token { verb } => token(out, server, verb),
             Self::Admin { verb } => administrators(out, server, verb),
@@ -279,7 +281,7 @@ impl Verb {
             Self::CheckConfig { .. } => {
                 Some("a configuration is checked on its own host, whose driver and folders it names")
             }
-            Self::Pool { .. } => Some("a pool's authority is kept on its servers' own disks"),
+            Self::Pool { .. } => Some(admin::KEPT_HERE),
             _ => None,
         }
     }

@@ -23,6 +23,10 @@ pub struct AdministratorRecord {
     pub since_unix: u64,
     /// Whether the certificate is revoked.
     pub revoked: bool,
+    /// SHA-256 of the authority that issued the certificate, in hex; empty in records of earlier
+    /// versions.
+    #[serde(default)]
+    pub authority: String,
 }
 
 /// All administrators that this server knows, by name.
@@ -73,22 +77,37 @@ impl Administrators {
         }
         let order = Order { role: Role::Administrator, name, life: ADMINISTRATOR_TTL, identity: None };
         let issued = authority.issue(csr_pem, &order, unix, random)?;
-        self.put(name, &issued.fingerprint, unix);
+        self.put(name, &issued.fingerprint, unix, &HEXLOWER.encode(&authority.fingerprint()));
         Ok(issued.pem)
     }
 
-    fn put(&mut self, name: &str, certificate: &[u8; 32], since_unix: u64) {
-        let certificate = HEXLOWER.encode(certificate);
-        self.0.insert(name.into(), AdministratorRecord { certificate, since_unix, revoked: false });
+    fn put(&mut self, name: &str, certificate: &[u8; 32], since_unix: u64, authority: &str) {
+        let (certificate, authority) = (HEXLOWER.encode(certificate), authority.into());
+        let record = AdministratorRecord { certificate, since_unix, revoked: false, authority };
+        self.0.insert(name.into(), record);
+    }
+
+    /// Completes records of earlier versions by the authority of that time.
+    pub fn complete(&mut self, authority: &str) {
+        for record in self.0.values_mut().filter(|record| record.authority.is_empty()) {
+            authority.clone_into(&mut record.authority);
+        }
+    }
+
+    /// Lists the administrators with a valid certificate of another authority than this one.
+    pub fn of_others(&self, authority: &str) -> Vec<String> {
+        let other = |(_, r): &(&String, &AdministratorRecord)| !r.revoked && r.authority != authority;
+        self.0.iter().filter(other).map(|(name, _)| name.clone()).collect()
     }
 
     /// Returns the administrator of a certificate, and whether the certificate is new here.
     ///
-    /// The pool's authority has signed it.
+    /// `authority` has signed it, one of the pool's.
     pub fn admit(
         &mut self,
         certificate: &[u8; 32],
         holder: Option<&Holder>,
+        authority: &str,
     ) -> Result<(String, bool), NotAdmitted> {
         let holder = holder.filter(|h| h.role == Role::Administrator).ok_or(NotAdmitted::Other)?;
         let name = holder.name.clone();
@@ -98,7 +117,7 @@ impl Administrators {
             }
             Some(known) if holder.issued_unix <= known.since_unix => Err(NotAdmitted::Revoked(name)),
             _ => {
-                self.put(&name, certificate, holder.issued_unix);
+                self.put(&name, certificate, holder.issued_unix, authority);
                 Ok((name, true))
             }
         }
@@ -112,6 +131,7 @@ impl Administrators {
             certificate: String::new(),
             since_unix: 0,
             revoked: true,
+            authority: String::new(),
         });
         record.revoked = true;
         record.since_unix = record.since_unix.max(unix);
@@ -135,22 +155,27 @@ mod tests {
     #[test]
     fn administrator_certificates_are_admitted_until_revoked() {
         let mut all = Administrators::default();
-        all.put("alice", &[1; 32], 10);
+        all.put("alice", &[1; 32], 10, "a1");
         let alice = |issued| holder(Role::Administrator, "alice", issued);
-        assert_eq!(all.admit(&[1; 32], Some(&alice(10))), Ok(("alice".into(), false)));
+        assert_eq!(all.admit(&[1; 32], Some(&alice(10)), "a1"), Ok(("alice".into(), false)));
         for other in [None, Some(&holder(Role::Client, "alice", 99))] {
-            assert_eq!(all.admit(&[1; 32], other), Err(NotAdmitted::Other));
+            assert_eq!(all.admit(&[1; 32], other, "a1"), Err(NotAdmitted::Other));
         }
         let revoked = Err(NotAdmitted::Revoked("alice".into()));
-        assert_eq!(all.admit(&[2; 32], Some(&alice(10))), revoked, "one that was replaced");
+        assert_eq!(all.admit(&[2; 32], Some(&alice(10)), "a1"), revoked, "one that was replaced");
         assert!(all.revoke("alice", 20));
-        assert_eq!(all.admit(&[1; 32], Some(&alice(10))), revoked);
-        assert_eq!(all.admit(&[3; 32], Some(&alice(20))), revoked, "another server's, of before");
-        assert_eq!(all.admit(&[3; 32], Some(&alice(21))), Ok(("alice".into(), true)));
-        assert_eq!(all.admit(&[1; 32], Some(&alice(10))), revoked);
+        assert_eq!(all.admit(&[1; 32], Some(&alice(10)), "a1"), revoked);
+        assert_eq!(all.admit(&[3; 32], Some(&alice(20)), "a1"), revoked, "another server's, of before");
+        assert_eq!(all.admit(&[3; 32], Some(&alice(21)), "a1"), Ok(("alice".into(), true)));
+        assert_eq!(all.admit(&[1; 32], Some(&alice(10)), "a1"), revoked);
+        assert_eq!((all.of_others("a2"), all.of_others("a1")), (vec!["alice".to_owned()], Vec::new()));
+        let old = serde_json::to_string(&all).unwrap().replace("\"authority\":\"a1\"", "\"authority\":\"\"");
+        let mut old: Administrators = serde_json::from_str(&old).unwrap();
+        old.complete("a2");
+        assert_eq!(old.of_others("a2"), <[String; 0]>::default(), "records of an earlier version");
         // A name of which this server has seen no certificate.
         assert!(!all.revoke("bob", 20));
         let bob = holder(Role::Administrator, "bob", 15);
-        assert_eq!(all.admit(&[4; 32], Some(&bob)), Err(NotAdmitted::Revoked("bob".into())));
+        assert_eq!(all.admit(&[4; 32], Some(&bob), "a1"), Err(NotAdmitted::Revoked("bob".into())));
     }
 }

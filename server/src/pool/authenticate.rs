@@ -7,7 +7,7 @@ use tonic::{Request, Status};
 use tracing::{error, info, warn};
 
 use super::administrators::NotAdmitted;
-use super::clients::{Refusal, Seen};
+use super::clients::{Clients, Refusal, Seen};
 use super::status::{beyond, refused, stored};
 use super::{Pool, locked, run_detached};
 use crate::certificate::{Holder, Role, day};
@@ -15,10 +15,14 @@ use crate::connections::Certificate;
 pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
 
+/// Most authorities that a client may report as trusted.
+const MAX_TRUSTED: usize = 8;
+
 impl Pool {
     /// Returns the administrator behind a call over the network.
     pub async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         let shown = peer(request).and_then(Peer::certificate);
+        let authority = shown.map(|shown| self.issuer(shown)).transpose()?.unwrap_or_default();
         if let Some(holder) = shown.and_then(|c| c.holder.as_ref()).filter(|h| h.expired(self.clock.unix())) {
             return Err(Status::permission_denied(format!(
                 "the certificate of administrator {0:?} expired on {1}; on a server of the pool, `gpuserver admin revoke {0}` \
@@ -30,7 +34,8 @@ impl Pool {
         let admitted = {
             let mut all = locked(&self.administrators);
             let certificate = shown.map(|c| (&c.fingerprint, c.holder.as_ref()));
-            let admitted = certificate.map_or(Err(NotAdmitted::Other), |(print, who)| all.admit(print, who));
+            let admitted =
+                certificate.map_or(Err(NotAdmitted::Other), |(print, who)| all.admit(print, who, &authority));
             if matches!(admitted, Ok((_, true))) {
                 self.administrator_file.changed();
             }
@@ -54,23 +59,30 @@ impl Pool {
     /// Returns the client of a certificate, whichever server of the pool it joined through.
     async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
         let unix = self.clock.unix();
+        let authority = self.authorities.present().named(certificate.issuer);
         let (client, what) = {
             let mut clients = locked(&self.clients);
             let known = clients.identify(&certificate.fingerprint, unix);
             let holder = certificate.holder.as_ref().filter(|holder| holder.role == Role::Client);
+            let complete = |clients: &mut Clients| {
+                let authority = authority.clone();
+                holder.is_some_and(|h| clients.complete(&certificate.fingerprint, h, authority, unix))
+            };
             match (known, holder) {
-                (Ok((name, false)), holder) => {
-                    if holder.is_some_and(|h| clients.complete(&certificate.fingerprint, h)) {
+                (Ok((name, false)), _) => {
+                    if complete(&mut clients) {
                         self.client_file.changed();
                     }
                     return Ok(name);
                 }
                 (Ok((name, true)), _) => {
+                    complete(&mut clients);
                     self.client_file.changed();
                     (name, "uses its renewed certificate")
                 }
                 (Err(Refusal::Unknown), Some(holder)) => {
                     clients.introduce(&certificate.fingerprint, holder, unix)?;
+                    complete(&mut clients);
                     self.client_file.changed();
                     (
                         holder.name.clone(),
@@ -138,6 +150,7 @@ impl Pool {
             }
             return Err(Status::unauthenticated(why));
         }
+        self.issuer(certificate)?;
         let client = self.identify(certificate).await.map_err(refused)?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
@@ -147,6 +160,40 @@ impl Pool {
             return Err(beyond(entry.exceeded(why, "retry after a second")));
         }
         self.serves(&allowed).map(|()| client)
+    }
+
+    /// Returns the authority of a certificate, as long as its certificates are valid.
+    ///
+    /// A connection may be older than the end of a rotation, which TLS does not notice.
+    fn issuer(&self, certificate: &Certificate) -> Result<String, Status> {
+        self.authorities.present().named(certificate.issuer).ok_or_else(|| {
+            Status::unauthenticated(
+                "the certificate is of an authority that the pool has replaced: for a client, an administrator runs \
+                 `gpuserver clients forget NAME` on each server and the machine joins again with a new token; for an \
+                 administrator, `gpuserver admin create NAME` on a server makes a new one",
+            )
+        })
+    }
+
+    /// Notes the authorities that a client trusts, by its own word.
+    pub(super) async fn trusts(&self, client: &str, authorities: &[Vec<u8>]) -> Result<(), Status> {
+        if authorities.len() > MAX_TRUSTED || authorities.iter().any(|fingerprint| fingerprint.len() != 32) {
+            return Err(Status::invalid_argument("the list of authorities is malformed"));
+        }
+        let mut trusted: Vec<_> = authorities.iter().map(|f| data_encoding::HEXLOWER.encode(f)).collect();
+        trusted.sort();
+        let changed = {
+            let mut clients = locked(&self.clients);
+            let changed = clients.trusts(client, trusted);
+            if changed {
+                self.client_file.changed();
+            }
+            changed
+        };
+        if changed {
+            self.store_clients().await.map_err(stored)?;
+        }
+        Ok(())
     }
 
     /// Checks that the limit `servers` allows this server.

@@ -1,4 +1,4 @@
-//! The pool's own certificate authority, in `ca/` of the state directory.
+//! A certificate authority of the pool: one, and two during a rotation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
 use time::OffsetDateTime;
 
-use crate::certificate::{CLOCK_SKEW_GRACE, Role, expiry, fingerprint};
+use crate::certificate::{CLOCK_SKEW_GRACE, Role, expiry, fingerprint, subject};
 use crate::clock::{self, Clock as _, Random, SystemClock};
 use crate::store::{self, StoreError};
 
@@ -39,7 +39,7 @@ pub enum AuthorityError {
     #[error("{} holds no pool authority; make one with `gpuserver pool init`", .0.display())]
     Missing(PathBuf),
     /// The authority exists already.
-    #[error("{} holds a pool authority already; clients trust it, so it is never replaced", .0.display())]
+    #[error("{} holds a pool authority already, which clients trust; `gpuserver pool rotate` replaces it", .0.display())]
     Exists(PathBuf),
     /// A file of the authority is unreadable or malformed.
     #[error("{}: {reason}", path.display())]
@@ -75,10 +75,29 @@ pub fn requested_key(csr_pem: &str) -> Result<[u8; 32], AuthorityError> {
 
 /// The authority that signs the certificates of a pool's servers, clients and administrators.
 pub struct Authority {
-    folder: PathBuf,
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
     pem: String,
+}
+
+/// Base names of an authority's two files, a certificate and a key, in the folder `ca`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The authority of the pool; in a rotation, the old one.
+    Present,
+    /// The new authority of a rotation.
+    Next,
+}
+
+impl Place {
+    /// Returns the paths of certificate and key.
+    pub fn files(self, folder: &Path) -> [PathBuf; 2] {
+        let name = match self {
+            Self::Present => "authority",
+            Self::Next => "next",
+        };
+        [folder.join(name).with_extension("pem"), folder.join(name).with_extension("key")]
+    }
 }
 
 /// A certificate that was just issued.
@@ -104,7 +123,8 @@ pub struct Order<'a> {
     pub identity: Option<&'a [u8; 32]>,
 }
 
-fn folder(state_dir: &Path) -> PathBuf {
+/// Returns the folder of the pool's authorities.
+pub fn folder(state_dir: &Path) -> PathBuf {
     state_dir.join("ca")
 }
 
@@ -127,17 +147,32 @@ fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
 impl Authority {
     /// Creates the authority of a new pool.
     pub fn init(state_dir: &Path, pool: &str, random: &dyn Random) -> Result<Self, AuthorityError> {
+        Self::generate(pool, SystemClock.unix(), random)?.keep(state_dir)
+    }
+
+    /// Makes an authority, whose name no other authority of the pool has.
+    pub fn generate(pool: &str, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
-        named(&mut params, &format!("gpusession pool {pool}"), random);
-        validity(&mut params, SystemClock.unix(), AUTHORITY_TTL);
+        let number: [u8; 4] = clock::bytes(random);
+        let number = data_encoding::HEXLOWER.encode(&number);
+        named(&mut params, &format!("gpusession pool {pool} {number}"), random);
+        validity(&mut params, unix, AUTHORITY_TTL);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let certificate = params.self_signed(&key)?;
-        Self::keep(state_dir, &certificate.pem(), &key.serialize_pem())
+        Self::new(certificate.pem(), key)
     }
 
-    fn keep(state_dir: &Path, pem: &str, key_pem: &str) -> Result<Self, AuthorityError> {
+    fn new(pem: String, key: KeyPair) -> Result<Self, AuthorityError> {
+        let unfit = |e: String| AuthorityError::Import(e);
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| unfit(e.to_string()))?;
+        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| unfit(e.to_string()))?;
+        Ok(Self { issuer, der, pem })
+    }
+
+    /// Stores the authority of a server that has none.
+    pub fn keep(self, state_dir: &Path) -> Result<Self, AuthorityError> {
         let folder = folder(state_dir);
         if folder.join("authority.key").exists() {
             return Err(AuthorityError::Exists(folder));
@@ -148,10 +183,16 @@ impl Authority {
             .mode(0o700)
             .create(&folder)
             .map_err(|error| StoreError::Io { path: folder.clone(), error })?;
-        store::write_bytes(&folder.join("authority.pem"), pem.as_bytes(), 0o644)?;
+        self.write(&folder, Place::Present)?;
+        Ok(self)
+    }
+
+    /// Writes certificate and key.
+    pub fn write(&self, folder: &Path, place: Place) -> Result<(), StoreError> {
+        let [pem, key] = place.files(folder);
+        store::write_bytes(&pem, self.pem.as_bytes(), 0o644)?;
         // Last, since the key marks the authority as complete.
-        store::write_bytes(&folder.join("authority.key"), key_pem.as_bytes(), 0o600)?;
-        Self::open(state_dir)
+        store::write_bytes(&key, self.issuer.key().serialize_pem().as_bytes(), 0o600)
     }
 
     /// Returns certificate and key, for [`Authority::import`] on another server of the pool.
@@ -159,39 +200,67 @@ impl Authority {
         format!("{}{}", self.pem, self.issuer.key().serialize_pem())
     }
 
-    /// Stores the authority that another server of the pool exported.
-    pub fn import(state_dir: &Path, exported: &str) -> Result<Self, AuthorityError> {
+    /// Reads certificate and key from the text of [`Authority::export`]; returns the rest of it.
+    pub fn exported(text: &str) -> Result<(Self, &str), AuthorityError> {
+        const KEY_ENDS: &str = "-----END PRIVATE KEY-----";
         let not = |what: String| AuthorityError::Import(what);
-        let der = CertificateDer::from_pem_slice(exported.as_bytes()).map_err(|e| not(e.to_string()))?;
-        let begin =
-            exported.find("-----BEGIN PRIVATE KEY-----").ok_or_else(|| not("it has no key".into()))?;
-        let (pem, key_pem) = exported.split_at(begin);
+        let begin = text.find("-----BEGIN PRIVATE KEY-----").ok_or_else(|| not("it has no key".into()))?;
+        let end = text.find(KEY_ENDS).map(|at| at + KEY_ENDS.len()).filter(|end| *end > begin);
+        let end = end.ok_or_else(|| not("its key has no end".into()))?;
+        let (pem, key_pem, rest) = (&text[..begin], &text[begin..end], &text[end..]);
         let key = KeyPair::from_pem(key_pem).map_err(|e| not(e.to_string()))?;
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| not(e.to_string()))?;
         let (_, certificate) = x509_parser::parse_x509_certificate(&der).map_err(|e| not(e.to_string()))?;
         if certificate.public_key().raw != key.subject_public_key_info() || !certificate.is_ca() {
             return Err(not("its certificate and key are not those of one authority".into()));
         }
-        Self::keep(state_dir, pem, key_pem)
+        Ok((Self::new(pem.trim_start().to_owned(), key)?, rest))
     }
 
-    /// Opens the authority of an existing pool.
+    /// Stores the authority that another server of the pool exported.
+    pub fn import(state_dir: &Path, exported: &str) -> Result<Self, AuthorityError> {
+        Self::exported(exported)?.0.keep(state_dir)
+    }
+
+    /// Opens the authority of an existing pool; in a rotation, the old one.
     pub fn open(state_dir: &Path) -> Result<Self, AuthorityError> {
-        let folder = folder(state_dir);
-        let (pem_path, key_path) = (folder.join("authority.pem"), folder.join("authority.key"));
+        Self::read(&folder(state_dir), Place::Present)
+    }
+
+    /// Reads certificate and key.
+    pub fn read(folder: &Path, place: Place) -> Result<Self, AuthorityError> {
+        Self::read_files(folder, place.files(folder))
+    }
+
+    /// Reads certificate and key from two files.
+    pub fn read_files(folder: &Path, [pem_path, key_path]: [PathBuf; 2]) -> Result<Self, AuthorityError> {
         let unusable = |path: &Path, reason: String| AuthorityError::Unusable { path: path.into(), reason };
         let read = |path: &Path| match fs::read_to_string(path) {
             Ok(text) => Ok(text),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                Err(AuthorityError::Missing(folder.clone()))
-            }
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(AuthorityError::Missing(folder.into())),
             Err(e) => Err(unusable(path, e.to_string())),
         };
         let (pem, key) = (read(&pem_path)?, read(&key_path)?);
         let key = KeyPair::from_pem(&key).map_err(|e| unusable(&key_path, e.to_string()))?;
-        let der =
-            CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| unusable(&pem_path, e.to_string()))?;
-        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| unusable(&pem_path, e.to_string()))?;
-        Ok(Self { folder, issuer, der, pem })
+        Self::new(pem, key).map_err(|e| match e {
+            AuthorityError::Import(reason) => unusable(&pem_path, reason),
+            e => e,
+        })
+    }
+
+    /// Confirms another authority: returns a certificate that names it, and belongs to no key.
+    pub fn confirm(&self, other: &Self, unix: u64, random: &dyn Random) -> Result<String, AuthorityError> {
+        let mut params = CertificateParams::new(vec![join::authority(&other.fingerprint())])?;
+        named(&mut params, "confirmation of another authority", random);
+        validity(&mut params, unix, AUTHORITY_TTL);
+        params.use_authority_key_identifier_extension = true;
+        // No process keeps the key, so that no process can use the certificate for a connection.
+        Ok(params.signed_by(&KeyPair::generate()?, &self.issuer)?.pem())
+    }
+
+    /// Returns the SHA-256 of the name that its certificates have as issuer.
+    pub fn name(&self) -> Option<[u8; 32]> {
+        subject(&self.der)
     }
 
     /// Returns the authority's certificate in PEM.
@@ -207,6 +276,19 @@ impl Authority {
     /// Returns the end of the authority's certificate, in seconds since 1970.
     pub fn expires_unix(&self) -> u64 {
         expiry(&self.der).unwrap_or(u64::MAX)
+    }
+
+    /// Returns `true` if a client that sends this name (DER) trusts the authority.
+    ///
+    /// A client that joins sends [`join::pinned`] instead of the authority's own name.
+    pub fn is_named(&self, name: &[u8]) -> bool {
+        self.name() == Some(fingerprint(name)) || name == join::pinned(&self.fingerprint())
+    }
+
+    /// Returns the begin of the authority's certificate, in seconds since 1970.
+    pub fn begins_unix(&self) -> u64 {
+        let parsed = x509_parser::parse_x509_certificate(&self.der).ok();
+        parsed.and_then(|(_, c)| u64::try_from(c.validity().not_before.timestamp()).ok()).unwrap_or(0)
     }
 
     /// Returns the authority's certificate.
@@ -258,7 +340,6 @@ impl Authority {
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = params.signed_by(&key, &self.issuer)?;
-        store::write_bytes(&self.folder.join("server.pem"), certificate.pem().as_bytes(), 0o644)?;
         let key = PrivateKeyDer::try_from(key.serialize_der())
             .map_err(|e| rustls::Error::General(e.to_string()))?;
         let chain = vec![certificate.der().clone(), self.der.clone()];

@@ -20,6 +20,8 @@ pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// Other processes that use the identity read the successor within that time.
 pub const OVERLAP_GRACE: Duration = Duration::from_secs(3600);
+/// Time after which a record of the latest call is written again, in seconds.
+const SEEN_STEP: u64 = 24 * 3600;
 /// Time before the end of a client's certificate from which the server warns.
 ///
 /// A daemon renews earlier, so that this one does not.
@@ -44,6 +46,15 @@ pub struct ClientRecord {
     /// End of the certificate, in seconds since 1970; 0 in records of earlier versions.
     #[serde(default)]
     pub expires_unix: u64,
+    /// SHA-256 of the authority that issued the certificate, in hex; empty if unknown.
+    #[serde(default)]
+    pub authority: String,
+    /// SHA-256 of each authority that the client trusts, in hex, by its own word.
+    #[serde(default)]
+    pub trusts: Vec<String>,
+    /// Latest call, a day less exact, in seconds since 1970; 0: unknown.
+    #[serde(default)]
+    pub seen_unix: u64,
     /// A renewed certificate that the client has not used yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<Dated>,
@@ -196,18 +207,51 @@ impl Clients {
         Self { records, forgotten, by_certificate, presence: HashMap::new() }
     }
 
-    /// Completes a record of an earlier version by the facts of its certificate; `true` if it was.
-    pub fn complete(&mut self, certificate: &[u8; 32], holder: &Holder) -> bool {
+    /// Notes a call with a certificate that `authority` has issued; `true` if the record changed.
+    ///
+    /// This also completes records of earlier versions by the facts of the certificate.
+    pub fn complete(
+        &mut self,
+        certificate: &[u8; 32],
+        holder: &Holder,
+        authority: Option<String>,
+        unix: u64,
+    ) -> bool {
         let certificate = data_encoding::HEXLOWER.encode(certificate);
         let Some(record) = self.records.get_mut(&holder.name) else { return false };
-        if record.certificate != certificate || (!record.key.is_empty() && record.expires_unix != 0) {
-            return false;
+        // Once a day, since each change is written to disk.
+        let seen = unix >= record.seen_unix + SEEN_STEP;
+        if seen {
+            record.seen_unix = unix;
+        }
+        if record.certificate != certificate {
+            return seen;
+        }
+        let issued = authority.filter(|authority| *authority != record.authority);
+        let changed = seen || issued.is_some() || record.key.is_empty() || record.expires_unix == 0;
+        if let Some(authority) = issued {
+            record.authority = authority;
         }
         if record.key.is_empty() {
             record.key = data_encoding::HEXLOWER.encode(&holder.identity);
         }
         record.expires_unix = holder.expires_unix;
-        true
+        changed
+    }
+
+    /// Notes the authorities that a client trusts; `true` if they are others than before.
+    pub fn trusts(&mut self, name: &str, authorities: Vec<String>) -> bool {
+        let Some(record) = self.records.get_mut(name) else { return false };
+        let changed = record.trusts != authorities;
+        record.trusts = authorities;
+        changed
+    }
+
+    /// Counts clients of which no call is known as seen now, when a rotation begins.
+    pub fn assume_seen(&mut self, unix: u64) {
+        for record in self.records.values_mut().filter(|record| record.seen_unix == 0) {
+            record.seen_unix = unix;
+        }
     }
 
     /// Returns the part of the state that must survive a restart.
@@ -331,6 +375,9 @@ impl Clients {
             revoked: false,
             joined_unix: dated.issued_unix,
             expires_unix: dated.expires_unix,
+            authority: String::new(),
+            trusts: Vec::new(),
+            seen_unix: dated.issued_unix,
             next: None,
             previous: None,
         };
@@ -432,6 +479,9 @@ impl Clients {
             revoked: false,
             joined_unix: unix,
             expires_unix: 0,
+            authority: String::new(),
+            trusts: Vec::new(),
+            seen_unix: unix,
             next: None,
             previous: None,
         };
@@ -529,7 +579,17 @@ mod tests {
         let mut clients = Clients::new(serde_json::from_str(&old).unwrap());
         assert_eq!(clients.may_join("vm-3", &[13; 32]), Err(Refusal::Taken("vm-3".into())));
         let vm3 = |key| holder("vm-3", 1, [key; 32]);
-        assert!(clients.complete(&[0; 32], &vm3(13)) && !clients.complete(&[0; 32], &vm3(14)));
+        let mut call = |key, authority: &str, unix| {
+            clients.complete(&[0; 32], &vm3(key), Some(authority.to_owned()), unix)
+        };
+        assert!(
+            call(13, "a1", SEEN_STEP) && !call(14, "a1", SEEN_STEP + 1) && !call(14, "a1", SEEN_STEP + 2)
+        );
+        assert!(call(13, "a2", SEEN_STEP + 3) && call(13, "a2", 2 * SEEN_STEP));
+        let record = clients.list(T).remove(0).record;
+        assert_eq!((record.authority.as_str(), record.seen_unix), ("a2", 2 * SEEN_STEP));
+        assert!(!clients.complete(&[9; 32], &vm3(13), Some("a1".into()), 2 * SEEN_STEP), "an older one");
+        assert!(clients.trusts("vm-3", vec!["a1".into()]) && !clients.trusts("vm-3", vec!["a1".into()]));
         assert_eq!(clients.list(T)[0].record.expires_unix, 101);
         assert_eq!(clients.may_join("vm-3", &[13; 32]), Ok(()));
     }

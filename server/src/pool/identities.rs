@@ -42,7 +42,7 @@ impl Ending {
     /// Returns the period in which one warning is enough, and the remedy.
     fn remedy(&self) -> (u64, &'static str) {
         match self.role {
-            "authority" => (30 * DAY, "plan a new pool: clients have to join it"),
+            "authority" => (30 * DAY, "replace it with `gpuserver pool rotate begin`"),
             "server" => (DAY, "the server tries again each hour; its journal has the reason"),
             _ => (
                 DAY,
@@ -81,7 +81,7 @@ impl Warned {
 impl Pool {
     /// Renews the server's certificate if that is due, and warns of certificates that end.
     pub(super) fn watch_identities(&self, unix: u64) {
-        match self.certificate.keep(&self.authority, unix, self.random.as_ref()) {
+        match self.certificate.keep(unix, self.random.as_ref()) {
             None => {}
             Some(Ok(until)) => info!(
                 message_id = Said::IdentityRenewed.id(),
@@ -131,7 +131,7 @@ impl Pool {
 
     /// Returns the end of the authority's certificate, in seconds since 1970.
     pub fn authority_expires_unix(&self) -> u64 {
-        self.authority.expires_unix()
+        self.authorities.present().signer().expires_unix()
     }
 
     /// Lists the certificates of the pool that this server knows, with their ends.
@@ -139,7 +139,7 @@ impl Pool {
         let server = self.facts.config.name.clone();
         let own = [
             Ending { role: "server", name: server, expires_unix: self.certificate.expires_unix() },
-            Ending { role: "authority", name: String::new(), expires_unix: self.authority.expires_unix() },
+            Ending { role: "authority", name: String::new(), expires_unix: self.authority_expires_unix() },
         ];
         let clients = locked(&self.clients).ending(u64::MAX);
         let client = |(name, expires_unix)| Ending { role: "client", name, expires_unix };

@@ -3,6 +3,7 @@
 pub mod administrators;
 mod allowance;
 mod authenticate;
+pub mod authorities;
 pub mod ca;
 pub mod clients;
 mod describe;
@@ -12,6 +13,7 @@ pub mod idle_actions;
 pub mod parking;
 pub mod readings;
 mod reload;
+pub mod rotation;
 mod status;
 pub mod tls;
 pub mod tokens;
@@ -25,6 +27,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use data_encoding::HEXLOWER;
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::join::JoinToken;
@@ -36,7 +39,7 @@ use tracing::{info, warn};
 
 use self::administrators::{Administrators, NotIssued};
 use self::allowance::Allowance;
-use self::ca::Authority;
+use self::authorities::Authorities;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
 use self::grpc::watch::workers_ready;
@@ -108,7 +111,7 @@ pub struct Pool {
     monitor: Monitor,
     accounting: Accounting,
     audit: Audit,
-    authority: Authority,
+    authorities: Arc<Authorities>,
     certificate: Arc<ServerCertificate>,
     /// Warnings about certificates.
     warned: Mutex<Warned>,
@@ -160,14 +163,20 @@ impl Pool {
         registry: Arc<dyn Registry>,
         supervisor: Supervisor,
         monitor: Monitor,
-        (authority, certificate): (Authority, Arc<ServerCertificate>),
+        (authorities, certificate): (Arc<Authorities>, Arc<ServerCertificate>),
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
         let files = Files::below(&facts.config.state_dir);
         let audit = Audit::open(&facts.config.state_dir, &facts.config.name)
             .map_err(|error| StoreError::Io { path: facts.config.state_dir.join("audit"), error })?;
-        let tokens = store::read(&files.tokens)?;
+        let present = authorities.present();
+        // Earlier versions had one authority, and named it nowhere.
+        let old = HEXLOWER.encode(&present.old().fingerprint());
+        let mut tokens: Tokens = store::read(&files.tokens)?;
+        tokens.complete(&old);
+        let mut administrators: Administrators = store::read(&files.administrators)?;
+        administrators.complete(&old);
         let clients = Clients::new(store::read(&files.clients)?);
         let config = Mutex::new(Arc::new(facts.config.clone()));
         let endpoints = Endpoints::new(&supervisor, clock.clone(), random.clone());
@@ -179,12 +188,12 @@ impl Pool {
             audit,
             supervisor,
             monitor,
-            authority,
+            authorities,
             certificate,
             warned: Mutex::default(),
             token_file: Shared::new(files.tokens),
             client_file: Shared::new(files.clients),
-            administrators: Mutex::new(store::read(&files.administrators)?),
+            administrators: Mutex::new(administrators),
             administrator_file: Shared::new(files.administrators),
             rates: Mutex::default(),
             tokens: Mutex::new(tokens),
@@ -333,7 +342,12 @@ impl Pool {
 
     /// Returns the SHA-256 of the authority's certificate.
     pub fn authority_fingerprint(&self) -> [u8; 32] {
-        self.authority.fingerprint()
+        self.authorities.present().signer().fingerprint()
+    }
+
+    /// Returns the pool's authorities.
+    pub fn authorities(&self) -> &Arc<Authorities> {
+        &self.authorities
     }
 
     /// Returns the leases of this server.
@@ -460,7 +474,7 @@ impl Pool {
     ) -> Result<(JoinToken, TokenRecord), StoreError> {
         let made = {
             let mut tokens = locked(&self.tokens);
-            let (authority, now) = (self.authority.fingerprint(), self.clock.unix());
+            let (authority, now) = (self.authority_fingerprint(), self.clock.unix());
             let made = tokens.create(authority, pattern, uses, ttl, now, self.random.as_ref());
             self.token_file.changed();
             made
@@ -478,16 +492,17 @@ impl Pool {
         self.administrator_file.store(|| store::text(&*locked(&self.administrators))).await
     }
 
-    /// Signs an administrator's request; returns the certificate and the authority's.
+    /// Signs an administrator's request; returns the certificate and those of the authorities.
     pub async fn create_administrator(
         &self,
         name: &str,
         csr_pem: &str,
     ) -> Result<Result<(String, String), NotIssued>, StoreError> {
+        let present = self.authorities.present();
         let issued = {
             let mut all = locked(&self.administrators);
             let (now, random) = (self.clock.unix(), self.random.as_ref());
-            let issued = all.issue(&self.authority, name, csr_pem, now, random);
+            let issued = all.issue(present.signer(), name, csr_pem, now, random);
             self.administrator_file.changed();
             issued
         };
@@ -495,7 +510,7 @@ impl Pool {
         if issued.is_ok() {
             info!("administrator {name}: certificate issued");
         }
-        Ok(issued.map(|pem| (pem, self.authority.pem().into())))
+        Ok(issued.map(|pem| (pem, present.certificates())))
     }
 
     /// Revokes an administrator. Returns `true` if this server knew the name.

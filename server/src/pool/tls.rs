@@ -1,18 +1,18 @@
 //! TLS of the control port: the server's own certificate, and the certificates that it accepts.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::time_provider::TimeProvider;
-use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig, SignatureScheme,
-};
+use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
 
+use super::authorities::Authorities;
 use super::ca::{Authority, AuthorityError};
 use super::locked;
 use crate::certificate::expiry;
@@ -23,13 +23,15 @@ const RENEWAL_AGE: u64 = 10 * 24 * 3600;
 /// Pause after a failed replacement.
 const RETRY: u64 = 3600;
 
-/// The server's certificate and key, which never leave this process.
+/// The server's certificates and keys, which never leave this process: one of each authority.
 ///
 /// New connections get the newest one; connections that exist are not touched.
 #[derive(Debug)]
 pub struct ServerCertificate {
     name: String,
-    shown: Mutex<Shown>,
+    authorities: Arc<Authorities>,
+    /// By the authority's fingerprint.
+    shown: Mutex<BTreeMap<[u8; 32], Shown>>,
 }
 
 #[derive(Debug)]
@@ -39,52 +41,83 @@ struct Shown {
     expires_unix: u64,
 }
 
-impl ServerCertificate {
-    /// Makes the first certificate.
-    pub fn new(
+impl Shown {
+    fn new(
         authority: &Authority,
         name: &str,
         unix: u64,
         random: &dyn Random,
     ) -> Result<Self, AuthorityError> {
         let (key, expires_unix) = authority.server_key(name, unix, random)?;
-        let shown = Shown { key: Arc::new(key), renew_unix: unix + RENEWAL_AGE, expires_unix };
-        Ok(Self { name: name.into(), shown: Mutex::new(shown) })
+        Ok(Self { key: Arc::new(key), renew_unix: unix + RENEWAL_AGE, expires_unix })
     }
+}
 
-    /// Replaces the certificate if it is due. Returns its end, or `None` if nothing was due.
-    pub fn keep(
-        &self,
-        authority: &Authority,
+impl ServerCertificate {
+    /// Makes the first certificates.
+    pub fn new(
+        authorities: Arc<Authorities>,
+        name: &str,
         unix: u64,
         random: &dyn Random,
-    ) -> Option<Result<u64, AuthorityError>> {
-        if unix < locked(&self.shown).renew_unix {
-            return None;
-        }
-        let made = authority.server_key(&self.name, unix, random);
-        let mut shown = locked(&self.shown);
-        Some(match made {
-            Ok((key, expires_unix)) => {
-                *shown = Shown { key: Arc::new(key), renew_unix: unix + RENEWAL_AGE, expires_unix };
-                Ok(expires_unix)
-            }
-            Err(e) => {
-                shown.renew_unix = unix + RETRY;
-                Err(e)
-            }
-        })
+    ) -> Result<Self, AuthorityError> {
+        let made = Self { name: name.into(), authorities, shown: Mutex::default() };
+        made.keep(unix, random).map_or(Ok(made.expires_unix()), |kept| kept)?;
+        Ok(made)
     }
 
-    /// Returns the certificate's end, in seconds since 1970.
+    /// Replaces the certificates that are due. Returns the end of the signing authority's, or
+    /// `None` if nothing was due.
+    pub fn keep(&self, unix: u64, random: &dyn Random) -> Option<Result<u64, AuthorityError>> {
+        let present = self.authorities.present();
+        let mut kept = None;
+        for authority in present.all() {
+            let fingerprint = authority.fingerprint();
+            if locked(&self.shown).get(&fingerprint).is_some_and(|shown| unix < shown.renew_unix) {
+                continue;
+            }
+            let made = Shown::new(authority, &self.name, unix, random);
+            let mut all = locked(&self.shown);
+            kept = Some(match made {
+                Ok(shown) => {
+                    all.insert(fingerprint, shown);
+                    Ok(())
+                }
+                Err(e) => {
+                    if let Some(shown) = all.get_mut(&fingerprint) {
+                        shown.renew_unix = unix + RETRY;
+                    }
+                    Err(e)
+                }
+            });
+            if matches!(kept, Some(Err(_))) {
+                break;
+            }
+        }
+        locked(&self.shown).retain(|known, _| present.all().any(|a| a.fingerprint() == *known));
+        kept.map(|kept| kept.map(|()| self.expires_unix()))
+    }
+
+    /// Returns the end of the signing authority's certificate, in seconds since 1970.
     pub fn expires_unix(&self) -> u64 {
-        locked(&self.shown).expires_unix
+        let signer = self.authorities.present().signer().fingerprint();
+        locked(&self.shown).get(&signer).map_or(0, |shown| shown.expires_unix)
     }
 }
 
 impl ResolvesServerCert for ServerCertificate {
-    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(locked(&self.shown).key.clone())
+    /// Shows a certificate of an authority that the client names.
+    ///
+    /// Earlier versions of clients, and administrators, name none: until a rotation is finished,
+    /// they get the old one. So a peer that has not heard of the rotation knows this server.
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let present = self.authorities.present();
+        let names = hello.certificate_authorities().unwrap_or_default();
+        let named = |a: &&Authority| names.iter().any(|name| a.is_named(name.as_ref()));
+        let authority = present.all().find(named).unwrap_or(present.old());
+        let shown = locked(&self.shown);
+        let shown = shown.get(&authority.fingerprint()).or_else(|| shown.values().next())?;
+        Some(shown.key.clone())
     }
 }
 
@@ -103,24 +136,25 @@ impl TimeProvider for TlsClock {
     }
 }
 
-/// Accepts certificates of the pool's authority, expired ones too.
+/// Accepts certificates of the pool's present authorities, expired ones too.
 ///
 /// A TLS alert would tell the holder little. The control service refuses an expired certificate
 /// with the reason and the remedy, and renews it for some time.
 #[derive(Debug)]
-struct OfThisPool(Arc<dyn ClientCertVerifier>);
+struct OfThisPool(Arc<Authorities>);
 
 impl ClientCertVerifier for OfThisPool {
     fn offer_client_auth(&self) -> bool {
-        self.0.offer_client_auth()
+        true
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        self.0.client_auth_mandatory()
+        false
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.0.root_hint_subjects()
+        // The authorities change; clients have one certificate, and need no hint.
+        &[]
     }
 
     fn verify_client_cert(
@@ -129,7 +163,9 @@ impl ClientCertVerifier for OfThisPool {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.0.verify_client_cert(end_entity, intermediates, now);
+        let present = self.0.present();
+        let verifier = present.verifier();
+        let verified = verifier.verify_client_cert(end_entity, intermediates, now);
         let Err(rustls::Error::InvalidCertificate(
             CertificateError::Expired | CertificateError::ExpiredContext { .. },
         )) = verified
@@ -138,7 +174,7 @@ impl ClientCertVerifier for OfThisPool {
         };
         let Some(end) = expiry(end_entity) else { return verified };
         let end = UnixTime::since_unix_epoch(Duration::from_secs(end));
-        self.0.verify_client_cert(end_entity, intermediates, end)
+        verifier.verify_client_cert(end_entity, intermediates, end)
     }
 
     fn verify_tls12_signature(
@@ -147,7 +183,7 @@ impl ClientCertVerifier for OfThisPool {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
+        self.0.present().verifier().verify_tls12_signature(message, certificate, signature)
     }
 
     fn verify_tls13_signature(
@@ -156,11 +192,11 @@ impl ClientCertVerifier for OfThisPool {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
+        self.0.present().verifier().verify_tls13_signature(message, certificate, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
+        self.0.present().verifier().supported_verify_schemes()
     }
 }
 
@@ -168,20 +204,14 @@ impl ClientCertVerifier for OfThisPool {
 ///
 /// It accepts clients of this pool, and clients without a certificate, which can only join.
 pub fn server_tls(
-    authority: &Authority,
+    authorities: Arc<Authorities>,
     shown: Arc<ServerCertificate>,
     clock: Arc<dyn Clock>,
 ) -> Result<ServerConfig, AuthorityError> {
-    let mut roots = RootCertStore::empty();
-    roots.add(authority.der().clone())?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone())
-        .allow_unauthenticated()
-        .build()
-        .map_err(|e| rustls::Error::General(e.to_string()))?;
     let mut config = ServerConfig::builder_with_details(provider, Arc::new(TlsClock(clock)))
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(Arc::new(OfThisPool(verifier)))
+        .with_client_cert_verifier(Arc::new(OfThisPool(authorities)))
         .with_cert_resolver(shown);
     config.alpn_protocols = vec![b"h2".to_vec()];
     // Connections are long-lived, so tickets for later ones are useless.
@@ -194,12 +224,14 @@ pub fn server_tls(
 mod tests {
     use gpusession_proto::join;
     use rcgen::{CertificateParams, KeyPair};
+    use rustls::client::WebPkiServerVerifier;
+    use rustls::client::danger::ServerCertVerifier;
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{PrivateKeyDer, ServerName};
-    use rustls::{ClientConfig, ClientConnection, ServerConnection};
+    use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConnection};
 
     use super::*;
-    use crate::certificate::{Role, holder};
+    use crate::certificate::{Role, holder, issuer};
     use crate::clock::SystemRandom;
     use crate::clock::testing::TestClock;
     use crate::pool::ca::{CLIENT_TTL, Order, SERVER_TTL};
@@ -209,7 +241,7 @@ mod tests {
     struct Site {
         _state: tempfile::TempDir,
         clock: Arc<TestClock>,
-        authority: Authority,
+        authorities: Arc<Authorities>,
         shown: Arc<ServerCertificate>,
         tls: Arc<ServerConfig>,
     }
@@ -218,30 +250,52 @@ mod tests {
         /// The server of a pool that was made a moment ago; its clock stands `ahead` of today.
         fn new(ahead: Duration) -> Self {
             let state = tempfile::tempdir().unwrap();
-            let authority = Authority::init(state.path(), "lab", &SystemRandom).unwrap();
+            Authority::init(state.path(), "lab", &SystemRandom).unwrap();
             let clock = Arc::new(TestClock::default());
             clock.advance(Duration::from_secs(crate::clock::SystemClock.unix() - clock.unix()) + ahead);
-            let shown = ServerCertificate::new(&authority, "gpu1", clock.unix(), &SystemRandom).unwrap();
-            let shown = Arc::new(shown);
-            let tls = Arc::new(server_tls(&authority, shown.clone(), clock.clone()).unwrap());
-            Self { _state: state, clock, authority, shown, tls }
+            let random = Arc::new(SystemRandom);
+            let authorities = Arc::new(Authorities::open(state.path(), clock.unix(), random).unwrap());
+            let shown = ServerCertificate::new(authorities.clone(), "gpu1", clock.unix(), &SystemRandom);
+            let shown = Arc::new(shown.unwrap());
+            let tls = Arc::new(server_tls(authorities.clone(), shown.clone(), clock.clone()).unwrap());
+            Self { _state: state, clock, authorities, shown, tls }
         }
 
         fn client(&self) -> Arc<ClientConfig> {
+            let present = self.authorities.present();
+            self.client_of(present.signer())
+        }
+
+        /// A client with a certificate of this authority, which trusts it and names none.
+        fn client_of(&self, authority: &Authority) -> Arc<ClientConfig> {
+            let mut roots = RootCertStore::empty();
+            roots.add(authority.der().clone()).unwrap();
+            let provider = Arc::new(rustls::crypto::ring::default_provider());
+            let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider);
+            self.client_with(authority, verifier.build().unwrap())
+        }
+
+        /// A client of the present version, which trusts these authorities.
+        fn trusting(&self, own: &Authority, trusts: &[&Authority]) -> Arc<ClientConfig> {
+            let trusts = trusts.iter().map(|authority| authority.der().clone()).collect();
+            let trusts = gpusessiond::trust::Authorities::new(trusts).unwrap();
+            self.client_with(own, trusts.verifier().unwrap())
+        }
+
+        fn client_with(&self, own: &Authority, check: Arc<dyn ServerCertVerifier>) -> Arc<ClientConfig> {
             let key = KeyPair::generate().unwrap();
             let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
             let order = Order { role: Role::Client, name: "vm-1", life: CLIENT_TTL, identity: None };
-            let issued = self.authority.issue(&csr, &order, self.clock.unix(), &SystemRandom).unwrap();
+            let issued = own.issue(&csr, &order, self.clock.unix(), &SystemRandom).unwrap();
             let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
-            let mut roots = RootCertStore::empty();
-            roots.add(self.authority.der().clone()).unwrap();
             let provider = Arc::new(rustls::crypto::ring::default_provider());
             let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
             let clock = Arc::new(TlsClock(self.clock.clone()));
             let config = ClientConfig::builder_with_details(provider, clock)
                 .with_protocol_versions(&[&rustls::version::TLS13])
                 .unwrap()
-                .with_root_certificates(roots)
+                .dangerous()
+                .with_custom_certificate_verifier(check)
                 .with_client_auth_cert(vec![der], key)
                 .unwrap();
             Arc::new(config)
@@ -289,6 +343,11 @@ mod tests {
             Ok(())
         }
 
+        /// Returns the name of the authority whose certificate the server showed.
+        fn shown(&self) -> Option<[u8; 32]> {
+            issuer(&self.client.peer_certificates().unwrap()[0])
+        }
+
         fn carries(&mut self, text: &[u8]) -> bool {
             use std::io::{Read, Write};
             self.client.writer().write_all(text).unwrap();
@@ -307,7 +366,7 @@ mod tests {
         let mut renewals = 0;
         for _ in 0..365 * 15 {
             site.clock.advance(DAY);
-            if let Some(kept) = site.shown.keep(&site.authority, site.clock.unix(), &SystemRandom) {
+            if let Some(kept) = site.shown.keep(site.clock.unix(), &SystemRandom) {
                 renewals += 1;
                 assert_eq!(kept.unwrap(), site.shown.expires_unix());
             }
@@ -332,7 +391,7 @@ mod tests {
         let site = Site::new(DAY * 365 * 3);
         let client = site.client();
         site.clock.advance(CLIENT_TTL + DAY);
-        site.shown.keep(&site.authority, site.clock.unix(), &SystemRandom).unwrap().unwrap();
+        site.shown.keep(site.clock.unix(), &SystemRandom).unwrap().unwrap();
         let connection = site.connect(&client).unwrap();
         let shown = &connection.server.peer_certificates().unwrap()[0];
         assert!(holder(shown).unwrap().expired(site.clock.unix()));
@@ -349,8 +408,47 @@ mod tests {
         let early = future.client();
         let now = Site { clock: Arc::new(TestClock::default()), ..future };
         now.clock.advance(Duration::from_secs(crate::clock::SystemClock.unix() - now.clock.unix()));
-        let tls = server_tls(&now.authority, now.shown.clone(), now.clock.clone()).unwrap();
+        let tls = server_tls(now.authorities.clone(), now.shown.clone(), now.clock.clone()).unwrap();
         let now = Site { tls: Arc::new(tls), ..now };
         assert!(now.connect(&early).is_err(), "not valid yet");
+    }
+
+    #[test]
+    fn each_peer_sees_a_certificate_of_an_authority_that_it_trusts_during_a_rotation() {
+        let site = Site::new(Duration::ZERO);
+        let unix = site.clock.unix();
+        let keep = || site.shown.keep(unix, &SystemRandom).map_or(Ok(0), |kept| kept).unwrap();
+        let early = site.client();
+        let mut held = site.connect(&early).unwrap();
+        site.authorities.begin("lab", None, unix).unwrap();
+        keep();
+        let begun = site.authorities.present();
+        let (old, new) = (begun.old(), begun.new_one().unwrap());
+        let shown = |client: &Arc<ClientConfig>| site.connect(client).map(|c| c.shown());
+        let knows_both = site.trusting(old, &[old, new]);
+        let away = site.trusting(old, &[old]);
+        for client in [&early, &knows_both, &away] {
+            assert_eq!(shown(client), Ok(old.name()), "the old authority signs");
+        }
+
+        site.authorities.switch(unix).unwrap();
+        keep();
+        // Clients of earlier versions, and those that were off, know only the old one.
+        assert_eq!((shown(&early), shown(&away)), (Ok(old.name()), Ok(old.name())));
+        assert_eq!(shown(&knows_both), Ok(new.name()));
+        let renewed = site.trusting(new, &[old, new]);
+        let joined = site.trusting(new, &[new]);
+        assert_eq!((shown(&renewed), shown(&joined)), (Ok(new.name()), Ok(new.name())));
+        // A certificate that is due is replaced for both.
+        site.clock.advance(DAY * 11);
+        let until = site.shown.keep(site.clock.unix(), &SystemRandom).unwrap().unwrap();
+        assert_eq!(until, site.clock.unix() + SERVER_TTL.as_secs());
+        assert_eq!((shown(&away), shown(&joined)), (Ok(old.name()), Ok(new.name())));
+
+        site.authorities.finish(unix).unwrap();
+        keep();
+        assert!(shown(&early).is_err() && shown(&away).is_err() && shown(&knows_both).is_err());
+        assert_eq!((shown(&renewed), shown(&joined)), (Ok(new.name()), Ok(new.name())));
+        assert!(held.carries(b"TLS leaves connections alone"));
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use data_encoding::HEXLOWER;
 use gpusession_proto::join::JoinToken;
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +22,9 @@ pub struct TokenRecord {
     pub expires_unix: u64,
     /// Time of its creation, in seconds since 1970.
     pub created_unix: u64,
+    /// SHA-256 of the authority that it pins, in hex; empty in records of earlier versions.
+    #[serde(default)]
+    pub authority: String,
 }
 
 /// Reason why a token is not accepted.
@@ -39,6 +43,11 @@ pub enum TokenError {
         "the join token has expired; ask for a new one (`gpuserver token create --ttl` sets how long it is good)"
     )]
     Expired,
+    /// It pins an authority that the pool has replaced.
+    #[error(
+        "the join token is of before the rotation of the pool's authority; ask for a new one made by `gpuserver token create`"
+    )]
+    Rotated,
     /// It is for clients with other names.
     #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
     WrongName {
@@ -78,10 +87,11 @@ impl Tokens {
             uses_left: uses,
             expires_unix: unix.saturating_add(ttl.as_secs()),
             created_unix: unix,
+            authority: HEXLOWER.encode(&authority),
         };
         // Expired tokens stay for a while, so that a refusal can give the reason.
         self.tokens.retain(|_, t| t.expires_unix + 30 * 24 * 3600 > unix);
-        self.tokens.insert(data_encoding::HEXLOWER.encode(&token.id), record.clone());
+        self.tokens.insert(HEXLOWER.encode(&token.id), record.clone());
         (token, record)
     }
 
@@ -101,14 +111,31 @@ impl Tokens {
         Some(id)
     }
 
+    /// Completes records of earlier versions by the authority of that time.
+    pub fn complete(&mut self, authority: &str) {
+        for record in self.tokens.values_mut().filter(|record| record.authority.is_empty()) {
+            authority.clone_into(&mut record.authority);
+        }
+    }
+
     /// Checks whether `name` may join with `token`, without using it.
-    pub fn check(&self, token: &JoinToken, name: &str, unix: u64) -> Result<(), TokenError> {
-        let record =
-            self.tokens.get(&data_encoding::HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
+    ///
+    /// The token has to pin `authority`, the one that signs certificates.
+    pub fn check(
+        &self,
+        token: &JoinToken,
+        name: &str,
+        authority: &[u8; 32],
+        unix: u64,
+    ) -> Result<(), TokenError> {
+        let record = self.tokens.get(&HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
         // Compared in constant time.
         let known = blake3::Hash::from_hex(&record.hash).map_err(|_| TokenError::Unknown)?;
         if hash(&token.secret) != known {
             return Err(TokenError::Unknown);
+        }
+        if record.authority != HEXLOWER.encode(authority) {
+            return Err(TokenError::Rotated);
         }
         if unix >= record.expires_unix {
             return Err(TokenError::Expired);
@@ -124,7 +151,7 @@ impl Tokens {
 
     /// Uses up a token that was checked.
     pub fn consume(&mut self, token: &JoinToken) {
-        if let Some(record) = self.tokens.get_mut(&data_encoding::HEXLOWER.encode(&token.id)) {
+        if let Some(record) = self.tokens.get_mut(&HEXLOWER.encode(&token.id)) {
             record.uses_left = record.uses_left.saturating_sub(1);
         }
     }
@@ -170,18 +197,23 @@ mod tests {
     fn each_refusal_has_its_reason() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let (token, record) = tokens.create([1; 32], "vm-*", 2, Duration::from_secs(60), 1000, &random);
-        assert!(!format!("{record:?}").contains(&data_encoding::HEXLOWER.encode(&token.secret)));
-        assert_eq!(tokens.check(&token, "vm-1", 1000), Ok(()));
-        assert!(matches!(tokens.check(&token, "db-1", 1000), Err(TokenError::WrongName { .. })));
-        assert_eq!(tokens.check(&token, "vm-1", 1060), Err(TokenError::Expired));
+        assert!(!format!("{record:?}").contains(&HEXLOWER.encode(&token.secret)));
+        assert_eq!(tokens.check(&token, "vm-1", &[1; 32], 1000), Ok(()));
+        assert!(matches!(tokens.check(&token, "db-1", &[1; 32], 1000), Err(TokenError::WrongName { .. })));
+        assert_eq!(tokens.check(&token, "vm-1", &[1; 32], 1060), Err(TokenError::Expired));
         let mut forged = token.clone();
         forged.secret[0] ^= 1;
-        assert_eq!(tokens.check(&forged, "vm-1", 1000), Err(TokenError::Unknown));
+        assert_eq!(tokens.check(&forged, "vm-1", &[1; 32], 1000), Err(TokenError::Unknown));
+        assert_eq!(tokens.check(&token, "vm-1", &[2; 32], 1000), Err(TokenError::Rotated));
+        let old = serde_json::to_string(&tokens).unwrap().replace(&"01".repeat(32), "");
+        let mut old: Tokens = serde_json::from_str(&old).unwrap();
+        old.complete(&"02".repeat(32));
+        assert_eq!(old.check(&token, "vm-1", &[2; 32], 1000), Ok(()), "a record of an earlier version");
         tokens.consume(&token);
-        assert_eq!(tokens.check(&token, "vm-2", 1000), Ok(()));
+        assert_eq!(tokens.check(&token, "vm-2", &[1; 32], 1000), Ok(()));
         tokens.consume(&token);
-        assert_eq!(tokens.check(&token, "vm-3", 1000), Err(TokenError::UsedUp));
-        assert_eq!(Tokens::default().check(&token, "vm-1", 1000), Err(TokenError::Unknown));
+        assert_eq!(tokens.check(&token, "vm-3", &[1; 32], 1000), Err(TokenError::UsedUp));
+        assert_eq!(Tokens::default().check(&token, "vm-1", &[1; 32], 1000), Err(TokenError::Unknown));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use tonic::transport::Identity;
 use crate::common::{Server, eventually, example};
 
 /// Creates an administrator and returns the file with the certificate.
-fn administrator(server: &Server, name: &str) -> PathBuf {
+pub fn administrator(server: &Server, name: &str) -> PathBuf {
     let file = server.path(&format!("{name}.pem"));
     let made = server.verb(&["admin", "create", name, "--out", file.to_str().unwrap()]);
     assert!(made.status.success(), "{made:?}");
@@ -25,7 +25,7 @@ fn administrator(server: &Server, name: &str) -> PathBuf {
 }
 
 /// Runs a verb on a machine that only has an administrator's file.
-fn from_afar(address: &str, identity: &Path, words: &[&str]) -> Output {
+pub fn from_afar(address: &str, identity: &Path, words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_gpuserver"))
         .args(words)
         .args(["--server", address])

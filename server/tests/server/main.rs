@@ -11,6 +11,7 @@ mod identities;
 mod mps;
 mod netperf;
 mod restart;
+mod rotation;
 mod sharing;
 mod workers;
 

@@ -844,8 +844,8 @@ async fn usage_of_programs_and_leases_is_recorded() {
         (&looks[0]["top"][0]["calls"], &looks[1]["top"][0]["calls_per_second"]),
         (&7.into(), &0.into())
     );
-    let request = DescribeRequest { usage_uid: Some(0) };
-    let rows = vm.pool.describe(request).await.unwrap().into_inner().client_programs;
+    let request = DescribeRequest { usage_uid: Some(0), ..Default::default() };
+    let rows = vm.pool.describe(request.clone()).await.unwrap().into_inner().client_programs;
     assert_eq!((rows.len(), rows[0].pid, rows[0].uid, rows[0].name.as_str()), (1, 42, 1000, "vectorAdd"));
     assert_eq!((&rows[0].lease, &rows[0].uuid), (&lease.id, &lease.devices[0].uuid));
     assert!(rows[0].used_bytes >= 100 << 20);
@@ -904,7 +904,7 @@ async fn usage_of_programs_and_leases_is_recorded() {
     let mut vm = server.again(&vm).await;
     let held = other.allocate(10.0).await.unwrap();
     let seen = async |vm: &mut Client, uid: u32| {
-        let request = DescribeRequest { usage_uid: Some(uid) };
+        let request = DescribeRequest { usage_uid: Some(uid), ..Default::default() };
         let seen = vm.pool.describe(request).await.unwrap().into_inner();
         let [all, own, user] = seen.usage.try_into().unwrap();
         (all, own, user)

@@ -170,8 +170,8 @@ impl Machine {
                 }
                 self.fill(now, slot);
             }
-            // It concerns no lease.
-            Some(Event::ServerStopped(_)) | None => {}
+            // They concern no lease.
+            Some(Event::ServerStopped(_) | Event::AuthoritiesChanged(_)) | None => {}
         }
     }
 

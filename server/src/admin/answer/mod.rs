@@ -5,6 +5,7 @@ pub mod clients;
 pub mod config;
 pub mod gpus;
 pub mod leases;
+pub mod rotation;
 pub mod status;
 pub mod tokens;
 pub mod usage;

@@ -52,12 +52,14 @@ impl Enrolment for Service {
             ))));
         }
         let name = wish.client_name.clone();
+        let authorities = pool.authorities.present();
+        let signer = authorities.signer();
         let issued = {
             // Locks both, so that the last use of a token serves one join only.
             let mut tokens = locked(&pool.tokens);
             let mut clients = locked(&pool.clients);
             tokens
-                .check(&token, &name, pool.clock.unix())
+                .check(&token, &name, &signer.fingerprint(), pool.clock.unix())
                 .map_err(|e| refuse(Status::permission_denied(e.to_string())))?;
             let unfit = |e: AuthorityError| refuse(Status::invalid_argument(e.to_string()));
             let key = requested_key(&wish.csr_pem).map_err(unfit)?;
@@ -65,7 +67,7 @@ impl Enrolment for Service {
             let life = if wish.renews { CLIENT_TTL } else { LASTING_TTL };
             let order = Order { role: Role::Client, name: &name, life, identity: None };
             let unix = pool.clock.unix();
-            let issued = pool.authority.issue(&wish.csr_pem, &order, unix, pool.random.as_ref());
+            let issued = signer.issue(&wish.csr_pem, &order, unix, pool.random.as_ref());
             let issued = issued.map_err(|e| match e {
                 AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
                 e => {
@@ -91,7 +93,7 @@ impl Enrolment for Service {
         info!(gpusession_client = name, "client {name} joined from {peer}");
         Ok(Response::new(wire::JoinReply {
             certificate_pem: issued.pem,
-            authority_pem: pool.authority.pem().into(),
+            authority_pem: authorities.list().into(),
             client_name: name,
             // Without `advertise`, the client keeps the name that it was given.
             servers: if pool.advertises() { pool.control_addresses(reached) } else { Vec::new() },

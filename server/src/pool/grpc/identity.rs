@@ -35,7 +35,8 @@ pub(super) async fn renew(
         let identity = clients.may_renew(&client, &present).map_err(refused)?;
         let unix = pool.clock.unix();
         let order = Order { role: Role::Client, name: &client, life: CLIENT_TTL, identity: Some(&identity) };
-        let issued = pool.authority.issue(&csr_pem, &order, unix, pool.random.as_ref());
+        let authorities = pool.authorities.present();
+        let issued = authorities.signer().issue(&csr_pem, &order, unix, pool.random.as_ref());
         let issued = issued.map_err(|e| match e {
             AuthorityError::Request(_) => Status::invalid_argument(e.to_string()),
             e => {

@@ -20,7 +20,12 @@ pub(super) async fn describe(
 ) -> Result<Response<wire::ServerDescription>, Status> {
     let client = pool.client(&request).await?;
     let reached = peer(&request).and_then(Peer::local);
-    let (usage, client_programs) = match request.into_inner().usage_uid {
+    let request = request.into_inner();
+    let says = !request.authorities.is_empty();
+    if says {
+        pool.trusts(&client, &request.authorities).await?;
+    }
+    let (usage, client_programs) = match request.usage_uid {
         Some(uid) => (pool.usage_of(&client, uid).await?, pool.programs_of(&client).await),
         None => Default::default(),
     };
@@ -55,5 +60,6 @@ pub(super) async fn describe(
         programs: Some(pool.supervisor.programs(true).len() as u32),
         usage,
         client_programs,
+        authorities_pem: if says { pool.authorities.present().list().into() } else { String::new() },
     }))
 }

@@ -1,0 +1,87 @@
+//! Answers about the rotation of the pool's authority.
+
+use std::sync::Arc;
+
+use data_encoding::HEXLOWER;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{internal, show};
+use crate::pool::Pool;
+use crate::pool::authorities::NotRotated;
+use crate::pool::ca::AuthorityError;
+use crate::pool::rotation::{Refused, Step};
+use crate::refusal::Refusal;
+
+/// Answer to `gpuserver pool rotate`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RotationView {
+    /// none, begun, switched.
+    pub phase: String,
+    /// Whether this request took a step.
+    pub changed: bool,
+    /// Begin of the phase, in seconds since 1970; `None`: no rotation.
+    pub since_unix: Option<u64>,
+    /// SHA-256 of the authority that signs certificates.
+    pub authority_sha256: String,
+    /// SHA-256 of the old authority; `None`: no rotation.
+    pub old_sha256: Option<String>,
+    /// SHA-256 of the new authority; `None`: no rotation.
+    pub new_sha256: Option<String>,
+    /// Clients that are not ready for the next step.
+    pub clients: Vec<RotationClient>,
+    /// Administrators whose certificates end with the rotation.
+    pub administrators: Vec<String>,
+}
+
+/// A client that is not ready for the next step.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RotationClient {
+    /// Name of the client.
+    pub name: String,
+    /// Whether it trusts the new authority.
+    pub trusts_new: bool,
+    /// Latest call, a day less exact, in seconds since 1970; `None`: unknown.
+    pub seen_unix: Option<u64>,
+    /// Whether the next step waits for it: it has called in the last 30 days.
+    pub awaited: bool,
+}
+
+fn view(pool: &Pool, changed: bool) -> Result<Value, Refusal> {
+    let status = pool.rotation();
+    let client = |c: crate::pool::rotation::Holder| RotationClient {
+        name: c.name,
+        trusts_new: c.trusts,
+        seen_unix: Some(c.seen_unix).filter(|seen| *seen != 0),
+        awaited: c.live,
+    };
+    show(serde_json::to_value(RotationView {
+        phase: status.rotation.map_or("none", |(phase, _)| phase.as_str()).into(),
+        changed,
+        since_unix: status.rotation.map(|(_, since)| since),
+        authority_sha256: HEXLOWER.encode(&status.signer),
+        old_sha256: status.old.map(|f| HEXLOWER.encode(&f)),
+        new_sha256: status.new.map(|f| HEXLOWER.encode(&f)),
+        clients: status.clients.into_iter().map(client).collect(),
+        administrators: status.administrators,
+    }))
+}
+
+pub(in crate::admin) fn status(pool: &Pool) -> Result<Value, Refusal> {
+    view(pool, false)
+}
+
+pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step) -> Result<Value, Refusal> {
+    let changed = pool.rotate(step).await.map_err(|e| {
+        let code = match &e {
+            Refused::Lacking { .. } => "clients-lack-authority",
+            Refused::Step(NotRotated::Authority(AuthorityError::Import(_)) | NotRotated::Foreign) => "usage",
+            Refused::Step(NotRotated::NotBegun | NotRotated::Switched | NotRotated::NotSwitched) => {
+                "wrong-phase"
+            }
+            Refused::Step(NotRotated::Authority(_)) | Refused::Store(_) => return internal(&e),
+        };
+        Refusal::new(code, e.to_string())
+    })?;
+    view(pool, changed)
+}

@@ -1,0 +1,248 @@
+//! A rotation of the pool's authority: its steps, and the clients that each step waits for.
+
+use std::sync::Arc;
+
+use data_encoding::HEXLOWER;
+use gpusession_proto::control::pool_event::Event as PoolEventKind;
+use gpusession_proto::control::{self as wire, PoolEvent};
+use gpusession_proto::journal::Event as Said;
+use tracing::{error, info};
+
+use super::authorities::{NotRotated, Phase, Present};
+use super::clients::ClientView;
+use super::{Pool, locked};
+use crate::store::StoreError;
+
+/// Time since its latest call for which a rotation waits for a client, in seconds.
+pub const LIVE_WINDOW: u64 = 30 * 24 * 3600;
+/// Most names in the text of a refusal.
+const MAX_NAMED: usize = 10;
+
+/// A step of a rotation.
+#[derive(Debug, Clone)]
+pub enum Step {
+    /// Make the new authority, or take it from the export of another server.
+    Begin(Option<String>),
+    /// Let the new authority sign, also without clients that lack it.
+    Switch(bool),
+    /// Drop the old authority, also with clients that still have its certificates.
+    Finish(bool),
+    /// Drop the new authority.
+    Abort,
+}
+
+/// Reason why a step was not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Refused {
+    /// The step does not follow the present phase, or its files cannot be written.
+    #[error(transparent)]
+    Step(#[from] NotRotated),
+    /// The file of the clients or the administrators cannot be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Clients would lose the pool.
+    #[error(
+        "{}: called in the last 30 days, and {lack}; wait until `gpuserver pool rotate status` lists no client, \
+         `gpuserver clients forget` those that are gone, or shut them out with --force", names(.clients)
+    )]
+    Lacking {
+        /// Names of the clients.
+        clients: Vec<String>,
+        /// Description of what they lack.
+        lack: &'static str,
+    },
+}
+
+fn names(clients: &[String]) -> String {
+    let shown = clients.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join(", ");
+    match clients.len().saturating_sub(MAX_NAMED) {
+        0 => format!("clients {shown}"),
+        more => format!("clients {shown} and {more} more"),
+    }
+}
+
+/// A client or an administrator in the status of a rotation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Name in the pool.
+    pub name: String,
+    /// Whether the new authority is known to the client.
+    pub trusts: bool,
+    /// Whether the new authority issued its certificate.
+    pub holds: bool,
+    /// Latest call, a day less exact, in seconds since 1970; 0: unknown.
+    pub seen_unix: u64,
+    /// Whether the rotation waits for it.
+    pub live: bool,
+}
+
+/// Status of a rotation.
+#[derive(Debug, Clone)]
+pub struct Status {
+    /// Phase, and its begin in seconds since 1970; `None`: no rotation.
+    pub rotation: Option<(Phase, u64)>,
+    /// SHA-256 of the authority that signs.
+    pub signer: [u8; 32],
+    /// SHA-256 of the old authority; `None`: no rotation.
+    pub old: Option<[u8; 32]>,
+    /// SHA-256 of the new authority; `None`: no rotation.
+    pub new: Option<[u8; 32]>,
+    /// Clients that lack the new authority, or a certificate of it; empty without a rotation.
+    pub clients: Vec<Holder>,
+    /// Administrators whose certificates end with the rotation; empty without one.
+    pub administrators: Vec<String>,
+}
+
+fn holders(clients: Vec<ClientView>, new: &str, unix: u64) -> Vec<Holder> {
+    let holder = |client: ClientView| {
+        let record = client.record;
+        let holds = record.authority == new;
+        Holder {
+            name: client.name,
+            trusts: holds || record.trusts.iter().any(|known| known == new),
+            holds,
+            seen_unix: record.seen_unix,
+            // Unknown calls count from the begin of the rotation.
+            live: client.alive || unix < record.seen_unix + LIVE_WINDOW,
+        }
+    };
+    clients.into_iter().filter(|client| !client.record.revoked).map(holder).collect()
+}
+
+impl Pool {
+    /// Returns the status of the rotation of the authority.
+    pub fn rotation(&self) -> Status {
+        let present = self.authorities.present();
+        let mut status = Status {
+            rotation: present.rotation(),
+            signer: present.signer().fingerprint(),
+            old: None,
+            new: None,
+            clients: Vec::new(),
+            administrators: Vec::new(),
+        };
+        let Some((phase, _)) = present.rotation() else { return status };
+        status.old = Some(present.old().fingerprint());
+        status.new = present.new_one().map(|new| new.fingerprint());
+        let new = HEXLOWER.encode(&status.new.unwrap_or_default());
+        let lacks = |client: &Holder| if phase == Phase::Begun { !client.trusts } else { !client.holds };
+        status.clients = holders(self.clients(), &new, self.unix()).into_iter().filter(lacks).collect();
+        status.administrators = locked(&self.administrators).of_others(&new);
+        status
+    }
+
+    /// Takes a step of a rotation; returns `false` if it was taken before.
+    ///
+    /// A server that is killed at any point can repeat the step.
+    pub async fn rotate(self: &Arc<Self>, step: Step) -> Result<bool, Refused> {
+        let lacking = |lack, phase| {
+            let status = self.rotation();
+            let right = status.rotation.is_some_and(|(now, _)| now == phase);
+            let clients: Vec<_> = status.clients.into_iter().filter(|c| c.live).map(|c| c.name).collect();
+            if right && !clients.is_empty() { Err(Refused::Lacking { clients, lack }) } else { Ok(()) }
+        };
+        match step {
+            Step::Switch(false) => lacking("do not trust the new authority", Phase::Begun)?,
+            Step::Finish(false) => lacking("have no certificate of the new authority", Phase::Switched)?,
+            Step::Begin(_) => {
+                locked(&self.clients).assume_seen(self.unix());
+                self.client_file.changed();
+                self.store_clients().await?;
+            }
+            Step::Switch(true) | Step::Finish(true) | Step::Abort => {}
+        }
+        let (pool, taken) = (self.clone(), step.clone());
+        let changed = tokio::task::spawn_blocking(move || {
+            let (all, unix) = (&pool.authorities, pool.unix());
+            match taken {
+                Step::Begin(exported) => all.begin(&pool.facts.config.name, exported.as_deref(), unix),
+                Step::Switch(_) => all.switch(unix),
+                Step::Finish(_) => all.finish(unix),
+                Step::Abort => all.abort(unix),
+            }
+        });
+        let changed = changed.await.unwrap_or_else(|e| {
+            let error = std::io::Error::other(e);
+            Err(StoreError::Io { path: self.facts.config.state_dir.join("ca"), error }.into())
+        })?;
+        if matches!(step, Step::Finish(_)) {
+            self.drop_administrators().await?;
+        }
+        if changed {
+            self.rotated(&self.authorities.present());
+        }
+        Ok(changed)
+    }
+
+    /// Makes certificates of the present authorities, and tells clients of them.
+    fn rotated(&self, present: &Present) {
+        if let Some(Err(e)) = self.certificate.keep(self.unix(), self.random.as_ref()) {
+            error!("the server's certificate: not made: {e}; trying again in an hour");
+        }
+        let signs = HEXLOWER.encode(&present.signer().fingerprint());
+        let step = match present.rotation() {
+            Some((Phase::Begun, _)) => "begun: clients learn the new authority",
+            Some(_) => "switched: the new authority signs",
+            None => "over: the pool has one authority",
+        };
+        info!(
+            message_id = Said::AuthorityRotation.id(),
+            gpusession_server = self.facts.config.name,
+            gpusession_reason = step,
+            "rotation of the pool's authority: {step}; {signs} signs"
+        );
+        let event = Some(PoolEventKind::AuthoritiesChanged(wire::AuthoritiesChanged {}));
+        self.watches.tell_all(&PoolEvent { lease: String::new(), event });
+    }
+
+    /// Revokes administrators whose authority the pool has dropped.
+    async fn drop_administrators(&self) -> Result<(), StoreError> {
+        let signer = HEXLOWER.encode(&self.authority_fingerprint());
+        {
+            let mut all = locked(&self.administrators);
+            for name in all.of_others(&signer) {
+                all.revoke(&name, self.unix());
+                info!("administrator {name}: revoked with the old authority");
+            }
+            self.administrator_file.changed();
+        }
+        self.store_administrators().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rotation_waits_for_clients_of_the_last_30_days() {
+        let now = 100 * LIVE_WINDOW;
+        let client = |name: &str, seen_unix, alive, revoked, trusts: &[&str], authority: &str| {
+            let record = serde_json::json!({
+                "certificate": "", "machine_id": "", "revoked": revoked, "joined_unix": 1,
+                "seen_unix": seen_unix, "trusts": trusts, "authority": authority,
+            });
+            let record = serde_json::from_value(record).unwrap();
+            ClientView { name: name.into(), record, alive, silent: None }
+        };
+        let all = vec![
+            client("connected", now - 2 * LIVE_WINDOW, true, false, &["old", "new"], "old"),
+            client("gone", now - LIVE_WINDOW, false, false, &["old"], "old"),
+            client("off", now - LIVE_WINDOW + 1, false, false, &["old"], "old"),
+            client("joined-later", now, false, false, &[], "new"),
+            client("revoked", now, true, true, &[], "old"),
+        ];
+        let shown = holders(all, "new", now);
+        let facts: Vec<_> = shown.iter().map(|h| (h.name.as_str(), h.trusts, h.holds, h.live)).collect();
+        let expected = [
+            ("connected", true, false, true),
+            ("gone", false, false, false),
+            ("off", false, false, true),
+            ("joined-later", true, true, true),
+        ];
+        assert_eq!(facts, expected);
+        let many: Vec<_> = (0..12).map(|n| format!("vm-{n}")).collect();
+        assert!(names(&many).ends_with("vm-9 and 2 more"));
+        assert_eq!(names(&many[..2]), "clients vm-0, vm-1");
+    }
+}
