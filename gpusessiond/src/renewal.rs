@@ -221,10 +221,15 @@ impl Renewer {
         }
         for index in self.identity.authorities().renew_at(&answers, &own) {
             let ask = async |csr_pem| remotes[index].renew_identity(csr_pem).await;
-            if self.home.renew(&self.identity, unix, ask).await.map_err(|e| e.to_string())? {
-                self.renewed();
-                changed = true;
-                break;
+            match self.home.renew(&self.identity, unix, ask).await {
+                Ok(renewed) => {
+                    if renewed {
+                        self.renewed();
+                        changed = true;
+                    }
+                    break;
+                }
+                Err(e) => wrong = Some(e.to_string()),
             }
         }
         if changed {

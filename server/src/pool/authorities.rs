@@ -124,8 +124,17 @@ impl Present {
 
     /// Returns the fingerprint, in hex, of the valid authority with this name.
     pub fn named(&self, name: Option<[u8; 32]>) -> Option<String> {
-        let authority = self.all().find(|authority| authority.name() == name)?;
+        let authority = self.all().find(|authority| Some(authority.name()) == name)?;
         Some(HEXLOWER.encode(&authority.fingerprint()))
+    }
+
+    /// Returns the authority that signs for a client: the old one if `knows` denies the new one.
+    ///
+    /// A client that has been away, or is of an earlier version, would refuse a certificate of an
+    /// authority that it does not trust.
+    pub fn signer_for(&self, knows: impl Fn(&str) -> bool) -> &Authority {
+        let known = |authority: &&Authority| knows(&HEXLOWER.encode(&authority.fingerprint()));
+        self.all().find(known).unwrap_or(self.old())
     }
 
     /// Returns the list of authorities for clients.

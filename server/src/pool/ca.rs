@@ -78,6 +78,8 @@ pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
     pem: String,
+    /// SHA-256 of the name that its certificates have as issuer.
+    name: [u8; 32],
 }
 
 /// Base names of an authority's two files, a certificate and a key, in the folder `ca`.
@@ -168,7 +170,8 @@ impl Authority {
         let unfit = |e: String| AuthorityError::Import(e);
         let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| unfit(e.to_string()))?;
         let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| unfit(e.to_string()))?;
-        Ok(Self { issuer, der, pem })
+        let name = subject(&der).ok_or_else(|| unfit("its certificate has no name".into()))?;
+        Ok(Self { issuer, der, pem, name })
     }
 
     /// Stores the authority of a server that has none.
@@ -259,8 +262,8 @@ impl Authority {
     }
 
     /// Returns the SHA-256 of the name that its certificates have as issuer.
-    pub fn name(&self) -> Option<[u8; 32]> {
-        subject(&self.der)
+    pub fn name(&self) -> [u8; 32] {
+        self.name
     }
 
     /// Returns the authority's certificate in PEM.
@@ -282,7 +285,7 @@ impl Authority {
     ///
     /// A client that joins sends [`join::pinned`] instead of the authority's own name.
     pub fn is_named(&self, name: &[u8]) -> bool {
-        self.name() == Some(fingerprint(name)) || name == join::pinned(&self.fingerprint())
+        self.name == fingerprint(name) || name == join::pinned(&self.fingerprint())
     }
 
     /// Returns the begin of the authority's certificate, in seconds since 1970.

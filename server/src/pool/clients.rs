@@ -247,6 +247,12 @@ impl Clients {
         changed
     }
 
+    /// Returns `true` if a client trusts an authority.
+    pub fn knows(&self, name: &str, authority: &str) -> bool {
+        let knows = |r: &ClientRecord| r.authority == authority || r.trusts.iter().any(|t| t == authority);
+        self.records.get(name).is_some_and(knows)
+    }
+
     /// Counts clients of which no call is known as seen now, when a rotation begins.
     pub fn assume_seen(&mut self, unix: u64) {
         for record in self.records.values_mut().filter(|record| record.seen_unix == 0) {

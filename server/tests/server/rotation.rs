@@ -5,13 +5,17 @@ use std::process::Output;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpusession_proto::control::AllocateRequest;
+use gpuserver::certificate::{issuer, subject};
 use gpusession_proto::control::pool_event::Event;
+use gpusession_proto::control::{AllocateRequest, RenewIdentityRequest};
 use gpusessiond::client::{self, Remote};
 use gpusessiond::identity::{Home, Identity, join_pool};
 use gpusessiond::pool::PoolServer as _;
 use gpusessiond::renewal::{Renewer, wall};
 use nix::sys::signal::Signal;
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
 use serde_json::{Value, json};
 
 use crate::administration::{administrator, from_afar};
@@ -63,6 +67,10 @@ struct Daemon {
 
 fn home(folder: &Path) -> Home {
     Home { identity: folder.join("identity"), servers: vec![folder.join("servers.toml")] }
+}
+
+fn der(pem: &str) -> CertificateDer<'static> {
+    CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()
 }
 
 fn rotate(server: &Server, words: &[&str]) -> Value {
@@ -202,9 +210,17 @@ async fn a_client_that_was_off_until_after_the_switch_comes_back() {
     let server = Server::start().await;
     let vm = Machine::joined(&server, "vm-1").await;
     vm.looks().await;
+    let mut earlier = server.client("vm-9").await;
     rotate(&server, &["begin"]);
     assert_eq!(refused(&server, &["switch"]), "clients-lack-authority");
     rotate(&server, &["switch", "--force"]);
+    // A client of an earlier version, which reports nothing, renews with the old authority.
+    let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&KeyPair::generate().unwrap());
+    let request = RenewIdentityRequest { csr_pem: csr.unwrap().pem().unwrap() };
+    let renewed = earlier.pool.renew_identity(request).await.unwrap().into_inner().certificate_pem;
+    let [renewed, old] = [renewed, server.authority()].map(|pem| der(&pem));
+    assert_eq!(issuer(&renewed), subject(&old));
+    assert!(server.verb(&["clients", "forget", "vm-9"]).status.success());
     let before = vm.home.load().unwrap().facts();
     vm.looks().await;
     let after = vm.home.load().unwrap().facts();

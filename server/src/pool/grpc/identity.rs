@@ -36,7 +36,8 @@ pub(super) async fn renew(
         let unix = pool.clock.unix();
         let order = Order { role: Role::Client, name: &client, life: CLIENT_TTL, identity: Some(&identity) };
         let authorities = pool.authorities.present();
-        let issued = authorities.signer().issue(&csr_pem, &order, unix, pool.random.as_ref());
+        let signer = authorities.signer_for(|authority| clients.knows(&client, authority));
+        let issued = signer.issue(&csr_pem, &order, unix, pool.random.as_ref());
         let issued = issued.map_err(|e| match e {
             AuthorityError::Request(_) => Status::invalid_argument(e.to_string()),
             e => {
