@@ -3,8 +3,8 @@
 //! It may be deleted at any time.
 //! Images lie under the hash of their content, which a worker checks before it uses one. The driver
 //! does not check its own files, compiled from PTX. Each client has its own folder for both, so
-//! that no client reads, fills or changes another's, and each user with a lease of the user's own
-//! has one for compiled files.
+//! that no client reads, fills or changes another's. Each user with a lease of the user's own has
+//! one for compiled files.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
