@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use gpusession_common::help;
 use gpusession_common::units::{human_duration, parse_duration};
 use gpusessiond::client;
 use gpusessiond::environment::{self, Audience};
@@ -246,27 +247,20 @@ pub fn arguments() -> clap::Command {
 }
 
 /// Groups of verbs in the summary of the help, in the order of a new user's questions.
-const GROUPS: [(&str, &[&str]); 4] = [
-    ("See", &["status", "list", "smi", "stats"]),
-    ("Run programs", &["run", "local", "request", "release", "park", "unpark", "env", "cache"]),
-    ("Find faults", &["health", "netperf", "report"]),
-    ("Set up", &["join", "leave", "reload", "setup-libs", "setup-pam", "cdi"]),
+const GROUPS: [(&str, &str); 4] = [
+    ("See", "status list smi stats"),
+    ("Run programs", "run local request release park unpark env cache"),
+    ("Find faults", "health netperf report"),
+    ("Set up", "join leave reload setup-libs setup-pam cdi"),
 ];
 
 /// Replaces the plain list of verbs in the help by groups; the manual has a page for each verb.
 fn grouped(command: clap::Command) -> clap::Command {
-    let mut verbs = String::new();
-    for (heading, names) in GROUPS {
-        verbs += &format!("\n{heading}:\n");
-        for name in names {
-            let about = command.find_subcommand(name).and_then(clap::Command::get_about);
-            verbs += &format!("  {name:10}  {}\n", about.map(ToString::to_string).unwrap_or_default());
-        }
-    }
-    let text = format!(
-        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n{verbs}\nOptions:\n{{options}}\n\n\
-        `gpusession VERB --help` and gpusession-VERB(1) have more.\n"
-    );
+    let about = |verb: &str| {
+        let about = command.find_subcommand(verb).and_then(clap::Command::get_about);
+        about.map(ToString::to_string).unwrap_or_default()
+    };
+    let text = help::template("gpusession", "gpusession-VERB(1)", &GROUPS, about);
     // Without a long text, --help is as short as -h.
     command.long_about(None).help_template(text)
 }
@@ -852,7 +846,7 @@ mod tests {
 
     #[test]
     fn help_fits_a_screen_and_has_each_verb_in_one_group() {
-        let mut listed: Vec<_> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        let mut listed: Vec<_> = GROUPS.iter().flat_map(|(_, verbs)| verbs.split(' ')).collect();
         let mut verbs: Vec<_> = arguments().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         listed.sort_unstable();
         verbs.sort_unstable();

@@ -3,7 +3,6 @@
 use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;
 
-use clap::Parser;
 use gpuserver::admin::Refusal;
 use gpuserver::cli::{self, Cli, Verb};
 use gpuserver::config::ConfigError;
@@ -22,7 +21,7 @@ const FORCED: u8 = 2;
 const INTERNAL: u8 = 3;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::read(std::env::args_os()) {
         Ok(cli) => cli,
         Err(e) if e.use_stderr() && std::env::args_os().any(|argument| argument == "--json") => {
             let text = e.to_string();

@@ -5,6 +5,8 @@
 
 pub mod core_dump;
 #[cfg(feature = "config")]
+pub mod help;
+#[cfg(feature = "config")]
 pub mod keys;
 pub mod md2;
 #[cfg(feature = "config")]

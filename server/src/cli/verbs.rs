@@ -1,8 +1,10 @@
 //! The command line's verbs and options.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use gpusession_common::help;
 
 use super::accounting::{AccountingOptions, accounting};
 use super::admin::{AdminVerb, administrators};
@@ -30,18 +32,48 @@ pub struct Cli {
     /// Configuration file
     #[arg(short, long, global = true, env = "GPUSERVER_CONF", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Send the request to this server over the network, as an administrator of its pool
+    /// Ask this server over the network
+    ///
+    /// The request is an administrator's of its pool.
     #[arg(long, global = true, value_name = "HOST[:PORT]")]
     pub server: Option<String>,
-    /// File from `gpuserver admin create`, instead of ~/.config/gpusession/admin.pem
+    /// Administrator's file
+    ///
+    /// It comes from `gpuserver admin create` [default: ~/.config/gpusession/admin.pem].
     #[arg(long, global = true, env = "GPUSERVER_IDENTITY", value_name = "FILE")]
     pub identity: Option<PathBuf>,
-    /// Print one JSON object instead of text; `top` prints one for each update
+    /// Print one JSON object instead of text
+    ///
+    /// `top` prints one for each update.
     #[arg(long, global = true)]
     pub json: bool,
     /// Verb to run
     #[command(subcommand)]
     pub verb: Verb,
+}
+
+/// Groups of verbs in the first screen of the help.
+const GROUPS: [(&str, &str); 3] = [
+    ("Set up", "pool token clients admin config limits check-config check-isolation"),
+    ("Run", "serve drain stop off on drop park unpark kill"),
+    ("See, and find faults", "status gpus leases queue ps top mps stats accounting audit health report"),
+];
+
+impl Cli {
+    /// Reads the arguments; the help lists the verbs in groups, the manual has a page for each.
+    pub fn read<A: Into<OsString> + Clone>(
+        arguments: impl IntoIterator<Item = A>,
+    ) -> clap::error::Result<Self> {
+        let command = Self::command();
+        let about = |verb: &str| {
+            let about = command.find_subcommand(verb).and_then(clap::Command::get_about);
+            about.map(ToString::to_string).unwrap_or_default()
+        };
+        let text = help::template("gpuserver", "gpuserver-VERB(8)", &GROUPS, about);
+        // Without long texts, --help is as short as -h.
+        let command = command.long_about(None).mut_args(|option| option.long_help(None)).help_template(text);
+        Self::from_arg_matches(&command.try_get_matches_from(arguments)?)
+    }
 }
 
 /// A verb of `gpuserver`.
@@ -59,12 +91,13 @@ pub enum Verb {
         #[arg(long)]
         explain: bool,
     },
-    /// Test whether workers can start isolated, as the start of the server does
+    /// Test whether workers can start isolated on this host
     ///
-    /// The test makes a context on each GPU for a moment. Exit status: 0 the server starts; 1 the
-    /// test failed; 2 `isolation = "require"` and this host does not allow it.
+    /// The start of the server does the same test. It makes a context on each GPU for a moment.
+    /// Exit status: 0 the server starts; 1 the test failed; 2 `isolation = "require"` and this host
+    /// does not allow it.
     CheckIsolation,
-    /// Check this host and its server; each fault comes with a remedy
+    /// Check this host and its server; each fault has a remedy
     ///
     /// Exit status: 0 without a fault, 1 with one, 69 if the server does not answer, 77 if this
     /// user may not ask it. No check changes anything.
@@ -85,7 +118,9 @@ pub enum Verb {
         #[command(subcommand)]
         verb: TokenVerb,
     },
-    /// Let administrators use the server over the network: create, list and revoke certificates
+    /// Let administrators use the server over the network
+    ///
+    /// The verbs below it create, list and revoke their certificates.
     Admin {
         /// Verb for administrators
         #[command(subcommand)]
@@ -112,12 +147,16 @@ pub enum Verb {
     Leases,
     /// List GPUs and how much of each is leased
     Gpus,
-    /// Move the device memory of an idle lease's programs to host memory, and lend its GPUs
+    /// Move an idle lease's memory to the host, and lend its GPUs
+    ///
+    /// The device memory of its programs moves to the server's host memory.
     Park {
         /// Lease id or its start
         lease: String,
     },
-    /// Reacquire the GPUs of a parked or lent lease; its programs' next calls do so, too
+    /// Reacquire the GPUs of a parked or lent lease
+    ///
+    /// The next calls of its programs do so, too.
     Unpark {
         /// Lease id or its start
         lease: String,
@@ -135,7 +174,9 @@ pub enum Verb {
     Mps,
     /// List requests that wait for GPUs
     Queue,
-    /// Withdraw a GPU: no new leases on it; present leases stay until they end
+    /// Withdraw a GPU: no new leases on it
+    ///
+    /// Present leases stay until they end.
     Off {
         /// Index, UUID, or start of the UUID
         gpu: String,
@@ -162,13 +203,15 @@ pub enum Verb {
         #[arg(long, value_name = "TEXT", default_value = "it is drained")]
         reason: String,
     },
-    /// Stop the server: refuse new leases, wait for programs (drain_timeout), stop the workers
+    /// Stop the server, after its programs
+    ///
+    /// The server refuses new leases, waits for programs (`drain_timeout`), and stops the workers.
     Stop {
         /// Stop at once, without waiting for programs
         #[arg(long)]
         force: bool,
     },
-    /// Show the limits that apply to a client and a user, and where they are set
+    /// Show limits of a client and a user, and where they are set
     Limits {
         /// Name of the client; without it, the limits for everybody
         #[arg(default_value = "")]
@@ -181,7 +224,9 @@ pub enum Verb {
     Stats(StatsOptions),
     /// Show the accounting records: ended leases and programs
     Accounting(AccountingOptions),
-    /// Show the audit trail: joins, certificates, tokens, administrators' changes, leases
+    /// Show the audit trail: joins, certificates, changes, leases
+    ///
+    /// Changes are those of tokens and those by administrators.
     Audit(AuditOptions),
     /// Show or change the configuration of the running server
     Config {
@@ -189,7 +234,9 @@ pub enum Verb {
         #[command(subcommand)]
         verb: ConfigVerb,
     },
-    /// Kill a worker, or end a lease with all its workers; programs see their GPUs fail
+    /// Kill a worker, or end a lease with all its workers
+    ///
+    /// Their programs see their GPUs fail.
     Kill {
         /// Worker id or its start, or a whole lease id
         #[arg(value_name = "WORKER|LEASE")]
@@ -289,8 +336,6 @@ impl Verb {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
 
     /// Checks a verb and the verbs below it.
@@ -315,6 +360,20 @@ mod tests {
     fn every_verb_has_a_section_of_its_json() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/json.md")).unwrap();
         is_described(&page, "gpuserver", &Cli::command());
+    }
+
+    #[test]
+    fn help_fits_a_screen_and_has_each_verb_in_one_group() {
+        let mut listed: Vec<_> = GROUPS.iter().flat_map(|(_, verbs)| verbs.split(' ')).collect();
+        let mut verbs: Vec<_> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        listed.sort_unstable();
+        verbs.sort_unstable();
+        assert_eq!(listed, verbs);
+        let help = Cli::read(["gpuserver", "--help"]).expect_err("help ends the parser").to_string();
+        assert!(help.lines().count() < 50, "{help}");
+        for line in help.lines() {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
     }
 
     #[test]
