@@ -163,7 +163,7 @@ impl Findings {
 
     /// Formats the findings for people: a line each, and the remedy below it.
     ///
-    /// Skipped checks are counted only, unless `all`.
+    /// Without `all`, skipped checks are counted only, and lists of servers or cards shortened.
     pub fn text(&self, all: bool) -> String {
         let width = self.0.iter().map(|row| row.id.len()).max().unwrap_or(0);
         let mut out = String::new();
@@ -174,9 +174,10 @@ impl Findings {
                 let blank = if out.is_empty() { "" } else { "\n" };
                 let _ = writeln!(out, "{blank}{}", place.heading());
             }
-            let _ = writeln!(out, "  {:7}  {id:width$}  {found}", state.word());
+            let brief = |text: &str| if all { text.to_owned() } else { brief(text) };
+            let _ = writeln!(out, "  {:7}  {id:width$}  {}", state.word(), brief(found));
             if !remedy.is_empty() {
-                let _ = writeln!(out, "  {:7}  {:width$}  do: {remedy}", "", "");
+                let _ = writeln!(out, "  {:7}  {:width$}  do: {}", "", "", brief(remedy));
             }
         }
         let count = |state, one, many| match self.count(state) {
@@ -194,6 +195,15 @@ impl Findings {
             if all || self.count(State::Skipped) == 0 { "" } else { " (--all lists them)" },
         );
         out
+    }
+}
+
+/// Shortens the texts of many servers or cards, as [`Finding::worst`] joins them.
+fn brief(text: &str) -> String {
+    let parts: Vec<_> = text.split("; ").collect();
+    match parts.len() {
+        0..=5 => text.to_owned(),
+        n => format!("{}; and {} more (--all lists them)", parts[..3].join("; "), n - 3),
     }
 }
 
@@ -231,6 +241,19 @@ mod tests {
         ]);
         assert_eq!(two, Some(Finding::fault("b refused; d refused", "start b; start d")));
         assert_eq!(Finding::worst([]), None);
+    }
+
+    #[test]
+    fn text_shortens_the_list_of_many_servers() {
+        let many = (0..40).map(|n| Finding::fault(format!("gpu{n} refused"), format!("start gpu{n}")));
+        let all = findings(&[Finding::worst(many).unwrap(), Finding::ok("a; b; c; d; e")]);
+        let text = all.text(false);
+        assert!(text.contains("gpu2 refused; and 37 more (--all lists them)\n"), "{text}");
+        assert!(text.contains("start gpu2; and 37 more (--all lists them)\n"), "{text}");
+        assert!(text.contains("a; b; c; d; e\n"), "{text}");
+        assert!(
+            all.text(true).contains("gpu39 refused\n") && all.json().to_string().contains("gpu39 refused")
+        );
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub struct Health {
     /// Also run a CUDA program on this shell's GPUs: allocate, copy, launch, compare
     #[arg(long)]
     gpu: bool,
-    /// Also list checks that do not apply to this machine, or could not read their facts
+    /// Also list checks that do not apply or could not read their facts; shorten no list
     #[arg(long)]
     all: bool,
     /// Exit with 1 also if there are only warnings

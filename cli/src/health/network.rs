@@ -45,7 +45,7 @@ fn servers(facts: &Facts) -> Finding {
             Finding::fault(error.clone(), "correct the file, then sudo systemctl reload gpusession")
         }
         (Ok(addresses), _) if !addresses.is_empty() => {
-            Finding::ok(format!("{} server(s): {}", addresses.len(), addresses.join(", ")))
+            Finding::ok(format!("{} server(s): {}", addresses.len(), addresses.join("; ")))
         }
         (Ok(_), Daemon::Silent(_)) if !facts.client() => {
             Finding::skipped("no server is configured, and this machine is no client")

@@ -46,7 +46,7 @@ const EXPIRES_SOON: i64 = 90 * 24 * 3600;
 /// Options of `gpuserver health`.
 #[derive(Debug, Args)]
 pub struct HealthOptions {
-    /// Also list checks that do not apply to this host, or could not read their facts
+    /// Also list checks that do not apply or could not read their facts; shorten no list
     #[arg(long)]
     all: bool,
     /// Exit with 1 also if there are only warnings
