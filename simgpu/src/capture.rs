@@ -213,8 +213,8 @@ fn joined(nodes: &[Arc<Node>], ends: &[Arc<Node>]) -> bool {
 
 /// Takes a destroyed stream out of its capture.
 ///
-/// A capture that began on it ends without a graph. Another one continues, and its end finds whether
-/// the stream's work was joined.
+/// A capture that began on it ends without a graph. Another one continues, and its end finds
+/// whether the stream's work was joined.
 pub fn leave(s: &Arc<Stream>) {
     let Some(own) = s.capture.lock().take() else { return };
     let c = own.capture;

@@ -15,8 +15,8 @@ const MAX_WAITING: usize = 32;
 /// A worker decides sooner. An older connection is closed, or its worker lies and gains descriptors
 /// of its own process only.
 const WAITING_TTL: Duration = Duration::from_secs(30);
-/// New connections in one second: of the program's machine, and of all others. Each costs the worker
-/// a thread and a message.
+/// New connections in one second: of the program's machine, and of all others. Each costs the
+/// worker a thread and a message.
 const MAX_PER_SECOND: u32 = 64;
 
 /// See the module.
