@@ -207,13 +207,25 @@ class Site:
 
     def sim_library(self):
         """Extracts the simulated driver from its package, as another vendor's libcuda.so.1."""
-        folder = ROOT / "target/system"
+        folder = ROOT / "target/system" / lab.ID
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "libcuda.so.1", "wb") as out:
             tar = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", self.deb("gpusession-libs")], stdout=subprocess.PIPE)
             subprocess.run(["tar", "-xO", "." + SIM], stdin=tar.stdout, stdout=out, check=True)
             tar.wait()
         return folder / "libcuda.so.1"
+
+    def packages(self, kind, folder, *arguments):
+        """Builds further packages (`deb` or `rpm`) on the first call, and returns their files."""
+        out = ROOT / "target/system" / folder
+        # Groups of scenarios that run side by side need the same packages.
+        with lab.Lock(str(ROOT / "target/system/lock")):
+            if not list(out.glob(f"*.{kind}")):
+                done = subprocess.run([ROOT / "packaging/build", kind, "--fast", "--out", out, *self.packaging, *arguments],
+                                      capture_output=True, text=True)
+                if done.returncode:
+                    raise Failed(done.stdout + done.stderr)
+        return sorted(out.glob(f"*.{kind}"))
 
     def install_server(self, host, devices=2):
         host.write("/etc/systemd/system/gpuserver.service.d/simulated.conf",
@@ -238,6 +250,11 @@ class Site:
                 out.write(f"    -- journal of {host.name}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
 
 
+# Begins the line that follows a scenario's checks, also failed ones; the last line of a run.
+DONE = "done"
+SUMMARY = "system: {} passed, {} failed, {} s"
+
+
 class Report:
     """Counts checks, and prints a line for each."""
 
@@ -245,8 +262,12 @@ class Report:
         self.passed = self.failed = 0
         self.scenario, self.start = "", time.monotonic()
 
-    def begin(self, scenario):
-        self.scenario = scenario
+    @contextlib.contextmanager
+    def of(self, scenario):
+        """Attributes checks to a scenario, and prints its duration at its end."""
+        self.scenario, begin = scenario, time.monotonic()
+        yield
+        print(f"{DONE} {time.monotonic() - begin:6.1f} s  {scenario}", flush=True)
 
     @contextlib.contextmanager
     def check(self, text):
@@ -272,7 +293,7 @@ class Report:
         print(f"FAIL           {self.scenario}: setup failed, or aborted outside of a check: {type(error).__name__}: {error}", flush=True)
 
     def end(self):
-        print(f"system: {self.passed} passed, {self.failed} failed, {time.monotonic() - self.start:.0f} s")
+        print(SUMMARY.format(self.passed, self.failed, round(time.monotonic() - self.start)))
         return 1 if self.failed else 0
 
 

@@ -2,6 +2,7 @@
 from harness import expect
 
 ORDER = 35
+GROUP = "users"
 CALL = "busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager ListLeases"
 READY = "gpusession status | grep -q 'is ready'"
 

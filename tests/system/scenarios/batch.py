@@ -4,6 +4,7 @@ import subprocess
 from harness import HERE, Failed, Host, expect
 
 ORDER = 84
+GROUP = "hosts"
 SLURM = """ClusterName=lab
 SlurmctldHost=batch
 SlurmUser=root

@@ -4,6 +4,7 @@ import subprocess
 from harness import HERE, Failed, expect
 
 ORDER = 85
+GROUP = "hosts"
 SOURCES = "deb {uri} {suite} contrib non-free\n"
 APT = "export DEBIAN_FRONTEND=noninteractive; apt-get {} >/dev/null"
 # Shows the libcuda.so.1 in the loader's cache; the second command succeeds if it is gpusession's.

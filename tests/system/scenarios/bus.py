@@ -8,6 +8,7 @@ from harness import ROOT, Failed, expect
 from scenarios.policy import lease
 
 ORDER = 32
+GROUP = "users"
 PATH = "/org/gpusession1"
 MANAGER = f"org.gpusession1 {PATH} org.gpusession1.Manager"
 

@@ -2,6 +2,7 @@
 from harness import Host, expect
 
 ORDER = 48
+GROUP = "faults"
 # As described in docs/admin-guide.md.
 ENCRYPT = """mkdir -p /etc/credstore.encrypted
 systemd-creds encrypt --with-key=host --name=gpusession.token /root/token /etc/credstore.encrypted/gpusession.token && rm /root/token"""

@@ -4,7 +4,8 @@ import json
 from harness import Failed, expect
 
 ORDER = 47
-GROUP = "/sys/fs/cgroup/system.slice/gpuserver.service"
+GROUP = "restarts"
+CONTROL_GROUP = "/sys/fs/cgroup/system.slice/gpuserver.service"
 
 
 def rows(server):
@@ -24,7 +25,7 @@ def run(site, check):
     version = int(server.ok("systemctl --version").split()[1])
     unified = not server.run("test -e /sys/fs/cgroup/cgroup.controllers").code
     # The lab may have no controllers to give.
-    has = server.run(f"cat {GROUP}/cgroup.controllers").out.split()
+    has = server.run(f"cat {CONTROL_GROUP}/cgroup.controllers").out.split()
     bounded = version >= 254 and unified and {"memory", "pids"} <= set(has)
     with check("status tells how the limits of memory are kept") as note:
         seen = next(line.strip() for line in server.ok("gpuserver status").splitlines() if "memory limits" in line)
@@ -49,7 +50,7 @@ def run(site, check):
             assert before and before.items() <= after.items(), f"{before} {after}"
             client.ok("systemctl stop long")
         with check("groups of ended workers are removed"):
-            server.until(f"test $(find {GROUP} -name 'worker-*' | wc -l) = $(gpuserver ps --json | grep -o worker.: | wc -l)", 20)
+            server.until(f"test $(find {CONTROL_GROUP} -name 'worker-*' | wc -l) = $(gpuserver ps --json | grep -o worker.: | wc -l)", 20)
     with check("a program whose worker exceeds a limit ends alone, and the journal names the limit"):
         client.start("hers", "longRun 15; echo status $?", user="alice")
         client.start("his", "longRun 60; echo status $?", user="bob")

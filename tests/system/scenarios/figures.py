@@ -3,6 +3,7 @@ import json
 import statistics
 
 ORDER = 80
+GROUP = "hosts"
 
 # Time from connecting to the daemon's socket until its answer has been read, from strace.
 GRANT = r"""

@@ -5,6 +5,7 @@ import json
 from harness import Failed, lab
 
 ORDER = 37
+GROUP = "users"
 # A folder with another vendor's libcuda.so.1, and one that imitates CUDA's folder of stubs.
 OTHER, STUBS = "/opt/other", "/opt/cuda/lib64/stubs"
 CUT = "/etc/gpusession/conf.d/zz-planted.toml"

@@ -5,6 +5,7 @@ from harness import expect
 from scenarios.policy import lease
 
 ORDER = 46
+GROUP = "restarts"
 IDLE = """
 warn_after = "2s"
 park_after = "6s"

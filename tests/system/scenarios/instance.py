@@ -5,6 +5,7 @@ from harness import SIM, Failed, expect
 from scenarios.packages import older
 
 ORDER = 60
+GROUP = "hosts"
 UNIT = "gpuserver@blue"
 CONFIG = f"""
 name = "blue"

@@ -3,6 +3,7 @@ import json
 import time
 
 ORDER = 25
+GROUP = "users"
 
 NEW = "gpusession run --new"
 # A data connection from a library of another version.

@@ -2,6 +2,7 @@
 from harness import Failed, expect
 
 ORDER = 20
+GROUP = "users"
 PROBE = "/usr/local/bin/probe"
 RIGHT = "sums right"
 # Prints what a program sees of its login session and of [environment], and whether it has a GPU.

@@ -5,6 +5,7 @@ from harness import expect
 from scenarios.policy import lease
 
 ORDER = 47
+GROUP = "restarts"
 LOST = "83f6a800a3ea487e81baca4df66f999a"
 OVER = "b33b7a197cde42a497afb486369f74ce"
 # A lease ends when its programs do no GPU work for a moment.

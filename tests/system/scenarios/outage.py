@@ -4,6 +4,7 @@ import json
 from harness import expect
 
 ORDER = 50
+GROUP = "faults"
 UNIT = """[Unit]
 Requires=gpusession-ready.target
 After=gpusession-ready.target

@@ -1,12 +1,9 @@
 """Install, upgrade, remove, purge on Debian 12 and 13; no driver is shadowed, no file is left."""
-import subprocess
-
-from harness import CLIENT_PACKAGES, HERE, SIM, Failed, Host, expect
+from harness import CLIENT_PACKAGES, SIM, Host, expect
 from scenarios import beside
 from scenarios.policy import lease
 
 ORDER = 90
-ROOT = HERE.parent.parent
 # Files that dpkg, systemd, podman and logins write. System users stay (see packaging/README.md), so
 # the user database may differ.
 NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt|containers)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
@@ -18,13 +15,8 @@ ALL = (*CLIENT_PACKAGES, "gpuserver")
 
 
 def older(site):
-    """Returns packages of this tree with a lower version; builds them on the first call."""
-    out = ROOT / "target/system/older"
-    if not list(out.glob("*.deb")):
-        done = subprocess.run([ROOT / "packaging/build", "deb", "--fast", "--version", "0.0.9", "--out", out, *site.packaging],
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise Failed(done.stdout + done.stderr)
+    """Returns packages of this tree with a lower version."""
+    out = site.packages("deb", "older", "--version", "0.0.9")[0].parent
     return [site.deb(name, out) for name in ALL]
 
 

@@ -2,6 +2,7 @@
 from harness import TARGET, expect
 
 ORDER = 70
+GROUP = "hosts"
 # Replaces the daemon on pam.sock: accepts connections, and answers in one of several wrong ways.
 FAKE = r"""
 import os, socket, sys, time

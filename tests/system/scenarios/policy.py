@@ -3,6 +3,7 @@ from harness import expect
 from scenarios.login import PODMAN, box
 
 ORDER = 30
+GROUP = "users"
 CREATE = ("busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager CreateLease a{{sv}}t "
           "3 Count u 1 MemoryFraction d 0.1 TTLUSec t 600000000 1")
 POLICY = """

@@ -3,6 +3,7 @@ from harness import expect
 from scenarios.policy import lease
 
 ORDER = 48
+GROUP = "faults"
 BOTH = '''[[server]]
 address = "gpu1"
 [[server]]

@@ -5,6 +5,7 @@ from harness import Failed, expect
 from scenarios.policy import lease
 
 ORDER = 43
+GROUP = "restarts"
 BOOT = "cat /proc/sys/kernel/random/boot_id"
 SEEN = "nsenter -m -t $(systemctl show -P MainPID {}) " + BOOT
 # b33b7a19...: message id for the end of a lease, with its reason.

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness import Failed, expect
 
 ORDER = 45
+GROUP = "faults"
 # Bound, in seconds, if the program's machine is alive; the bound of a silent machine adds the time
 # within which it may come back.
 BOUND, SILENT = 2, 62

@@ -3,6 +3,7 @@ from harness import CLIENT_PACKAGES, expect
 from scenarios.policy import lease
 
 ORDER = 87
+GROUP = "hosts"
 REMOVE = "dpkg -r " + " ".join(CLIENT_PACKAGES) + " 2>&1"
 SAYS = "1 running program(s) lose their GPUs"
 

@@ -8,6 +8,7 @@ from scenarios.packages import older
 from scenarios.policy import lease
 
 ORDER = 40
+GROUP = "restarts"
 # Pids of the workers that serve programs.
 SERVING = ("gpuserver ps --json | python3 -c \"import json, sys; "
            "print(*(w['pid'] for w in json.load(sys.stdin)['workers'] if w['state'] == 'active'))\"")

@@ -7,18 +7,7 @@ from scenarios.packages import pool_of_one
 from scenarios.policy import lease
 
 ORDER = 95
-ROOT = HERE.parent.parent
 SIM = "/usr/lib64/gpusession/sim/libcuda.so.1"
-
-
-def build(site, folder, *arguments):
-    out = ROOT / "target/system" / folder
-    if not list(out.glob("*.rpm")):
-        done = subprocess.run([ROOT / "packaging/build", "rpm", "--fast", "--out", out, *site.packaging, *arguments],
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise Failed(done.stdout + done.stderr)
-    return sorted(out.glob("*.rpm"))
 
 
 def program(host, seconds):
@@ -37,7 +26,7 @@ def run(site, check):
     # The host has no userland of an rpm distribution: dependencies cannot be resolved, all else
     # works as on one.
     rpm = "rpm --nodeps --ignoresize"
-    older, newer = build(site, "rpms-older", "--version", "0.0.9"), build(site, "rpms")
+    older, newer = site.packages("rpm", "rpms-older", "--version", "0.0.9"), site.packages("rpm", "rpms")
     host.push(newer, "/root/newer")
     with check("with another libcuda.so.1, installed before or after ours, or NVIDIA's kernel driver, the loader does not get our library"):
         libs = "/root/newer/gpusession-libs-*.rpm"

@@ -7,6 +7,7 @@ from scenarios.policy import lease
 from scenarios.restart import typed
 
 ORDER = 35
+GROUP = "users"
 # The machine keeps its lease; leases of alice's sessions take precedence over it.
 LEASES = """
 [[lease]]

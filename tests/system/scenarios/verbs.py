@@ -8,6 +8,7 @@ import json
 from harness import ROOT, Failed
 
 ORDER = 38
+GROUP = "users"
 SCREENS = ROOT / "target/system/screens"
 USERS = ("root", "alice")
 STATES = ("all up", "a server down", "no server", "no daemon")

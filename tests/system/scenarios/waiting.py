@@ -3,6 +3,7 @@ from harness import Host, expect
 from scenarios.policy import lease
 
 ORDER = 44
+GROUP = "restarts"
 LEASES = """
 [[lease]]
 name = "first"
