@@ -279,8 +279,8 @@ pub fn logins() -> Vec<Vec<u8>> {
 }
 
 pub fn variables() -> Vec<Vec<u8>> {
-    let rows = [("GPUSESSION_SERVER", "gpu1"), ("NCCL_P2P_LEVEL", "SYS"), ("PATHS", "/a:/b c")];
-    login_variables::encode(rows).map(String::into_bytes).into_iter().collect()
+    let rows = [("NCCL_P2P_LEVEL", "SYS"), ("_SITE_1", ""), ("SITE_PATHS", "/a:/b c=d;e")];
+    vec![login_variables::encode(rows).expect("variables for logins").into_bytes()]
 }
 
 pub fn certificates() -> Vec<Vec<u8>> {

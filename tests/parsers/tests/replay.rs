@@ -49,7 +49,9 @@ fn no_input_makes_a_parser_fail() {
     let (changes, seed) = (setting("PARSER_CHANGES", 1000), setting("PARSER_SEED", 1));
     for target in TARGETS {
         let mut random = fastrand::Rng::with_seed(seed);
-        let inputs = [(target.seeds)(), corpus(target)].concat();
+        let seeds = (target.seeds)();
+        assert!(!seeds.iter().any(Vec::is_empty) && !seeds.is_empty(), "{}: no seeds", target.name);
+        let inputs = [seeds, corpus(target)].concat();
         for input in &inputs {
             (target.run)(input);
             for number in 0..changes {
