@@ -106,7 +106,7 @@ pub enum Verb {
     ///
     /// The command lists the archive's files before it writes.
     Report(ReportOptions),
-    /// Create, export, import or replace the pool's certificate authority
+    /// Create, export, import or replace the pool's authority
     Pool {
         /// Verb for the pool
         #[command(subcommand)]
