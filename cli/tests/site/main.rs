@@ -12,6 +12,7 @@ mod json;
 mod local;
 mod netperf;
 mod restarts;
+mod rotation;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
