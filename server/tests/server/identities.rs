@@ -98,7 +98,7 @@ async fn a_renewal_touches_no_lease_and_no_connection() {
     let row = &server.json(&["clients"])["clients"][0];
     assert_eq!(row["expires_unix"], now.expires_unix);
 
-    server.verb(&["leases", "end", &lease.id]);
+    assert!(server.verb(&["kill", &lease.id]).status.success());
     assert!(watch.message().await.unwrap().is_some(), "the watch of before is served");
 }
 
@@ -239,7 +239,7 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
     other.look().await;
     assert_eq!(others.facts(), new);
 
-    server.verb(&["leases", "end", &lease.id]);
+    assert!(server.verb(&["kill", &lease.id]).status.success());
     let event = tokio::time::timeout(LONG, arriving.recv()).await.unwrap().unwrap();
     assert_eq!(event.lease, lease.id, "the watch continues on the new connection");
     watching.abort();

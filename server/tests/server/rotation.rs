@@ -138,6 +138,8 @@ async fn a_rotation_touches_no_lease_and_no_connection() {
     })
     .await;
     assert_eq!((one.authorities(), two.authorities()), (2, 1));
+    let status = server.json(&["pool", "rotate", "status"]);
+    gpusession_test_support::json_table::documented("gpuserver pool rotate status", &status);
     assert_eq!(refused(&server, &["switch"]), "clients-lack-authority");
     assert_eq!(refused(&server, &["finish"]), "wrong-phase");
     let shown = text(&server.verb(&["pool", "rotate", "status"]));
