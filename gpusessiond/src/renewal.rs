@@ -204,8 +204,14 @@ impl Renewer {
                 offered => offered.and_then(Result::ok),
             });
         }
+        // A server signs with an authority that this client has reported to trust, and waits for
+        // the reports before the next step.
+        let report = async || {
+            for remote in &remotes {
+                let _ = remote.authorities().await;
+            }
+        };
         let own = self.identity.facts().issuer;
-        let mut changed = false;
         if let Some(new) = held.replaced_by(&answers, &own)
             && self.home.trust(&self.identity, &held, &new).map_err(|e| e.to_string())?
         {
@@ -217,7 +223,7 @@ impl Renewer {
                 gpusession_reason = step,
                 "the pool's authority: {step}; leases and programs continue"
             );
-            changed = true;
+            report().await;
         }
         for index in self.identity.authorities().renew_at(&answers, &own) {
             let ask = async |csr_pem| remotes[index].renew_identity(csr_pem).await;
@@ -225,17 +231,11 @@ impl Renewer {
                 Ok(renewed) => {
                     if renewed {
                         self.renewed();
-                        changed = true;
+                        report().await;
                     }
                     break;
                 }
                 Err(e) => wrong = Some(e.to_string()),
-            }
-        }
-        if changed {
-            // The servers wait for this report before the next step.
-            for remote in &remotes {
-                let _ = remote.authorities().await;
             }
         }
         wrong.map_or(Ok(()), Err)

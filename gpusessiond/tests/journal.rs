@@ -187,7 +187,8 @@ async fn each_event_says_whom_it_concerns_and_why() {
 
     // The test covers the events of the client's catalog, but those of certificates, which need a
     // server that renews: tests of the server run through them.
-    let of_certificates = [Event::IdentityRenewed, Event::IdentityExpiring, Event::IdentityExpired];
+    let of_certificates =
+        [Event::IdentityRenewed, Event::IdentityExpiring, Event::IdentityExpired, Event::AuthorityRotation];
     let logged: std::collections::BTreeSet<String> =
         journal.0.borrow().iter().map(|entry| entry["MESSAGE_ID"].clone()).collect();
     for event in Event::ALL {

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Sections that other tests compare, each with a site of its own.
-const ELSEWHERE: [&str; 10] = [
+const ELSEWHERE: [&str; 11] = [
+    "gpuserver pool rotate status",
     "gpusession smi",
     "gpusession stats",
     "gpusession list",

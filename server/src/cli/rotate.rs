@@ -91,6 +91,7 @@ fn text(out: &mut dyn Write, rotation: RotationView) -> anyhow::Result<()> {
     }
     match awaited {
         0 => writeln!(out, "Next: once every server of the pool is as far, `gpuserver pool rotate {next}`.")?,
+        1 => writeln!(out, "Next: wait for one client, then `gpuserver pool rotate {next}`.")?,
         n => writeln!(out, "Next: wait for {n} clients, then `gpuserver pool rotate {next}`.")?,
     }
     Ok(())

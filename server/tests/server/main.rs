@@ -652,7 +652,7 @@ async fn a_pool_of_two_servers() {
     let import = |server: &Server| server.verb(&["pool", "import", file.to_str().unwrap()]);
     let refused = import(&second);
     let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(refused.status.code() == Some(1) && said.contains("never replaced"), "{said}");
+    assert!(refused.status.code() == Some(1) && said.contains("holds a pool authority already"), "{said}");
     std::fs::remove_dir_all(second.path("state/ca")).unwrap();
     assert!(import(&second).status.success());
     second.run().await;

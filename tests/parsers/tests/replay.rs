@@ -68,7 +68,8 @@ fn no_input_makes_a_parser_fail() {
 #[test]
 fn a_folder_of_the_corpus_is_a_targets() {
     let folders = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
-    for folder in std::fs::read_dir(folders).expect("the corpus") {
+    // There is none before a search has found anything.
+    for folder in std::fs::read_dir(folders).into_iter().flatten() {
         let name = folder.expect("an entry").file_name().into_string().expect("a name");
         assert!(target(&name).is_some(), "corpus/{name}: no such target");
     }
