@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::join;
+use pem::{EncodeConfig, LineEnding, Pem};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
@@ -109,17 +110,9 @@ impl Authorities {
 
     /// Returns the text of the file from which a client reads them.
     pub fn to_pem(&self) -> String {
-        let mut text = String::new();
-        for authority in &self.all {
-            text += "-----BEGIN CERTIFICATE-----\n";
-            let encoded = data_encoding::BASE64.encode(&authority.der);
-            for line in encoded.as_bytes().chunks(64) {
-                text.extend(line.iter().map(|byte| char::from(*byte)));
-                text.push('\n');
-            }
-            text += "-----END CERTIFICATE-----\n";
-        }
-        text
+        let blocks: Vec<_> =
+            self.all.iter().map(|authority| Pem::new("CERTIFICATE", authority.der.to_vec())).collect();
+        pem::encode_many_config(&blocks, EncodeConfig::new().set_line_ending(LineEnding::LF))
     }
 
     /// Checks a certificate for a client's use that one of the authorities has signed.
