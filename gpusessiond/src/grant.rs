@@ -306,16 +306,9 @@ impl Server {
             true => self.turns.take(caller.uid, Instant::now()),
             false => Duration::ZERO,
         };
-        let asked = tokio::select! {
-            answer = async {
-                if !turn.is_zero() {
-                    tokio::time::sleep(turn).await;
-                }
-                self.ask(&caller, &wish).await
-            } => Some(answer),
-            () = gone(&stream, pidfd.as_ref()) => None,
+        let Some(answer) = self.ask(&caller, &wish, turn, gone(&stream, pidfd.as_ref())).await else {
+            return Ok(());
         };
-        let Some(answer) = asked else { return Ok(()) };
         match answer {
             Answer::Granted(endpoints, granted) => {
                 let guard = self.guard(granted);
@@ -407,8 +400,24 @@ impl Server {
         request
     }
 
-    /// Asks until there is a final answer or the waiting time is over.
-    async fn ask(&self, caller: &Caller, wish: &WorkerRequest) -> Answer {
+    /// Asks, after `turn`, until there is a final answer or the waiting time is over.
+    ///
+    /// `None` if the caller was `gone` meanwhile. A question that was put is always heard to its
+    /// end: its answer may hold workers, which the caller of this function returns.
+    async fn ask(
+        &self,
+        caller: &Caller,
+        wish: &WorkerRequest,
+        turn: Duration,
+        gone: impl Future<Output = ()>,
+    ) -> Option<Answer> {
+        tokio::pin!(gone);
+        if !turn.is_zero() {
+            tokio::select! {
+                () = tokio::time::sleep(turn) => {}
+                () = &mut gone => return None,
+            }
+        }
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let deadline = Instant::now() + wait;
         let mut refused_since = None;
@@ -424,18 +433,21 @@ impl Server {
                     let pause = (!wish.environment.is_empty()).then_some(ACCEPT_RETRY_INTERVAL);
                     (deadline.min(since + DRAIN_TIMEOUT), pause)
                 }
-                _ => return answer,
+                _ => return Some(answer),
             };
-            let turn = async {
+            let again = async {
                 match pause {
                     Some(pause) => tokio::time::sleep(pause).await,
                     None => snapshot.changed().await?,
                 }
                 Ok::<_, tokio::sync::watch::error::RecvError>(())
             };
-            match tokio::time::timeout_at(until, turn).await {
-                Ok(Ok(())) => {}
-                _ => return answer,
+            tokio::select! {
+                waited = tokio::time::timeout_at(until, again) => match waited {
+                    Ok(Ok(())) => {}
+                    _ => return Some(answer),
+                },
+                () = &mut gone => return None,
             }
         }
     }
