@@ -1,52 +1,19 @@
 //! The configuration from raw values: each key by its row, or its default.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use gpusession_common::keys::Row;
 use gpusession_common::words::Sharing;
 
+use super::checked::Config;
 use super::cross::{check_gpu_sharing, check_mps_folder, check_ports, cross_warnings, mps_without_effect};
 use super::keys::{GpuSharing, Keys, Users, gpu_sharing_key};
-use super::kinds::{Kind, name_from_host};
 use super::limit_tables::{check_limits, check_reserves};
-use super::read::{Raw, RawKeys, default_value};
-use super::{Config, ConfigError, Mps, Origin, Report, Surroundings, instance};
+use super::origin::{ConfigError, Origin};
+use super::raw::Raw;
+use super::reader::{Host, Reader, Surroundings};
+use super::values::Mps;
 use crate::lease::Rules;
 use crate::limits::{Bound, Entry, Layer};
-
-/// Reads keys from raw values, and reports each.
-pub struct Reader<'a> {
-    pub(super) raw: &'a RawKeys,
-    pub(super) host: Host<'a>,
-    pub(super) report: Report,
-}
-
-/// Facts on which defaults depend.
-#[derive(Clone, Copy)]
-pub struct Host<'a> {
-    pub(super) file: &'a Path,
-    pub(super) around: &'a Surroundings<'a>,
-}
-
-/// Returns a default that depends on the host.
-type Found<T> = fn(&Host<'_>) -> (T, Origin);
-
-impl Reader<'_> {
-    /// Reads one key; without a value the default of its row, or the found one.
-    pub fn key<T>(&mut self, row: &Row, kind: &Kind<T>, found: Option<Found<T>>) -> Result<T, ConfigError> {
-        let parse = |value, origin: &Origin| {
-            (kind.read)(value)
-                .map_err(|m| ConfigError::new(origin.clone(), format!("{} = {value}: {m}", row.name)))
-        };
-        let (value, origin) = match (self.raw.get(row.name), found) {
-            (Some((value, origin)), _) => (parse(value, origin)?, origin.clone()),
-            (None, Some(found)) => found(&self.host),
-            (None, None) => (parse(&default_value(row.value)?, &Origin::Default)?, Origin::Default),
-        };
-        self.report.push((row.name.into(), (kind.show)(&value), origin));
-        Ok(value)
-    }
-}
 
 /// Turns raw values into the configuration; reports each key, and warns of keys without effect.
 pub(super) fn check(
@@ -124,53 +91,4 @@ fn idle_times(keys: &Keys, raw: &Raw) -> impl Iterator<Item = Entry> {
         let origin = raw.keys.get(name).map_or(&Origin::Default, |(_, origin)| origin).to_string();
         Entry { name, layer: Layer::Default, bound: Bound::Time(time), origin, of_user: false }
     })
-}
-
-/// Default of a key without which something else is found later.
-pub(super) fn absent<T>(_: &Host<'_>) -> (Option<T>, Origin) {
-    (None, Origin::Default)
-}
-
-/// Default of a list that is empty.
-pub(super) fn nothing<T>(_: &Host<'_>) -> (Vec<T>, Origin) {
-    (Vec::new(), Origin::Default)
-}
-
-/// Placeholder for a key that has to be set; its reader refuses the empty text.
-pub(super) fn required(_: &Host<'_>) -> (String, Origin) {
-    (String::new(), Origin::Default)
-}
-
-/// Default of `name`, from the host's name; empty if that is no name.
-pub(super) fn own_name(host: &Host<'_>) -> (String, Origin) {
-    (name_from_host(&host.around.host_name).unwrap_or_default(), Origin::Default)
-}
-
-/// Default of `lock_dir`.
-pub(super) fn lock_folder(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
-    // Simulated machines on one host have GPUs with the same UUIDs, so these are not locked.
-    (host.around.nvidia_driver.then(|| "/run/lock/gpusession".into()), Origin::Default)
-}
-
-/// Default of `state_dir`.
-pub(super) fn state_folder(host: &Host<'_>) -> (PathBuf, Origin) {
-    directory(host, "STATE_DIRECTORY", "/var/lib/gpuserver")
-}
-
-/// Default of `runtime_dir`.
-pub(super) fn runtime_folder(host: &Host<'_>) -> (PathBuf, Origin) {
-    directory(host, "RUNTIME_DIRECTORY", "/run/gpuserver")
-}
-
-/// Returns a directory that systemd created: the first of a colon-separated list.
-///
-/// Without the variable, returns the directory that systemd would create for this instance, so
-/// that a verb outside the unit finds the server of its configuration.
-fn directory(host: &Host<'_>, variable: &'static str, otherwise: &str) -> (PathBuf, Origin) {
-    match (host.around.env)(variable) {
-        Some(v) if !v.is_empty() => {
-            (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
-        }
-        _ => (PathBuf::from(format!("{otherwise}{}", instance(host.file))), Origin::Default),
-    }
 }

@@ -3,9 +3,11 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
+use super::checked::Config;
 use super::keys::{GpuSharing, gpu_sharing_key};
-use super::read::Raw;
-use super::{Config, ConfigError, GpuChoice, Mps, Origin};
+use super::origin::{ConfigError, Origin};
+use super::raw::Raw;
+use super::values::{GpuChoice, Mps};
 
 /// Rejects a configuration with two listeners on one port.
 ///

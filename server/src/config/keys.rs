@@ -13,13 +13,14 @@ use gpusession_common::words::Sharing;
 use gpusession_proto::supervise::Isolation;
 use ipnet::IpNet;
 
-use super::check::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
     GRACE, ISOLATION, LOCAL, LOCK_FOLDER, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED,
     OVERCOMMIT, PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
 };
-use super::{Advertised, ConfigError, GpuChoice, Gpus};
+use super::origin::ConfigError;
+use super::reader::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
+use super::values::{Advertised, GpuChoice, Gpus};
 use crate::limits::{Layer, Scope};
 
 keys! {

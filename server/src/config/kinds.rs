@@ -13,8 +13,8 @@ use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 use ipnet::IpNet;
 
-use super::read::Value;
-use super::{Advertised, GpuChoice, Gpus};
+use super::raw::Value;
+use super::values::{Advertised, GpuChoice, Gpus};
 use crate::limits::{Bound, Scope, parse_memory};
 
 /// Parser and formatter of a key's value.

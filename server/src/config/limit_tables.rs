@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::check::{Host, Reader};
 use super::keys::{ReserveKeys, limit_key};
 use super::kinds::texts;
-use super::read::{Raw, RawKeys, RawReserve, Value};
-use super::{ConfigError, Origin, Report};
+use super::origin::{ConfigError, Origin};
+use super::raw::{Raw, RawKeys, RawReserve, Value};
+use super::reader::{Host, Reader, Report};
 use crate::lease::Reserve;
 use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
 

@@ -5,227 +5,39 @@
 //! Every error names file, line and key; an unknown key is an error.
 
 mod check;
+mod checked;
 mod cross;
 mod keys;
 mod kinds;
 mod limit_tables;
+mod origin;
+mod raw;
 mod read;
+mod reader;
 mod runtime;
 #[cfg(test)]
 mod tests;
 mod unknown;
+mod values;
 
-use std::fmt;
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use crate::lease::Rules;
-use crate::limits::Limits;
-use gpusession_common::words::Sharing;
-
 use check::check;
+pub use checked::Config;
 pub use keys::{Keys, Users, gpu_sharing_key, is_live, keys};
 pub use kinds::advertised;
-use read::{Raw, expand, read_text};
+pub use origin::{ConfigError, Origin};
+use raw::{Raw, expand};
+use read::read_text;
+use reader::instance;
+pub use reader::{Report, Surroundings};
 pub use runtime::{edit_runtime, runtime_file};
+pub use values::{Advertised, GpuChoice, Gpus, Mps};
 
 /// Remedy for a file that the caller may not read.
 const AS_ROOT: &str = "; run this command as root";
 /// Configuration file unless the command line names another.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
-
-/// Source of a value.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Origin {
-    /// A line of a file, from 1; 0 stands for the whole file.
-    File(PathBuf, usize),
-    /// An environment variable, by its name.
-    Environment(&'static str),
-    /// The default of the key.
-    Default,
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(path, 0) => write!(f, "{}", path.display()),
-            Self::File(path, line) => write!(f, "{}:{line}", path.display()),
-            Self::Environment(name) => write!(f, "environment {name}"),
-            Self::Default => f.write_str("default"),
-        }
-    }
-}
-
-/// An error in the configuration.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{origin}: {message}")]
-pub struct ConfigError {
-    /// Place of the error.
-    pub origin: Origin,
-    /// Cause and remedy.
-    pub message: String,
-}
-
-impl ConfigError {
-    /// Creates an error for `origin`.
-    pub fn new(origin: Origin, message: impl Into<String>) -> Self {
-        Self { origin, message: message.into() }
-    }
-}
-
-/// A GPU of the `gpus` list, or one of `gpu_sharing`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum GpuChoice {
-    /// Index of the GPU in the driver.
-    Index(u32),
-    /// UUID: `GPU-` and lower-case digits.
-    Uuid(String),
-}
-
-impl fmt::Display for GpuChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Index(i) => write!(f, "{i}"),
-            Self::Uuid(u) => f.write_str(u),
-        }
-    }
-}
-
-/// Value of the key `gpus`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Gpus {
-    /// All GPUs of the driver.
-    All,
-    /// These, in this order.
-    These(Vec<GpuChoice>),
-}
-
-/// Settings of MPS.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mps {
-    /// Key that requires NVIDIA's program; errors about the program name it.
-    pub key: &'static str,
-    /// Whether all clients share a domain.
-    pub shared: bool,
-    /// Path of nvidia-cuda-mps-control, if configured.
-    pub control: Option<PathBuf>,
-}
-
-/// An address of this server for clients.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Advertised {
-    /// Name or address, IPv6 without brackets.
-    pub host: String,
-    /// Control port for clients; `None`: the port on which this server listens.
-    pub port: Option<u16>,
-}
-
-/// Name, value as text and origin of each key.
-pub type Report = Vec<(String, String, Origin)>;
-
-/// The configuration after all checks. It derefs to [`Keys`]: `config.listen` is a key's value.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// Values of the keys outside of tables.
-    pub keys: Keys,
-    /// Values of `[users]`.
-    pub users: Users,
-    /// GPUs with a way of sharing of their own.
-    pub gpu_sharing: Vec<(GpuChoice, Sharing)>,
-    /// Settings of MPS, if a GPU is shared by it.
-    pub mps: Option<Mps>,
-    /// Reserves and overcommit.
-    pub rules: Rules,
-    /// Limits of clients and users.
-    pub limits: Limits,
-    /// Configuration file.
-    pub file: PathBuf,
-    /// Whether that file exists: then a reload requires it.
-    pub file_found: bool,
-    /// Name, value as text and origin of every key.
-    pub report: Report,
-    /// Values that changed in the files since the start, and take effect after a restart.
-    pub waiting: Report,
-    /// Texts about settings that work, but probably not as intended.
-    pub warnings: Vec<String>,
-}
-
-impl std::ops::Deref for Config {
-    type Target = Keys;
-
-    fn deref(&self) -> &Keys {
-        &self.keys
-    }
-}
-
-impl Config {
-    /// Returns this configuration with everything of a fresh one that changes without a restart.
-    pub fn with_live_of(&self, fresh: Self) -> Self {
-        let Self { keys, users, gpu_sharing, mps, rules, file, report: old, .. } = self;
-        let is_old = |entry: &(String, String, Origin)| {
-            old.iter().any(|(key, value, _)| (key, value) == (&entry.0, &entry.1))
-        };
-        let (mut report, mut waiting): (Report, Report) =
-            fresh.report.into_iter().partition(|(key, ..)| is_live(key));
-        // Keys that need a restart are in every report.
-        waiting.retain(|entry| !is_old(entry));
-        report.extend(old.iter().filter(|(key, ..)| !is_live(key)).cloned());
-        Self {
-            keys: keys.with_live_of(&fresh.keys),
-            users: users.with_live_of(&fresh.users),
-            gpu_sharing: gpu_sharing.clone(),
-            mps: mps.clone(),
-            // The domain of a lease changes with a restart only.
-            rules: Rules { shared_domain: rules.shared_domain, ..fresh.rules },
-            limits: fresh.limits,
-            file: file.clone(),
-            file_found: fresh.file_found,
-            report,
-            waiting,
-            warnings: fresh.warnings,
-        }
-    }
-
-    /// Returns the source of a key's value.
-    pub fn origin(&self, key: &str) -> Origin {
-        // A key may be written with quotes that TOML does not need.
-        let plain = |key: &str| key.replace(['"', '\''], "");
-        let found = self.report.iter().find(|(k, ..)| plain(k) == plain(key));
-        found.map_or(Origin::Default, |(.., origin)| origin.clone())
-    }
-
-    /// Returns the path of the administration socket.
-    pub fn admin_socket(&self) -> PathBuf {
-        self.runtime_dir.join("admin.sock")
-    }
-
-    /// Returns `true` if data connections from `peer` may go without encryption.
-    pub fn may_be_clear(&self, peer: IpAddr) -> bool {
-        let peer = peer.to_canonical();
-        !self.encryption && self.trusted_networks.iter().any(|n| n.contains(&peer))
-    }
-}
-
-/// Facts about host and environment on which the configuration depends.
-pub struct Surroundings<'a> {
-    /// Reads an environment variable.
-    pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Name of this host.
-    pub host_name: String,
-    /// First and last ephemeral port of the kernel, if known.
-    pub ephemeral: Option<(u16, u16)>,
-    /// Whether NVIDIA's kernel driver is loaded.
-    pub nvidia_driver: bool,
-}
-
-/// Returns the suffix of an instance's folders: `-NAME` for `gpuserver-NAME.toml`.
-fn instance(file: &Path) -> String {
-    let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-    stem.strip_prefix("gpuserver")
-        .filter(|rest| rest.len() > 1 && rest.starts_with('-'))
-        .unwrap_or_default()
-        .into()
-}
 
 /// Reads `file` and its drop-ins. A missing file is an error only if `required`.
 pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {

@@ -5,6 +5,7 @@ mod texts;
 use std::time::Duration;
 
 use gpusession_common::units::Memory;
+use gpusession_common::words::Sharing;
 
 use super::*;
 use crate::limits::{Bound, IDLE_TIMES, LIMITS, Scope};
