@@ -12,8 +12,9 @@ use tracing::info;
 
 use super::exit::stop;
 use super::messages::printable;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
-use super::{State, Supervisor, WorkerId};
 use crate::limits::Exceeded;
 
 /// Time that a program above a limit waits for another to exit, and the pause between checks.

@@ -2,57 +2,14 @@
 
 use std::net::SocketAddr;
 
-use gpusession_proto::preface::{Code, Preface};
+use gpusession_proto::preface::Preface;
 use gpusession_proto::supervise::ToWorker;
 use tokio::sync::mpsc;
 
-use super::Supervisor;
+use super::errors::AdoptError;
+use super::supervisor::Supervisor;
 use super::worker::{Command, Phase, Worker};
 use crate::clock;
-use crate::limits::Exceeded;
-
-/// Reason why a worker cannot take over a connection.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AdoptError {
-    /// No worker with this id serves a client.
-    #[error("no such worker: it ended, or its server was restarted")]
-    Unknown,
-    /// The worker has ended for this reason.
-    #[error("the worker has ended: {0}")]
-    Ended(String),
-    /// The worker is of an earlier server, and this one has not taken it over yet.
-    #[error("the server starts; try again")]
-    Starting,
-    /// The preface's MAC is not of the worker's lease.
-    #[error("the preface was not made for this worker")]
-    Forged,
-    /// An earlier connection had this attempt's number.
-    #[error("the preface was used before")]
-    Replayed,
-    /// The worker's queue of connections is full.
-    #[error("the worker has too many connections waiting")]
-    Busy,
-    /// The lease requires encryption, and the connection has none.
-    #[error("this server wants the connection encrypted")]
-    Clear,
-    /// A limit of the client or the user is reached.
-    #[error("{0}")]
-    Limit(Exceeded),
-}
-
-impl AdoptError {
-    /// Returns the kind of refusal that the client gets.
-    pub fn code(&self) -> Code {
-        match self {
-            Self::Unknown | Self::Ended(_) => Code::Gone,
-            Self::Starting => Code::Starting,
-            Self::Forged | Self::Replayed => Code::Other,
-            Self::Busy => Code::Busy,
-            Self::Clear => Code::Clear,
-            Self::Limit(_) => Code::Limit,
-        }
-    }
-}
 
 impl Supervisor {
     /// Hands a data connection to a worker.

@@ -13,9 +13,11 @@ use tracing::debug;
 
 use super::adopt::adopt;
 use super::channel::Channel;
+use super::mps;
 use super::process::Process;
+use super::stock::WorkerId;
+use super::supervisor::Supervisor;
 use super::worker::{Command, Queues, hex, told_to_end};
-use super::{Supervisor, WorkerId, mps};
 
 /// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
 /// its resources are free again soon.

@@ -5,9 +5,11 @@ use std::process::ExitStatus;
 use nix::sys::signal::Signal;
 use tracing::{debug, info, warn};
 
+use super::event::Event;
 use super::messages::say;
+use super::stock::WorkerId;
+use super::supervisor::{LeaseState, State, Supervisor};
 use super::worker::{Phase, Worker, WorkerRecord, hex};
-use super::{Event, LeaseState, State, Supervisor, WorkerId};
 use crate::accounting::{Kind, Record};
 
 impl Supervisor {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use gpusession_proto::preface::Preface;
 
-use super::WorkerId;
-use super::adopt::AdoptError;
+use super::errors::AdoptError;
+use super::stock::WorkerId;
 use crate::clock::Moment;
 
 /// Number of remembered workers.

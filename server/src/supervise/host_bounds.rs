@@ -10,8 +10,9 @@
 use std::collections::HashMap;
 
 use super::exit::stop;
+use super::stock::WorkerId;
+use super::supervisor::{LeaseState, State, Supervisor};
 use super::worker::{Phase, Worker, exceeds, hex};
-use super::{LeaseState, State, Supervisor, WorkerId};
 use crate::cgroups::{Bounds, ClientBounds, Met};
 use crate::limits::Limits;
 

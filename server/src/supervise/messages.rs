@@ -9,9 +9,11 @@ use gpusession_proto::journal;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, info, warn};
 
+use super::event::Event;
 use super::quota::{Ledger, LedgerMessage};
+use super::stock::WorkerId;
+use super::supervisor::{LeaseState, State, Supervisor};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
-use super::{Event, LeaseState, State, Supervisor, WorkerId};
 
 /// Interval of a worker's usage reports while its client has GPU work.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);

@@ -5,39 +5,36 @@
 //! kills the whole process group of a worker, and the kernel then frees its device memory. With a
 //! descriptor store ([`handover`]), workers outlive the server.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use gpusession_proto::readings::uuid_bytes;
 use gpusession_proto::supervise::{ClientProcess, DeviceLimit, ToWorker, Usage};
 use tokio::sync::{Notify, broadcast};
 use tracing::info;
 
-pub use self::adopt::AdoptError;
+pub use self::errors::{AdoptError, TakeError};
+pub use self::event::Event;
 use self::exit::stop;
-use self::farewells::Farewells;
 use self::handover::{LeftWorker, Store};
 use self::messages::say;
 use self::quota::Ledger;
 use self::run::Origin;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
-pub use self::take::{AssignedWorker, DRIVER_ENVIRONMENT, TakeError};
+use self::supervisor::{Inner, LeaseState, State, ledger, staging};
+pub use self::supervisor::{Options, Supervisor};
+pub use self::take::{AssignedWorker, DRIVER_ENVIRONMENT};
 use self::unadmitted::Unadmitted;
 use self::worker::{Command, Worker, orders};
 pub use self::worker::{Phase, WorkerRecord, hex};
 use crate::accounting::Accounting;
-use crate::cache::Cache;
-use crate::cgroups::Cgroups;
-use crate::clock::{Clock, Moment, Random};
-use crate::isolation::Decision;
+use crate::clock::{Clock, Random};
 use crate::lease::Lease;
-use crate::limits::{Effective, Exceeded, Limits};
+use crate::limits::{Effective, Limits};
 use crate::log_throttle::LogThrottle;
 use crate::mps::Mps;
 use crate::spawn::Spawner;
@@ -46,6 +43,8 @@ mod admission;
 mod adopt;
 mod attend;
 pub mod channel;
+mod errors;
+mod event;
 mod exit;
 mod farewells;
 pub mod handover;
@@ -59,37 +58,16 @@ mod reconcile;
 mod record;
 mod run;
 mod shares;
+mod sharing;
 mod shutdown;
 pub mod stock;
+mod supervisor;
 mod take;
 mod unadmitted;
 mod worker;
 
 /// Interval at which accounting notes the running programs, in seconds.
 const NOTED_EVERY: u64 = 60;
-
-/// Options with which this server starts workers.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Path of the worker's program.
-    pub program: PathBuf,
-    /// Path of the driver library that workers load.
-    pub driver: PathBuf,
-    /// Cache on disk; `None`: workers keep nothing there.
-    pub cache: Option<Cache>,
-    /// Ready workers per lease.
-    pub warm_workers: u32,
-    /// Time without use after which a lease keeps only one ready worker.
-    pub idle_exit: Duration,
-    /// Time that a worker waits for a lost client.
-    pub resume_grace: Duration,
-    /// Isolation of workers, which never changes while the server runs.
-    pub isolation: Decision,
-    /// Settings of MPS; `None`: this server does not use MPS.
-    pub mps: Option<crate::mps::Settings>,
-    /// Control groups of workers.
-    pub cgroups: Cgroups,
-}
 
 /// One worker in a listing.
 #[derive(Debug, Clone)]
@@ -132,141 +110,6 @@ pub struct WorkerView {
     pub age: Duration,
 }
 
-/// Event that the supervisor sends to its subscribers.
-#[derive(Debug, Clone)]
-pub enum Event {
-    /// The stock or the workers of a lease changed.
-    Workers {
-        /// Client that holds the lease.
-        client: String,
-        /// Id of the lease.
-        lease: String,
-        /// Number of ready workers.
-        stock: u32,
-        /// Worker that a client had taken and that has exited.
-        ended: Option<WorkerId>,
-    },
-    /// A program begins or has ended.
-    Program {
-        /// Client of the program.
-        client: String,
-        /// Id of the lease.
-        lease: String,
-        /// UUIDs of its GPUs.
-        gpus: Vec<String>,
-        /// Worker that serves it.
-        worker: WorkerId,
-        /// User and program, as the client names them.
-        user: String,
-        /// See `user`.
-        program: String,
-        /// Why it has ended; `None`: it begins.
-        end: Option<String>,
-    },
-    /// A killed worker does not exit, or the memory of an exited one is still in use.
-    Stuck {
-        /// UUIDs of the worker's GPUs.
-        gpus: Vec<String>,
-        /// Description for administrators.
-        why: String,
-    },
-}
-
-struct LeaseState {
-    lease: Lease,
-    limits: Effective,
-    ledger: Ledger,
-    stock: Stock,
-    /// Lent or parked: no worker may start.
-    away: bool,
-    /// When its last process exited or, before the first one, the lease began.
-    unused: Moment,
-    changed: Arc<Notify>,
-    /// When its programs were last asked to return unused memory.
-    recalled: Option<Moment>,
-}
-
-#[derive(Default)]
-struct State {
-    workers: HashMap<WorkerId, Worker>,
-    limits: Limits,
-    leases: HashMap<String, LeaseState>,
-    /// Workers of an earlier server whose leases are not added yet.
-    left: Vec<LeftWorker>,
-    /// Objects that workers share.
-    shares: shares::Shares,
-    /// Recently exited workers: process id, GPUs, time of the exit.
-    ended: Vec<(u32, Vec<String>, Moment)>,
-    farewells: Farewells,
-    closing: bool,
-    /// When running programs were last noted for accounting, in minutes.
-    noted: u64,
-}
-
-impl State {
-    fn remember(&mut self, id: &WorkerId) {
-        if let Some(worker) = self.workers.get_mut(id) {
-            let ledger = self.leases.get(&worker.book.lease).map(|l| &l.ledger);
-            worker.remember(ledger);
-        }
-    }
-
-    /// Checks that a client's and a user's limits leave room for `more`.
-    ///
-    /// The error holds the refusal, and the room that is left.
-    fn within(
-        &self,
-        (client, user): (&str, &str),
-        name: &'static str,
-        more: u64,
-        what: &str,
-        count: impl Fn(&Worker) -> u64,
-    ) -> Result<(), (Exceeded, u64)> {
-        let limits = self.limits.of(client, user);
-        let site = limits.scope == crate::limits::Scope::Site;
-        for limit in limits.entries(name) {
-            let crate::limits::Bound::Number(most) = limit.bound else { continue };
-            let counts = |worker: &&Worker| match limit.of_user {
-                false => worker.client == client,
-                true => worker.user() == user && (site || worker.client == client),
-            };
-            let have: u64 = self.workers.values().filter(counts).map(&count).sum();
-            if have + more > most {
-                let why = format!("there are {have} {what}");
-                return Err((
-                    limit.exceeded(why, "end a program that uses the GPU"),
-                    most.saturating_sub(have),
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
-struct Inner {
-    options: Options,
-    spawner: Spawner,
-    store: Store,
-    mps: Option<Mps>,
-    accounting: Accounting,
-    clock: Arc<dyn Clock>,
-    random: Arc<dyn Random>,
-    /// Ready workers per lease, and the time without use after which one is enough.
-    stock: Mutex<(u32, Duration)>,
-    state: Mutex<State>,
-    empty: Notify,
-    wants: Notify,
-    events: broadcast::Sender<Event>,
-    refusals: LogThrottle,
-    /// Programs that came back after a broken connection.
-    resumes: AtomicU64,
-    resume_log: LogThrottle,
-}
-
-/// All workers of this server. Cheap to clone.
-#[derive(Clone)]
-pub struct Supervisor(Arc<Inner>);
-
 impl Supervisor {
     /// Creates a supervisor that keeps its workers in `store`; needs a runtime.
     ///
@@ -304,65 +147,6 @@ impl Supervisor {
             tokio::spawn(this.clone().serve_mps(happened));
         }
         Ok(this)
-    }
-
-    /// Returns how often programs came back after a broken connection.
-    pub fn resumes(&self) -> u64 {
-        self.0.resumes.load(Ordering::Relaxed)
-    }
-
-    /// Returns how isolated this server's workers are.
-    pub fn isolation(&self) -> &Decision {
-        &self.0.options.isolation
-    }
-
-    /// Returns the control groups of workers.
-    pub fn cgroups(&self) -> &Cgroups {
-        &self.0.options.cgroups
-    }
-
-    /// Returns the path of the workers' program.
-    pub fn program(&self) -> &Path {
-        &self.0.options.program
-    }
-
-    /// Returns the time that a worker waits for a lost client.
-    pub fn resume_grace(&self) -> Duration {
-        self.0.options.resume_grace
-    }
-
-    /// Returns the thread that starts processes.
-    pub fn spawner(&self) -> &Spawner {
-        &self.0.spawner
-    }
-
-    /// Returns the MPS domains, if this server uses MPS.
-    pub fn mps(&self) -> Option<&Mps> {
-        self.0.mps.as_ref()
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn stock(&self) -> (u32, Duration) {
-        *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Sets the number of ready workers per lease, and the time without use after which one is
-    /// enough.
-    pub fn set_stock(&self, warm_workers: u32, idle_exit: Duration) {
-        *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner) = (warm_workers, idle_exit);
-    }
-
-    /// Returns the account of GPU use by programs and leases.
-    pub fn accounting(&self) -> &Accounting {
-        &self.0.accounting
-    }
-
-    /// Subscribes to events from now on.
-    pub fn events(&self) -> broadcast::Receiver<Event> {
-        self.0.events.subscribe()
     }
 
     /// Starts a stock for a lease, and takes over its workers that an earlier server left.
@@ -664,16 +448,4 @@ impl Supervisor {
     pub fn ready(&self, lease: &str) -> u32 {
         self.state().leases.get(lease).map_or(0, |l| l.stock.ready() as u32)
     }
-}
-
-/// Creates a lease's ledger. Shares supply the memory of whole cards, for which workers have no
-/// limit.
-fn ledger(lease: &Lease, devices: Vec<DeviceLimit>) -> Ledger {
-    let share = |uuid: &[u8; 16]| lease.shares.iter().find(|s| uuid_bytes(&s.gpu).as_ref() == Some(uuid));
-    Ledger::new(devices).of_cards(|uuid| share(uuid).map(|s| s.limit_bytes))
-}
-
-/// Returns the most mapped host memory of which a worker may keep copies, in bytes.
-fn staging(limits: &Effective) -> u64 {
-    limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes)
 }

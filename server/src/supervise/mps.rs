@@ -9,9 +9,12 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
+use super::errors::TakeError;
+use super::event::Event;
 use super::exit::stop;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
 use super::worker::{Phase, Worker, hex};
-use super::{State, Supervisor, TakeError, WorkerId};
 use crate::mps::{self, DomainEvent, MAX_CLIENTS, Seat};
 
 /// Time for the GPU to let go of a client's work after MPS ended it (driver 580: 0.2 s).
@@ -106,7 +109,7 @@ impl Supervisor {
         while let Some(happened) = happened.recv().await {
             match happened {
                 DomainEvent::Stuck { gpus, why } => {
-                    let _ = self.0.events.send(super::Event::Stuck { gpus, why });
+                    let _ = self.0.events.send(Event::Stuck { gpus, why });
                 }
                 DomainEvent::Gone { generation, server } => {
                     self.end_seats(generation, |worker| {

@@ -13,8 +13,9 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::exit::stop;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor, ledger};
 use super::worker::{Command as ToTask, Phase, Worker};
-use super::{Supervisor, WorkerId, ledger};
 use crate::clock::Moment;
 use crate::lease::Lease;
 use crate::spawn;
@@ -315,7 +316,7 @@ impl Supervisor {
     }
 }
 
-impl super::State {
+impl State {
     fn set_away(&mut self, lease: &str, away: bool) {
         let Some(entry) = self.leases.get_mut(lease) else { return };
         entry.away = away;

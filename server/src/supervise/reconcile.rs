@@ -4,10 +4,12 @@
 use tracing::warn;
 
 use super::attend::REAP_TIMEOUT;
+use super::event::Event;
 use super::exit::stop;
 use super::messages::say;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
 use super::worker::{Phase, hex};
-use super::{Event, State, Supervisor, WorkerId};
 
 impl Supervisor {
     /// Applies readings of the driver: process id, GPU and bytes of each process of this host.

@@ -10,11 +10,14 @@ use tokio::time::timeout;
 
 use super::attend::{End, Ending, REAP_TIMEOUT};
 use super::channel::Channel;
+use super::event::Event;
 use super::exit::describe;
+use super::mps;
 use super::process::{Process, end_group};
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor, staging};
 use super::unadmitted::Unadmitted;
 use super::worker::{LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
-use super::{Event, State, Supervisor, WorkerId, mps, staging};
 use crate::clock;
 use crate::spawn;
 

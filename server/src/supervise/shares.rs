@@ -5,51 +5,45 @@
 //! cannot be parked, and memory that its own worker has released counts for an importer.
 
 use std::collections::{BTreeSet, HashMap};
-use std::os::fd::OwnedFd;
-use std::time::Duration;
 
-use gpusession_proto::share::{EVENTS, Name};
-use gpusession_proto::supervise::{Charge, Holding, MAX_HOLDINGS, MAX_SHARE_REQUESTS, ToWorker, Unshared};
-use tracing::warn;
+use gpusession_proto::share::Name;
+use gpusession_proto::supervise::MAX_SHARE_REQUESTS;
 
-use super::worker::{Command, Phase, Worker, hex};
-use super::{State, Supervisor, WorkerId};
+use super::stock::WorkerId;
 use crate::clock::Moment;
 
-/// Time that a worker may take to answer for its object.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most objects of which one worker has imports.
-const MAX_IMPORTED: usize = 1 << 13;
+pub(super) const MAX_IMPORTED: usize = 1 << 13;
 
 /// A request without an answer.
 #[derive(Debug, Clone)]
-struct Request {
-    importer: WorkerId,
-    serial: u64,
-    name: Name,
-    since: Moment,
+pub(super) struct Request {
+    pub(super) importer: WorkerId,
+    pub(super) serial: u64,
+    pub(super) name: Name,
+    pub(super) since: Moment,
     /// Whether the object's worker has it; not while that worker's memory moves.
-    asked: bool,
+    pub(super) asked: bool,
 }
 
 /// An object with imports.
 #[derive(Debug, Default)]
-struct Shared {
+pub(super) struct Shared {
     /// Workers with imports, and the number of each one's. The first one counts an orphan.
     holders: Vec<(WorkerId, u32)>,
     /// Its own worker counts it no longer.
-    orphan: bool,
+    pub(super) orphan: bool,
 }
 
-type Object = (WorkerId, u64);
+pub(super) type Object = (WorkerId, u64);
 
 /// Counters of one worker, so that no question about it goes through all objects.
 #[derive(Debug, Default)]
-struct Account {
+pub(super) struct Account {
     /// Its requests without an answer.
-    asked: usize,
+    pub(super) asked: usize,
     /// Objects of which it has imports.
-    imported: usize,
+    pub(super) imported: usize,
     /// Its own objects with imports.
     exported: usize,
 }
@@ -59,8 +53,8 @@ struct Account {
 pub(super) struct Shares {
     last: u64,
     open: HashMap<u64, Request>,
-    shared: HashMap<Object, Shared>,
-    accounts: HashMap<WorkerId, Account>,
+    pub(super) shared: HashMap<Object, Shared>,
+    pub(super) accounts: HashMap<WorkerId, Account>,
 }
 
 impl Shares {
@@ -81,7 +75,7 @@ impl Shares {
     }
 
     /// Adds a request and returns its number; `None`: the worker has too many, or too many imports.
-    fn ask(&mut self, request: Request) -> Option<u64> {
+    pub(super) fn ask(&mut self, request: Request) -> Option<u64> {
         let account = self.accounts.get(&request.importer);
         if account.is_some_and(|a| a.asked >= MAX_SHARE_REQUESTS || a.imported >= MAX_IMPORTED) {
             return None;
@@ -93,7 +87,7 @@ impl Shares {
     }
 
     /// Takes out the request of a number that an object's own worker answers.
-    fn answered(&mut self, number: u64, exporter: &WorkerId) -> Option<Request> {
+    pub(super) fn answered(&mut self, number: u64, exporter: &WorkerId) -> Option<Request> {
         self.open.get(&number).filter(|r| r.name.worker == *exporter)?;
         let request = self.open.remove(&number)?;
         self.count(request.importer, |account| account.asked -= 1);
@@ -101,7 +95,7 @@ impl Shares {
     }
 
     /// Returns the requests that a worker has not got yet, as asked from now on.
-    fn late(&mut self, id: &WorkerId, now: Moment) -> Vec<(u64, Name)> {
+    pub(super) fn late(&mut self, id: &WorkerId, now: Moment) -> Vec<(u64, Name)> {
         let mine = self.open.iter_mut().filter(|(_, r)| r.name.worker == *id && !r.asked);
         let asked = mine.map(|(number, request)| {
             (request.asked, request.since) = (true, now);
@@ -111,14 +105,14 @@ impl Shares {
     }
 
     /// Takes out the requests that `which` selects.
-    fn take(&mut self, which: impl Fn(&Request) -> bool) -> Vec<Request> {
+    pub(super) fn take(&mut self, which: impl Fn(&Request) -> bool) -> Vec<Request> {
         let found = self.open.iter().filter(|(_, r)| which(r)).map(|(number, r)| (*number, r.name.worker));
         let found: Vec<_> = found.collect();
         found.iter().filter_map(|(number, exporter)| self.answered(*number, exporter)).collect()
     }
 
     /// Adds imports of an object.
-    fn hold(&mut self, object: Object, id: WorkerId, imports: u32, first: bool) -> &mut Shared {
+    pub(super) fn hold(&mut self, object: Object, id: WorkerId, imports: u32, first: bool) -> &mut Shared {
         if !self.shared.contains_key(&object) {
             self.count(object.0, |account| account.exported += 1);
         }
@@ -134,7 +128,7 @@ impl Shares {
     }
 
     /// Subtracts imports; returns the worker that counts the object from now on, if that changes.
-    fn drop_imports(&mut self, object: &Object, id: &WorkerId, imports: u32) -> Option<WorkerId> {
+    pub(super) fn drop_imports(&mut self, object: &Object, id: &WorkerId, imports: u32) -> Option<WorkerId> {
         let shared = self.shared.get_mut(object)?;
         let at = shared.holders.iter().position(|(holder, _)| holder == id)?;
         shared.holders[at].1 = shared.holders[at].1.saturating_sub(imports);
@@ -153,7 +147,7 @@ impl Shares {
     }
 
     /// Returns the workers that share objects with one, each once.
-    fn partners(&self, id: &WorkerId) -> BTreeSet<WorkerId> {
+    pub(super) fn partners(&self, id: &WorkerId) -> BTreeSet<WorkerId> {
         let part = |(object, shared): (&Object, &Shared)| {
             let own = std::iter::once(object.0);
             own.chain(shared.holders.iter().map(|(holder, _)| *holder)).collect::<Vec<_>>()
@@ -163,7 +157,7 @@ impl Shares {
     }
 
     /// Ends all imports of an object.
-    fn end(&mut self, object: &Object) {
+    pub(super) fn end(&mut self, object: &Object) {
         let holders = self.shared.get(object).map(|shared| shared.holders.clone());
         for (holder, imports) in holders.unwrap_or_default() {
             self.drop_imports(object, &holder, imports);
@@ -171,167 +165,10 @@ impl Shares {
     }
 
     /// Notes that an object's own worker counts it no longer; returns the one that does.
-    fn orphan(&mut self, object: &Object) -> Option<WorkerId> {
+    pub(super) fn orphan(&mut self, object: &Object) -> Option<WorkerId> {
         let shared = self.shared.get_mut(object)?;
         let before = std::mem::replace(&mut shared.orphan, true);
         shared.holders.first().map(|(holder, _)| *holder).filter(|_| !before)
-    }
-}
-
-/// Makes a worker count an object.
-fn inherit(workers: &HashMap<WorkerId, Worker>, heir: Option<WorkerId>, (worker, object): Object) {
-    if let Some(heir) = heir.and_then(|heir| workers.get(&heir)) {
-        let _ = heir.orders.tells.send(Command::Tell(ToWorker::ShareInherited { worker, object }));
-    }
-}
-
-/// Tells a worker that another one, with which it shared objects, has exited.
-fn lost(workers: &HashMap<WorkerId, Worker>, to: &WorkerId, worker: WorkerId) {
-    if let Some(to) = workers.get(to) {
-        let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareLost { worker }));
-    }
-}
-
-/// Answers a request for an object.
-fn answer(
-    workers: &HashMap<WorkerId, Worker>,
-    request: &Request,
-    given: Result<(Charge, OwnedFd), Unshared>,
-) {
-    let Some(worker) = workers.get(&request.importer) else { return };
-    let serial = request.serial;
-    let command = match given {
-        Ok((charge, descriptor)) => {
-            Command::Give(ToWorker::ShareGranted { serial, given: Ok(charge) }, descriptor)
-        }
-        Err(why) => Command::Tell(ToWorker::ShareGranted { serial, given: Err(why) }),
-    };
-    let _ = worker.orders.tells.send(command);
-}
-
-impl Supervisor {
-    /// Asks the worker of an object for it, if it serves a process of the same lease.
-    pub(super) fn share_wanted(&self, state: &mut State, importer: WorkerId, serial: u64, name: Name) {
-        let State { workers, shares, .. } = state;
-        let serves = |w: &&Worker| w.phase == Phase::Active && w.process.is_some();
-        let Some(from) = workers.get(&importer).filter(serves) else { return };
-        let request = Request { importer, serial, name, since: self.0.clock.now(), asked: true };
-        let known = |w: &&Worker| w.phase == Phase::Parked || serves(w);
-        let Some(to) = workers.get(&name.worker).filter(|to| known(to) && to.lease == from.lease) else {
-            return answer(workers, &request, Err(Unshared::Elsewhere));
-        };
-        let asked = !to.moving && to.phase == Phase::Active;
-        match shares.ask(Request { asked, ..request.clone() }) {
-            // It gets the question once its memory is back.
-            Some(_) if !asked => {}
-            Some(number) => {
-                let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
-            }
-            None => answer(workers, &request, Err(Unshared::Busy)),
-        }
-    }
-
-    /// Passes on the questions for a worker whose memory is back.
-    pub(super) fn shares_back(&self, state: &mut State, id: &WorkerId) {
-        let State { workers, shares, .. } = state;
-        let Some(to) = workers.get(id) else { return };
-        for (number, name) in shares.late(id, self.0.clock.now()) {
-            let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
-        }
-    }
-
-    /// Passes on a worker's answer, which has no effect on a request that has ended.
-    pub(super) fn share_given(
-        &self,
-        state: &mut State,
-        exporter: &WorkerId,
-        number: u64,
-        given: Result<Charge, Unshared>,
-        descriptor: Option<OwnedFd>,
-    ) {
-        let State { workers, shares, .. } = state;
-        let Some(request) = shares.answered(number, exporter) else { return };
-        let Some(importer) = workers.get(&request.importer) else { return };
-        let given = given.and_then(|charge| Ok((charge, descriptor.ok_or(Unshared::Unknown)?)));
-        if let Err(Unshared::Unknown) = given
-            && let Some(more) = self.0.refusals.may()
-        {
-            warn!(
-                gpusession_worker = hex(&request.importer),
-                gpusession_lease = importer.lease,
-                gpusession_client = importer.client,
-                "worker {}: a program of {} asked for memory that no program shares with it{more}",
-                hex(&request.importer),
-                importer.user()
-            );
-        }
-        if given.is_ok() {
-            shares.hold(request.name.counted(), request.importer, 1, false);
-        }
-        answer(workers, &request, given);
-    }
-
-    /// Subtracts an import that a worker no longer has.
-    pub(super) fn share_dropped(&self, state: &mut State, id: &WorkerId, object: Object) {
-        let heir = state.shares.drop_imports(&object, id, 1);
-        inherit(&state.workers, heir, object);
-    }
-
-    /// Makes an importer count an object that its own worker has released.
-    pub(super) fn share_ended(&self, state: &mut State, exporter: &WorkerId, object: u64) {
-        let object = (*exporter, object);
-        let heir = state.shares.orphan(&object);
-        inherit(&state.workers, heir, object);
-    }
-
-    /// Notes the imports of a worker that an earlier server has supervised.
-    pub(super) fn shares_held(&self, state: &mut State, id: &WorkerId, held: &[Holding]) {
-        let State { workers, shares, .. } = state;
-        for holding in held.iter().take(MAX_HOLDINGS) {
-            if shares.accounts.get(id).is_some_and(|account| account.imported >= MAX_IMPORTED) {
-                return;
-            }
-            let object = (holding.worker, holding.object);
-            let shared = shares.hold(object, *id, holding.imports, holding.inherited);
-            shared.orphan |= holding.inherited;
-            if !workers.contains_key(&holding.worker) {
-                match object.1 {
-                    EVENTS => shares.end(&object),
-                    _ => inherit(workers, shares.orphan(&object), object),
-                }
-                lost(workers, id, holding.worker);
-            }
-        }
-    }
-
-    /// Ends the part of an exited worker: its requests, its imports, and requests for its objects.
-    pub(super) fn shares_gone(&self, state: &mut State, id: &WorkerId) {
-        let State { workers, shares, .. } = state;
-        for request in shares.take(|r| r.importer == *id || r.name.worker == *id) {
-            answer(workers, &request, Err(Unshared::Elsewhere));
-        }
-        for other in shares.partners(id) {
-            lost(workers, &other, *id);
-        }
-        let objects: Vec<Object> = shares.shared.keys().copied().collect();
-        for object in objects {
-            let mut heir = shares.drop_imports(&object, id, u32::MAX);
-            if object == (*id, EVENTS) {
-                shares.end(&object);
-            } else if object.0 == *id {
-                heir = shares.orphan(&object).or(heir);
-            }
-            inherit(workers, heir, object);
-        }
-    }
-
-    /// Refuses requests that a worker has not answered in time.
-    pub(super) fn shares_overdue(&self, state: &mut State) {
-        let now = self.0.clock.now();
-        let State { workers, shares, .. } = state;
-        for request in shares.take(|r| now.saturating_sub(r.since) >= ANSWER_TIMEOUT) {
-            answer(workers, &request, Err(Unshared::Busy));
-        }
     }
 }
 

@@ -6,15 +6,14 @@ use std::time::Duration;
 use gpusession_proto::supervise::MPS_VARIABLES;
 use tokio::time::Instant;
 
+use super::errors::{TAKE_TIMEOUT, TakeError};
 use super::messages::say;
 use super::run::MAX_PER_LEASE;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
 use super::worker::{Phase, Worker};
-use super::{State, Supervisor, WorkerId};
 use crate::lease::Lease;
-use crate::limits::Exceeded;
 
-/// Time that a call waits for a ready worker.
-const TAKE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a waiting program gives other programs of its lease to make room.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(1);
 /// Variables of the CUDA driver that a client process may set for its worker.
@@ -42,41 +41,6 @@ pub struct AssignedWorker {
     pub id: WorkerId,
     /// SHA-256 of its certificate.
     pub fingerprint: [u8; 32],
-}
-
-/// Reason why a client gets no worker.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum TakeError {
-    /// The lease ended, or never existed.
-    #[error("no such lease")]
-    NoLease,
-    /// The lease is parked or lent, so it has no GPUs.
-    #[error("the lease's GPUs were given to others while it was idle")]
-    Away,
-    /// The lease has its maximum of workers.
-    #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]
-    TooMany(usize),
-    /// A limit of the client or the user is reached.
-    #[error("{0}")]
-    Limit(Exceeded),
-    /// The request sets a variable that is not one of the driver's.
-    #[error("{0:?} is not a variable of the CUDA driver that a worker can be started with")]
-    Environment(String),
-    /// The lease's workers fail to start.
-    #[error("no worker starts on this server: {0}")]
-    NotStarting(String),
-    /// The lease's memory has no room for another context; contexts count as memory of the lease.
-    #[error(
-        "the lease's GPU memory has no room for the context of another program; end one that uses the GPU, or ask for a larger \
-         lease"
-    )]
-    Memory,
-    /// The lease's MPS server serves its maximum of contexts.
-    #[error("{0}")]
-    Mps(String),
-    /// No worker became ready in time.
-    #[error("no worker got ready within {} s; see the server's journal", TAKE_TIMEOUT.as_secs())]
-    TooSlow,
 }
 
 impl Supervisor {

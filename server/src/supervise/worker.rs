@@ -10,7 +10,7 @@ use gpusession_proto::supervise::ToWorker;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
-use super::Event;
+use super::event::Event;
 use super::handover::Kept;
 use super::quota::Ledger;
 pub use super::record::{Phase, WorkerRecord};

@@ -1,0 +1,174 @@
+//! Requests for shared objects between two workers, and the effects of a worker's exit on them.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use gpusession_proto::share::{EVENTS, Name};
+use gpusession_proto::supervise::{Charge, Holding, MAX_HOLDINGS, ToWorker, Unshared};
+use tracing::warn;
+
+use super::shares::{MAX_IMPORTED, Object, Request};
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
+use super::worker::{Command, Phase, Worker, hex};
+
+/// Time that a worker may take to answer for its object.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Makes a worker count an object.
+fn inherit(workers: &HashMap<WorkerId, Worker>, heir: Option<WorkerId>, (worker, object): Object) {
+    if let Some(heir) = heir.and_then(|heir| workers.get(&heir)) {
+        let _ = heir.orders.tells.send(Command::Tell(ToWorker::ShareInherited { worker, object }));
+    }
+}
+
+/// Tells a worker that another one, with which it shared objects, has exited.
+fn lost(workers: &HashMap<WorkerId, Worker>, to: &WorkerId, worker: WorkerId) {
+    if let Some(to) = workers.get(to) {
+        let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareLost { worker }));
+    }
+}
+
+/// Answers a request for an object.
+fn answer(
+    workers: &HashMap<WorkerId, Worker>,
+    request: &Request,
+    given: Result<(Charge, OwnedFd), Unshared>,
+) {
+    let Some(worker) = workers.get(&request.importer) else { return };
+    let serial = request.serial;
+    let command = match given {
+        Ok((charge, descriptor)) => {
+            Command::Give(ToWorker::ShareGranted { serial, given: Ok(charge) }, descriptor)
+        }
+        Err(why) => Command::Tell(ToWorker::ShareGranted { serial, given: Err(why) }),
+    };
+    let _ = worker.orders.tells.send(command);
+}
+
+impl Supervisor {
+    /// Asks the worker of an object for it, if it serves a process of the same lease.
+    pub(super) fn share_wanted(&self, state: &mut State, importer: WorkerId, serial: u64, name: Name) {
+        let State { workers, shares, .. } = state;
+        let serves = |w: &&Worker| w.phase == Phase::Active && w.process.is_some();
+        let Some(from) = workers.get(&importer).filter(serves) else { return };
+        let request = Request { importer, serial, name, since: self.0.clock.now(), asked: true };
+        let known = |w: &&Worker| w.phase == Phase::Parked || serves(w);
+        let Some(to) = workers.get(&name.worker).filter(|to| known(to) && to.lease == from.lease) else {
+            return answer(workers, &request, Err(Unshared::Elsewhere));
+        };
+        let asked = !to.moving && to.phase == Phase::Active;
+        match shares.ask(Request { asked, ..request.clone() }) {
+            // It gets the question once its memory is back.
+            Some(_) if !asked => {}
+            Some(number) => {
+                let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
+            }
+            None => answer(workers, &request, Err(Unshared::Busy)),
+        }
+    }
+
+    /// Passes on the questions for a worker whose memory is back.
+    pub(super) fn shares_back(&self, state: &mut State, id: &WorkerId) {
+        let State { workers, shares, .. } = state;
+        let Some(to) = workers.get(id) else { return };
+        for (number, name) in shares.late(id, self.0.clock.now()) {
+            let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
+        }
+    }
+
+    /// Passes on a worker's answer, which has no effect on a request that has ended.
+    pub(super) fn share_given(
+        &self,
+        state: &mut State,
+        exporter: &WorkerId,
+        number: u64,
+        given: Result<Charge, Unshared>,
+        descriptor: Option<OwnedFd>,
+    ) {
+        let State { workers, shares, .. } = state;
+        let Some(request) = shares.answered(number, exporter) else { return };
+        let Some(importer) = workers.get(&request.importer) else { return };
+        let given = given.and_then(|charge| Ok((charge, descriptor.ok_or(Unshared::Unknown)?)));
+        if let Err(Unshared::Unknown) = given
+            && let Some(more) = self.0.refusals.may()
+        {
+            warn!(
+                gpusession_worker = hex(&request.importer),
+                gpusession_lease = importer.lease,
+                gpusession_client = importer.client,
+                "worker {}: a program of {} asked for memory that no program shares with it{more}",
+                hex(&request.importer),
+                importer.user()
+            );
+        }
+        if given.is_ok() {
+            shares.hold(request.name.counted(), request.importer, 1, false);
+        }
+        answer(workers, &request, given);
+    }
+
+    /// Subtracts an import that a worker no longer has.
+    pub(super) fn share_dropped(&self, state: &mut State, id: &WorkerId, object: Object) {
+        let heir = state.shares.drop_imports(&object, id, 1);
+        inherit(&state.workers, heir, object);
+    }
+
+    /// Makes an importer count an object that its own worker has released.
+    pub(super) fn share_ended(&self, state: &mut State, exporter: &WorkerId, object: u64) {
+        let object = (*exporter, object);
+        let heir = state.shares.orphan(&object);
+        inherit(&state.workers, heir, object);
+    }
+
+    /// Notes the imports of a worker that an earlier server has supervised.
+    pub(super) fn shares_held(&self, state: &mut State, id: &WorkerId, held: &[Holding]) {
+        let State { workers, shares, .. } = state;
+        for holding in held.iter().take(MAX_HOLDINGS) {
+            if shares.accounts.get(id).is_some_and(|account| account.imported >= MAX_IMPORTED) {
+                return;
+            }
+            let object = (holding.worker, holding.object);
+            let shared = shares.hold(object, *id, holding.imports, holding.inherited);
+            shared.orphan |= holding.inherited;
+            if !workers.contains_key(&holding.worker) {
+                match object.1 {
+                    EVENTS => shares.end(&object),
+                    _ => inherit(workers, shares.orphan(&object), object),
+                }
+                lost(workers, id, holding.worker);
+            }
+        }
+    }
+
+    /// Ends the part of an exited worker: its requests, its imports, and requests for its objects.
+    pub(super) fn shares_gone(&self, state: &mut State, id: &WorkerId) {
+        let State { workers, shares, .. } = state;
+        for request in shares.take(|r| r.importer == *id || r.name.worker == *id) {
+            answer(workers, &request, Err(Unshared::Elsewhere));
+        }
+        for other in shares.partners(id) {
+            lost(workers, &other, *id);
+        }
+        let objects: Vec<Object> = shares.shared.keys().copied().collect();
+        for object in objects {
+            let mut heir = shares.drop_imports(&object, id, u32::MAX);
+            if object == (*id, EVENTS) {
+                shares.end(&object);
+            } else if object.0 == *id {
+                heir = shares.orphan(&object).or(heir);
+            }
+            inherit(workers, heir, object);
+        }
+    }
+
+    /// Refuses requests that a worker has not answered in time.
+    pub(super) fn shares_overdue(&self, state: &mut State) {
+        let now = self.0.clock.now();
+        let State { workers, shares, .. } = state;
+        for request in shares.take(|r| now.saturating_sub(r.since) >= ANSWER_TIMEOUT) {
+            answer(workers, &request, Err(Unshared::Busy));
+        }
+    }
+}
