@@ -3,7 +3,7 @@
 use redb::{ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition, WriteTransaction};
 use serde::{Deserialize, Serialize};
 
-use super::{Kind, Record};
+use super::record::{Kind, Record};
 use crate::usage::{self, MAX_OWNERS, OTHERS, Usage};
 
 /// Sums by hour, client and owner.

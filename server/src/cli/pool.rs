@@ -1,12 +1,10 @@
 //! `gpuserver pool`: creates, exports and imports the pool's authority.
 
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::Context;
 use serde_json::{Value, json};
 
-use super::rotate::RotateVerb;
+use super::rotate::{RotateVerb, read_export};
 use super::show::Output;
 use super::target::offline;
 use crate::admin::Refusal;
@@ -16,9 +14,6 @@ use crate::config::Config;
 use crate::pool::authorities::Authorities;
 use crate::pool::ca::Authority;
 use clap::Subcommand;
-
-/// Longest output of `pool export` that is read, in bytes.
-const MAX_EXPORTED: u64 = 64 << 10;
 
 /// A verb of `gpuserver pool`.
 #[derive(Debug, Subcommand)]
@@ -41,17 +36,6 @@ pub enum PoolVerb {
         #[command(subcommand)]
         verb: RotateVerb,
     },
-}
-
-/// Reads the output of `pool export`.
-pub(super) fn read_export(file: &Path) -> anyhow::Result<String> {
-    let mut text = String::new();
-    let source: Box<dyn Read> = match file.as_os_str() == "-" {
-        true => Box::new(std::io::stdin()),
-        false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
-    };
-    source.take(MAX_EXPORTED).read_to_string(&mut text).with_context(|| file.display().to_string())?;
-    Ok(text)
 }
 
 pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {

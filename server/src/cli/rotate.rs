@@ -1,16 +1,19 @@
 //! `gpuserver pool rotate`: replaces the pool's authority under running programs.
 
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use clap::Subcommand;
 
-use super::pool::read_export;
 use super::show::{Output, table};
 use super::target::{Target, must_run};
 use crate::admin::Ask;
 use crate::admin::answer::rotation::RotationView;
 use crate::certificate::day;
+
+/// Longest output of `pool export` that is read, in bytes.
+const MAX_EXPORTED: u64 = 64 << 10;
 
 /// A verb of `gpuserver pool rotate`.
 #[derive(Debug, Subcommand)]
@@ -38,6 +41,17 @@ pub enum RotateVerb {
     },
     /// Drop the new authority, before the switch
     Abort,
+}
+
+/// Reads the output of `pool export`.
+pub(super) fn read_export(file: &Path) -> anyhow::Result<String> {
+    let mut text = String::new();
+    let source: Box<dyn Read> = match file.as_os_str() == "-" {
+        true => Box::new(std::io::stdin()),
+        false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
+    };
+    source.take(MAX_EXPORTED).read_to_string(&mut text).with_context(|| file.display().to_string())?;
+    Ok(text)
 }
 
 pub(super) fn rotate(out: &mut Output<'_>, server: &Target, verb: &RotateVerb) -> anyhow::Result<()> {

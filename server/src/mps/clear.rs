@@ -1,37 +1,10 @@
 //! The remains of a daemon: its processes and its folder.
 
 use std::path::Path;
-use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
-
-use super::domain::Domain;
-use super::{DomainEvent, Mps, QUIT_TIMEOUT};
-
-impl Mps {
-    /// Kills what is left of a daemon. If a process does not exit, the driver holds it: its GPUs
-    /// are stuck.
-    pub(super) async fn clear(&self, domain: &Domain, folder: &Path) {
-        let pipe = folder.join("p");
-        clean(folder);
-        let end = Instant::now() + QUIT_TIMEOUT;
-        loop {
-            match left_behind(&pipe).first() {
-                None => return,
-                Some(pid) if Instant::now() > end => {
-                    let why =
-                        format!("process {pid} of MPS was killed and does not exit: it waits for the driver");
-                    let _ = self.0.happened.send(DomainEvent::Stuck { gpus: domain.key.gpus.clone(), why });
-                    return;
-                }
-                Some(_) => sleep(Duration::from_millis(50)).await,
-            }
-        }
-    }
-}
 
 /// Kills what is left of a daemon, and removes its folder.
 pub(super) fn clean(folder: &Path) {

@@ -315,6 +315,26 @@ impl Mps {
             }
         }
     }
+
+    /// Kills what is left of a daemon. If a process does not exit, the driver holds it: its GPUs
+    /// are stuck.
+    async fn clear(&self, domain: &Domain, folder: &Path) {
+        let pipe = folder.join("p");
+        clean(folder);
+        let end = Instant::now() + QUIT_TIMEOUT;
+        loop {
+            match left_behind(&pipe).first() {
+                None => return,
+                Some(pid) if Instant::now() > end => {
+                    let why =
+                        format!("process {pid} of MPS was killed and does not exit: it waits for the driver");
+                    let _ = self.0.happened.send(DomainEvent::Stuck { gpus: domain.key.gpus.clone(), why });
+                    return;
+                }
+                Some(_) => sleep(Duration::from_millis(50)).await,
+            }
+        }
+    }
 }
 
 /// Returns the worst state of a daemon's servers.
