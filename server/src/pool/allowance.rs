@@ -6,12 +6,10 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::audit;
 use crate::clock::Moment;
-use crate::pool::{Pool, locked};
 
 /// Events that a client may cause at once, and in each hour.
-const EVENTS: f64 = 600.0;
+pub(super) const EVENTS: f64 = 600.0;
 const REFILL_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// See the module.
@@ -29,7 +27,7 @@ struct Left {
 impl Allowance {
     /// Returns how many of the client's events were left out since its last one; `None`: this one
     /// is left out, too.
-    fn take(&mut self, client: &str, now: Moment) -> Option<u64> {
+    pub(super) fn take(&mut self, client: &str, now: Moment) -> Option<u64> {
         let full = || Left { at: now, events: EVENTS, left_out: 0 };
         let left = self.0.entry(client.into()).or_insert_with(full);
         let since = now.saturating_sub(left.at).as_secs_f64() / REFILL_INTERVAL.as_secs_f64();
@@ -41,22 +39,6 @@ impl Allowance {
         }
         left.events -= 1.0;
         Some(std::mem::take(&mut left.left_out))
-    }
-}
-
-impl Pool {
-    /// Notes an event that its client can cause at will, within the client's allowance.
-    pub(in crate::pool) fn note_of_client(&self, event: audit::Event) {
-        let taken = locked(&self.allowance).take(&event.client, self.clock.now());
-        let Some(left_out) = taken else { return };
-        if left_out > 0 {
-            self.audit.note(audit::Event {
-                client: event.client.clone(),
-                detail: format!("{left_out} events of this client: more than {EVENTS} an hour"),
-                ..audit::own("events-left-out")
-            });
-        }
-        self.audit.note(event);
     }
 }
 

@@ -16,7 +16,7 @@ use rustls::server::danger::ClientCertVerifier;
 use serde::{Deserialize, Serialize};
 
 use super::ca::{Authority, AuthorityError, Place, folder};
-use super::locked;
+use super::lock::locked;
 use crate::certificate::CLOCK_SKEW_GRACE;
 use crate::clock::Random;
 use crate::store::{self, StoreError};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use gpusession_proto::control as wire;
 use gpusession_proto::supervise::DeviceLimit;
 
-use super::Pool;
+use super::state::Pool;
 use crate::lease::{Gpu, Lease, Place, Share};
 use crate::net::host_port;
 use crate::registry::GpuUse;

@@ -7,24 +7,25 @@ pub mod authorities;
 pub mod ca;
 pub mod clients;
 mod describe;
+mod endings;
 pub mod grpc;
 pub mod identities;
 pub mod idle_actions;
+mod lock;
+mod parked;
 pub mod parking;
 pub mod readings;
 mod reload;
 pub mod rotation;
+mod state;
 mod status;
 pub mod tls;
 pub mod tokens;
 mod usage;
 pub mod watch;
 
-use std::collections::HashSet;
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
@@ -33,27 +34,27 @@ use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::journal::Event as Said;
 use tokio::sync::broadcast;
-use tokio::sync::watch::{Receiver, Sender, channel};
+use tokio::sync::watch::{Receiver, channel};
 use tonic::Status;
 use tracing::{info, warn};
 
 use self::administrators::{Administrators, NotIssued};
-use self::allowance::Allowance;
+use self::allowance::EVENTS;
 use self::authorities::Authorities;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
-use self::grpc::watch::workers_ready;
-use self::identities::Warned;
-use self::parking::Parking;
+use self::lock::locked;
+use self::parked::Parking;
+pub use self::state::{Facts, Files, Pool};
 use self::tls::ServerCertificate;
 use self::tokens::{TokenRecord, Tokens};
-use self::watch::Watches;
+use self::watch::{Watches, workers_ready};
 use crate::accounting::Accounting;
 use crate::audit::{self, Audit};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{Lease, Passing, Withdrawn};
-use crate::limits::{Effective, Rates};
+use crate::limits::Effective;
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::netperf::Endpoints;
@@ -63,91 +64,8 @@ use crate::supervise::{Event, Supervisor, WorkerId, hex};
 
 const RELEASED: &str = "released by its client";
 
-/// Facts about this server, fixed at its start.
-#[derive(Debug, Clone)]
-pub struct Facts {
-    /// Configuration at the start; [`Pool::config`] returns the present one.
-    pub config: Config,
-    /// Address of the control service.
-    pub control: SocketAddr,
-    /// Address of the data plane.
-    pub data: SocketAddr,
-    /// Path of the driver library.
-    pub driver: PathBuf,
-    /// Version such as 580.159.04; empty for a simulated driver.
-    pub driver_version: String,
-    /// CUDA version: 1000 * major + 10 * minor.
-    pub cuda_version: u32,
-}
-
-/// Paths of the pool's files in the state directory.
-#[derive(Debug, Clone)]
-pub struct Files {
-    /// File of the join tokens.
-    pub tokens: PathBuf,
-    /// File of the clients.
-    pub clients: PathBuf,
-    /// File of the administrators.
-    pub administrators: PathBuf,
-}
-
-impl Files {
-    /// Returns the paths in a state directory.
-    pub fn below(state_dir: &std::path::Path) -> Self {
-        let file = |name| state_dir.join(name);
-        Self {
-            tokens: file("tokens.json"),
-            clients: file("clients.json"),
-            administrators: file("administrators.json"),
-        }
-    }
-}
-
-/// State behind the control service; one per process.
-pub struct Pool {
-    facts: Facts,
-    registry: Arc<dyn Registry>,
-    supervisor: Supervisor,
-    monitor: Monitor,
-    accounting: Accounting,
-    audit: Audit,
-    authorities: Arc<Authorities>,
-    certificate: Arc<ServerCertificate>,
-    /// Warnings about certificates.
-    warned: Mutex<Warned>,
-    tokens: Mutex<Tokens>,
-    token_file: Shared,
-    clients: Mutex<Clients>,
-    client_file: Shared,
-    administrators: Mutex<Administrators>,
-    administrator_file: Shared,
-    watches: Watches,
-    config: Mutex<Arc<Config>>,
-    rates: Mutex<Rates>,
-    clock: Arc<dyn Clock>,
-    random: Arc<dyn Random>,
-    quiet: LogThrottle,
-    /// Throttle for lines about programs that a limit refuses.
-    quiet_of_workers: LogThrottle,
-    /// Events of the audit trail that each client may cause at will.
-    allowance: Mutex<Allowance>,
-    parking: Parking,
-    endpoints: Endpoints,
-    /// Minute in which running leases were last counted.
-    noted: AtomicU64,
-    day: Mutex<usage::Day>,
-    /// Leases whose clients have been warned of an end by `lease_ttl`.
-    ending: Mutex<HashSet<String>>,
-    /// `Some` after a request to stop; `true`: at once.
-    stop: Sender<Option<bool>>,
-}
-
 /// Time before the end of a lease at which its holder is warned, in seconds.
 const END_WARNING: u64 = 600;
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Runs work to its end, even if the call that started it is cancelled.
 async fn run_detached<T: Send + 'static>(
@@ -407,6 +325,20 @@ impl Pool {
                 Err(broadcast::error::RecvError::Closed) => return,
             }
         }
+    }
+
+    /// Notes an event that its client can cause at will, within the client's allowance.
+    fn note_of_client(&self, event: audit::Event) {
+        let taken = locked(&self.allowance).take(&event.client, self.clock.now());
+        let Some(left_out) = taken else { return };
+        if left_out > 0 {
+            self.audit.note(audit::Event {
+                client: event.client.clone(),
+                detail: format!("{left_out} events of this client: more than {EVENTS} an hour"),
+                ..audit::own("events-left-out")
+            });
+        }
+        self.audit.note(event);
     }
 
     /// Returns the supervisor of the workers.

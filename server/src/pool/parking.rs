@@ -3,19 +3,17 @@
 //! A parked lease has programs, whose device memory is in host memory. A lent lease has none. Both
 //! come back when a program or the owner wants them.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self as wire, PoolEvent};
-use tokio::sync::Notify;
 use tokio::time::timeout;
 use tracing::{error, info, warn};
 
-use super::Pool;
+use super::parked::{Away, Stage};
+use super::state::Pool;
 use crate::clock::Moment;
-use crate::idle::Clock;
 use crate::lease::Place;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{NotParked, Parker, Serving};
@@ -51,96 +49,6 @@ pub enum ParkError {
     /// The driver or a helper process failed.
     #[error("parking failed: {0}")]
     Failed(String),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Parking,
-    Away,
-    /// The place is all 0 until it is known.
-    Waiting {
-        since: Moment,
-        place: Place,
-    },
-    Returning,
-}
-
-struct Away {
-    stage: Stage,
-    parkers: Vec<(WorkerId, Parker)>,
-    /// Host memory that the lease takes, in bytes.
-    bytes: u64,
-}
-
-/// State of all leases without their GPUs, and the idle clocks; see the module.
-#[derive(Default)]
-pub struct Parking {
-    away: Mutex<HashMap<String, Away>>,
-    /// Notified when work of [`Pool::serve_parking`] may be due.
-    due: Notify,
-    /// Notified when a lease came back, or gave up its return.
-    changed: Notify,
-    /// Leases with programs that the driver cannot park, and the driver's reason.
-    never: Mutex<HashMap<String, String>>,
-    clocks: Mutex<HashMap<String, Clock>>,
-}
-
-impl Parking {
-    fn away(&self) -> MutexGuard<'_, HashMap<String, Away>> {
-        self.away.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn nevers(&self) -> MutexGuard<'_, HashMap<String, String>> {
-        self.never.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the state and place of a lease without its GPUs; `None`: it has them.
-    pub fn state(&self, lease: &str) -> Option<(&'static str, Place)> {
-        let away = self.away();
-        let entry = away.get(lease)?;
-        Some(match (entry.stage, entry.parkers.is_empty()) {
-            (Stage::Parking, _) => ("parking", Place::default()),
-            (Stage::Away, true) => ("lent", Place::default()),
-            (Stage::Away, false) => ("parked", Place::default()),
-            (Stage::Waiting { place, .. }, _) => ("returning", place),
-            (Stage::Returning, _) => ("returning", Place::default()),
-        })
-    }
-
-    /// Returns `true` if a lent lease may get other GPUs: parked memory is bound to its GPU.
-    pub fn may_move(&self, lease: &str) -> bool {
-        self.away().get(lease).is_some_and(|a| a.parkers.is_empty())
-    }
-
-    /// Applies `what` to the idle clock of a lease.
-    pub fn clock<T>(&self, lease: &str, what: impl FnOnce(&mut Clock) -> T) -> T {
-        let mut clocks = self.clocks.lock().unwrap_or_else(PoisonError::into_inner);
-        match clocks.get_mut(lease) {
-            Some(clock) => what(clock),
-            None => what(clocks.entry(lease.into()).or_default()),
-        }
-    }
-
-    /// Removes the clocks of leases that have ended.
-    pub fn keep_clocks(&self, there: impl Fn(&String) -> bool) {
-        self.clocks.lock().unwrap_or_else(PoisonError::into_inner).retain(|lease, _| there(lease));
-        self.nevers().retain(|lease, _| there(lease));
-    }
-
-    /// Returns the bytes of device memory that are in host memory now.
-    pub fn parked_bytes(&self) -> u64 {
-        self.away().values().map(|a| a.bytes).fold(0, u64::saturating_add)
-    }
-
-    /// Returns the driver's reason why a lease's present programs cannot be parked, once known.
-    pub fn never(&self, lease: &str) -> Option<String> {
-        self.nevers().get(lease).cloned()
-    }
-
-    /// Allows parking again: the lease has no programs, or other ones.
-    pub fn may_again(&self, lease: &str) {
-        self.nevers().remove(lease);
-    }
 }
 
 /// Returns `MemTotal` and `MemAvailable`, in bytes.

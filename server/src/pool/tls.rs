@@ -14,7 +14,7 @@ use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, ServerC
 
 use super::authorities::Authorities;
 use super::ca::{Authority, AuthorityError};
-use super::locked;
+use super::lock::locked;
 use crate::certificate::expiry;
 use crate::clock::{Clock, Random};
 

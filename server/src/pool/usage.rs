@@ -9,9 +9,9 @@ use gpusession_proto::control as wire;
 use tonic::Status;
 use tracing::warn;
 
-use super::{Pool, locked};
+use super::lock::locked;
+use super::state::Pool;
 use crate::accounting::{Kind, LeaseNote, Record, Row, UNSEEN};
-use crate::clock::Moment;
 use crate::lease::Lease;
 use crate::registry::Standing;
 use crate::usage::{self, Usage};
@@ -22,9 +22,6 @@ const NOTED_EVERY: u64 = 60;
 const SHOWN: u64 = 24;
 /// Age at which sums are read again: clients may ask at any rate.
 const MAX_AGE: Duration = Duration::from_secs(2);
-
-/// Sums of the last 24 hours, and when they were read.
-pub(super) type Day = Option<(Moment, Arc<[Row]>)>;
 
 impl Pool {
     /// Counts a lease's GPUs from now on, and its grant if it is new.

@@ -5,10 +5,13 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
-use gpusession_proto::control::PoolEvent;
+use gpusession_proto::control::pool_event::Event as PoolEventKind;
+use gpusession_proto::control::{self as wire, PoolEvent};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tonic::Status;
+
+use crate::supervise::WorkerId;
 
 /// Events that may wait for a client; the queue grows as needed.
 const MAX_QUEUED_EVENTS: usize = 1024;
@@ -107,6 +110,12 @@ impl<T: Unpin> Stream for Events<T> {
         self.queue = None;
         Poll::Ready(Some(Err(end)))
     }
+}
+
+/// Returns the event that tells a lease's number of ready workers.
+pub(super) fn workers_ready(lease: String, stock: u32, ended: Option<WorkerId>) -> PoolEvent {
+    let ended = ended.iter().map(|id| id.to_vec()).collect();
+    PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
 }
 
 #[cfg(test)]

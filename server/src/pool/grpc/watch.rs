@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use gpusession_proto::control::pool_event::Event as PoolEventKind;
-use gpusession_proto::control::{self as wire, PoolEvent};
+use gpusession_proto::control as wire;
 use tonic::{Request, Response, Status};
 
 use crate::pool::status::bounded;
-use crate::pool::watch::Events;
+use crate::pool::watch::{Events, workers_ready};
 use crate::pool::{Pool, locked};
-use crate::supervise::WorkerId;
 
 pub(super) async fn watch(
     pool: &Arc<Pool>,
@@ -29,11 +27,6 @@ pub(super) async fn watch(
         (stock > 0).then(|| workers_ready(lease, stock, None))
     });
     Ok(Response::new(Events::new(first.collect(), queue, watching)))
-}
-
-pub(in crate::pool) fn workers_ready(lease: String, stock: u32, ended: Option<WorkerId>) -> PoolEvent {
-    let ended = ended.iter().map(|id| id.to_vec()).collect();
-    PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
 }
 
 /// Presence of a client while its watch is open.
