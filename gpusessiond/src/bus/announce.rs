@@ -1,18 +1,15 @@
 //! The properties whose changes are announced, by interface.
 
-use zbus::OwnedObjectPath;
 use zbus::object_server::SignalEmitter;
 
-use super::project::{device_paths, health_of, memory_limit, sm_percent, state_of, waits_at, waits_for};
-use super::{Device, Lease, Manager, Server};
-use crate::leases::{DeviceView, LeaseView, ServerView};
-
-/// A GPU and the leases that it belongs to.
-#[derive(Clone, PartialEq)]
-pub struct DeviceEntry {
-    pub view: DeviceView,
-    pub leases: Vec<OwnedObjectPath>,
-}
+use super::device::Device;
+use super::lease::Lease;
+use super::manager::Manager;
+use super::project::{
+    DeviceEntry, device_paths, health_of, memory_limit, sm_percent, state_of, waits_at, waits_for,
+};
+use super::server::Server;
+use crate::leases::{LeaseView, ServerView};
 
 /// Values of the manager's properties.
 #[derive(Clone)]

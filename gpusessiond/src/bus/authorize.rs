@@ -16,8 +16,8 @@ use zbus::fdo::DBusProxy;
 use zbus::message::{Flags, Header};
 use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 
-use super::Shared;
 use super::error::{BusError, Result};
+use super::shared::{Shared, UnderWay};
 use crate::leases::LeaseFacts;
 
 /// Most concurrent calls of one user; root has more, to diagnose problems.
@@ -222,13 +222,6 @@ pub struct Creating<'a> {
     shared: &'a Shared,
     owner: u32,
     persistent: bool,
-}
-
-/// Number of leases that a user is creating.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct UnderWay {
-    all: usize,
-    persistent: usize,
 }
 
 /// Most persistent leases of one user.

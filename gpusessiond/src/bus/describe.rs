@@ -7,9 +7,8 @@ use gpusession_bus::describe::{
 };
 use gpusession_common::words::Class;
 
-use super::Shared;
-use super::project::{cuda_version, sm_percent, state_of, usec};
-use super::publisher::shown;
+use super::project::{cuda_version, shown, sm_percent, state_of, usec};
+use super::shared::Shared;
 use crate::leases::{self, Clock, DeviceView, LeaseView, ServerView, Time};
 
 /// Time that a lease's failed program is shown, unless the lease serves another one first.

@@ -5,9 +5,8 @@ use std::sync::Arc;
 use gpusession_bus::server_path;
 use zbus::{OwnedObjectPath, interface};
 
-use super::Shared;
-use super::announce::DeviceEntry;
-use super::project::{cuda_version, health_of, state_of};
+use super::project::{DeviceEntry, cuda_version, health_of, state_of};
+use super::shared::Shared;
 use super::shown::Shown;
 
 /// Object with the interface `org.gpusession1.Device`.

@@ -9,10 +9,10 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedObjectPath, interface};
 
-use super::Shared;
 use super::authorize::{Call, Deed};
 use super::error::{BusError, Result};
 use super::project::{device_paths, expires_usec, memory_limit, sm_percent, usec, waits_at, waits_for};
+use super::shared::Shared;
 use super::shown::Shown;
 use crate::leases::{LeaseView, Time};
 use crate::pool::Trouble;

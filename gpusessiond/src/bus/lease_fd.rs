@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe;
 
-use super::Shared;
+use super::shared::Shared;
 use crate::handover::Kept;
 use crate::leases::Slot;
 

@@ -17,11 +17,15 @@ use super::error::{BusError, Result};
 use super::lease::renew;
 use super::lease_fd::release_at_close;
 use super::project::{expires_usec, shortest, state_of};
-use super::{PUBLISH_TIMEOUT, Shared, request};
+use super::request;
+use super::shared::Shared;
 use crate::handover::Kept;
 use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, ServerFacts, Session, Slot, Snapshot, Spec};
 use crate::peer::control_groups;
 use crate::pool::{PoolError, Trouble};
+
+/// Longest time that a reply waits for the export of the objects that it names.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
@@ -38,7 +42,7 @@ type Row = (String, String, String, OwnedObjectPath);
 
 /// Finds a lease by id, or by name if exactly one pending lease has that name.
 fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseFacts> {
-    let shown = |l: &&LeaseFacts| super::publisher::shown(l);
+    let shown = |l: &&LeaseFacts| super::project::shown(l);
     if let Some(found) = snapshot.lease(id).map(|l| &l.facts).filter(shown) {
         return Ok(found);
     }
@@ -169,7 +173,7 @@ impl Manager {
     ) -> Result<Vec<(String, u32, String, OwnedObjectPath, u64)>> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
         let snapshot = self.shared.snapshot();
-        let shown = snapshot.leases.iter().filter(|l| super::publisher::shown(&l.facts));
+        let shown = snapshot.leases.iter().filter(|l| super::project::shown(&l.facts));
         Ok(shown
             .map(|view| {
                 let LeaseFacts { id, uid, state, .. } = &view.facts;
@@ -186,7 +190,7 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<Vec<Row>> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        let devices = super::publisher::devices(&self.shared.snapshot()).into_iter();
+        let devices = super::project::devices(&self.shared.snapshot()).into_iter();
         Ok(devices
             .map(|(uuid, entry)| {
                 let path = device_path(&uuid);
@@ -228,7 +232,7 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<OwnedObjectPath> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        let known = super::publisher::devices(&self.shared.snapshot()).contains_key(id);
+        let known = super::project::devices(&self.shared.snapshot()).contains_key(id);
         if known {
             Ok(device_path(id))
         } else {

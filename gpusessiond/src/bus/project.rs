@@ -1,12 +1,13 @@
 //! Values of properties, computed from a snapshot.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use gpusession_bus::device_path;
+use gpusession_bus::{device_path, lease_path};
 use zbus::OwnedObjectPath;
 
-use super::Shared;
-use crate::leases::{DeviceView, LeaseFacts, LeaseView, ServerFacts, Snapshot};
+use super::shared::Shared;
+use crate::leases::{DeviceView, LeaseFacts, LeaseState, LeaseView, ServerFacts, Snapshot};
 
 /// Returns the shortest of the servers' times that are not 0; 0 if all are.
 pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerFacts) -> u64) -> u64 {
@@ -64,4 +65,31 @@ pub(super) fn expires_usec(shared: &Shared, view: &LeaseView) -> u64 {
 
 pub(super) fn usec(duration: Duration) -> u64 {
     duration.as_micros() as u64
+}
+
+/// A GPU and the leases that it belongs to.
+#[derive(Clone, PartialEq)]
+pub struct DeviceEntry {
+    pub view: DeviceView,
+    pub leases: Vec<OwnedObjectPath>,
+}
+
+/// Returns `true` if a lease has an object: a one-time request has none before its grant.
+pub fn shown(lease: &LeaseFacts) -> bool {
+    !(lease.spec.once && lease.state == LeaseState::Pending)
+}
+
+/// Collects the GPUs of this client's leases by UUID.
+pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
+    let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
+    for lease in snapshot.lease_facts().filter(|l| shown(l)) {
+        for view in &lease.devices {
+            devices
+                .entry(view.uuid.clone())
+                .or_insert_with(|| DeviceEntry { view: view.clone(), leases: Vec::new() })
+                .leases
+                .push(lease_path(&lease.id));
+        }
+    }
+    devices
 }

@@ -9,31 +9,15 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::announce::{self, DeviceEntry, ManagerView};
-use super::project::shortest;
+use super::announce::{self, ManagerView};
+use super::device::Device;
+use super::lease::Lease;
+use super::manager::Manager;
+use super::project::{DeviceEntry, devices, shortest, shown};
+use super::server::Server;
+use super::shared::Shared;
 use super::shown::Shown;
-use super::{Device, Lease, Manager, Server, Shared};
-use crate::leases::{Change, LeaseFacts, LeaseState, LeaseView, Slot, Snapshot, Update};
-
-/// Returns `true` if a lease has an object: a one-time request has none before its grant.
-pub fn shown(lease: &LeaseFacts) -> bool {
-    !(lease.spec.once && lease.state == LeaseState::Pending)
-}
-
-/// Collects the GPUs of this client's leases by UUID.
-pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
-    let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
-    for lease in snapshot.lease_facts().filter(|l| shown(l)) {
-        for view in &lease.devices {
-            devices
-                .entry(view.uuid.clone())
-                .or_insert_with(|| DeviceEntry { view: view.clone(), leases: Vec::new() })
-                .leases
-                .push(lease_path(&lease.id));
-        }
-    }
-    devices
-}
+use crate::leases::{Change, LeaseState, LeaseView, Slot, Snapshot, Update};
 
 pub struct Publisher {
     connection: Connection,

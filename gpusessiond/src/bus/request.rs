@@ -8,9 +8,11 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::Class;
 use zbus::{OwnedVariant, Variant};
 
-use super::MAX_TEXT;
 use super::error::{BusError, Result};
 use crate::leases::{Owner, Spec};
+
+/// Longest `Who` and `Why`, in bytes.
+const MAX_TEXT: usize = 256;
 
 /// A `CreateLease` request after parsing.
 #[derive(Debug)]

@@ -6,10 +6,10 @@ use std::time::Duration;
 use zbus::message::Header;
 use zbus::{Connection, interface};
 
-use super::Shared;
 use super::authorize::{Call, Deed};
 use super::error::Result;
 use super::project::usec;
+use super::shared::Shared;
 use super::shown::Shown;
 use crate::leases::ServerView;
 

@@ -9,7 +9,7 @@ use gpusession_common::words::{Class, OnIdle, Priority, Sharing};
 
 use serde::{Deserialize, Serialize};
 
-use super::ConfigError;
+use super::error::ConfigError;
 use super::read::{Reader, absent, any, between, named_by_number};
 use crate::units::{SmPercent, control_address};
 

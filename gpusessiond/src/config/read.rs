@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-use super::ConfigError;
+use super::error::ConfigError;
 
 /// Text of a configuration file, and its keys with their places in it.
 pub(super) struct File<'a> {

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use gpusession_common::words::Class;
 
-use super::{Failure, Interruption, LeaseState, Session, Slot, Spec, Time};
+use super::process::{Failure, Interruption};
+use super::session::Session;
+use super::spec::{LeaseState, Slot, Spec, Time};
 use crate::pool::PoolError;
 
 /// The lease manager's clock and the wall clock at one moment.

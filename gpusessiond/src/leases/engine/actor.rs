@@ -9,8 +9,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
-use super::effects::{follow, tell_ended};
-use super::{HostFacts, Message, Updates};
+use super::calls::{follow, tell_ended};
+use super::message::{Message, Updates};
 use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
@@ -19,6 +19,33 @@ use crate::leases::{
     Snapshot, Time, WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// Facts that the lease manager needs about this host.
+#[derive(Debug, Clone)]
+pub struct HostFacts {
+    /// The kernel's boot id.
+    pub boot_id: [u8; 16],
+    /// Hash of this host's machine id.
+    pub machine_id: String,
+    pub seed: u64,
+    /// Time since boot: the clock of the lease manager, so that times outlive the daemon.
+    pub uptime: Duration,
+}
+
+impl HostFacts {
+    /// Collects the facts of this host.
+    pub fn this_machine() -> Self {
+        let mut seed = [0; 8];
+        // Without entropy the jitter repeats after each start.
+        let _ = getrandom::fill(&mut seed);
+        Self {
+            boot_id: crate::paths::boot_id(),
+            machine_id: crate::paths::machine_id(),
+            seed: u64::from_le_bytes(seed),
+            uptime: crate::paths::uptime(),
+        }
+    }
+}
 
 pub(super) struct Actor {
     pub(super) machine: Machine,

@@ -9,8 +9,8 @@ use gpusession_proto::{control, preface};
 use tokio::sync::oneshot;
 use tracing::{debug, warn};
 
-use super::Message;
 use super::actor::Actor;
+use super::message::Message;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
 use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Owner, Slot, Spec, WorkerRequest};

@@ -2,13 +2,15 @@
 
 mod actor;
 mod answers;
+mod calls;
 mod effects;
 mod grants;
 mod journal;
+mod message;
 mod snapshot;
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -19,7 +21,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use super::machine::{Machine, Saved};
-use super::readings::{self, Place};
+use super::readings;
 use super::{
     Answer, Caller, Failure, Granted, Interruption, LeaseView, Leases, Session, Slot, Snapshot, Spec, Update,
     WorkerRequest,
@@ -28,45 +30,8 @@ use crate::access::Gate;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
 use actor::Actor;
-
-enum Message {
-    Create(Box<Spec>, oneshot::Sender<Result<LeaseView, PoolError>>),
-    Want(Box<Spec>, oneshot::Sender<Slot>),
-    Release(Slot, String, oneshot::Sender<bool>),
-    Renew(String, Option<Duration>, oneshot::Sender<Result<Duration, PoolError>>),
-    Grant(Caller, WorkerRequest, oneshot::Sender<Answer>),
-    Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
-    Of(Caller, oneshot::Sender<Vec<Slot>>),
-    Interrupted(Granted, Interruption, Option<Duration>, oneshot::Sender<Option<String>>),
-    Ended(Vec<Granted>),
-    Outcome(Slot, u32, Option<Failure>),
-    Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
-    Freed(Slot),
-    Configure(Vec<Spec>, oneshot::Sender<()>),
-    AllowClear(bool),
-    Preallocate(u32, oneshot::Sender<()>),
-    SessionOpened(Arc<Session>),
-    Demand(Caller),
-    SessionClosed(String),
-    Drain(usize, Option<Duration>, oneshot::Sender<bool>),
-    Warn(Duration, String, oneshot::Sender<usize>),
-    Drained(oneshot::Sender<()>),
-    Allocated(Slot, Result<(usize, control::Lease), PoolError>),
-    Renewed(usize, Vec<String>, Duration, Result<control::RenewReply, PoolError>),
-    Released(usize, String, Result<(), PoolError>),
-    Withdrawn(usize, String, Result<(), PoolError>),
-    Workers(Slot, String, Result<Vec<control::Worker>, PoolError>),
-    Event(usize, control::PoolEvent),
-    Described(usize, Duration, control::ServerDescription),
-    Disconnected(usize),
-    Reconnected(usize),
-    Connect(Vec<Arc<dyn PoolServer>>),
-    Notice(String),
-    Server(usize, oneshot::Sender<Option<Arc<dyn PoolServer>>>),
-    Holder(Slot, oneshot::Sender<Option<(Arc<dyn PoolServer>, String)>>),
-}
-
-type Updates = Arc<Mutex<Vec<mpsc::UnboundedSender<Update>>>>;
+pub use actor::HostFacts;
+use message::{Message, Updates, ended};
 
 /// Handle of the running lease manager, which stops when its last handle is dropped.
 #[derive(Clone)]
@@ -74,18 +39,6 @@ pub struct Engine {
     messages: mpsc::UnboundedSender<Message>,
     snapshot: watch::Receiver<Arc<Snapshot>>,
     updates: Updates,
-}
-
-/// Facts that the lease manager needs about this host.
-#[derive(Debug, Clone)]
-pub struct HostFacts {
-    /// The kernel's boot id.
-    pub boot_id: [u8; 16],
-    /// Hash of this host's machine id.
-    pub machine_id: String,
-    pub seed: u64,
-    /// Time since boot: the clock of the lease manager, so that times outlive the daemon.
-    pub uptime: Duration,
 }
 
 /// Options of the lease manager.
@@ -103,21 +56,6 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self { saved: Saved::default(), save: Box::new(|_| {}), gate: None, alive: None }
-    }
-}
-
-impl HostFacts {
-    /// Collects the facts of this host.
-    pub fn this_machine() -> Self {
-        let mut seed = [0; 8];
-        // Without entropy the jitter repeats after each start.
-        let _ = getrandom::fill(&mut seed);
-        Self {
-            boot_id: crate::paths::boot_id(),
-            machine_id: crate::paths::machine_id(),
-            seed: u64::from_le_bytes(seed),
-            uptime: crate::paths::uptime(),
-        }
     }
 }
 
@@ -192,10 +130,6 @@ impl Engine {
         self.messages.send(message(reply)).ok()?;
         answer.await.ok()
     }
-}
-
-fn ended() -> PoolError {
-    PoolError::new(Trouble::Unreachable, "request dropped: gpusessiond is stopping, or the session ended")
 }
 
 #[async_trait]

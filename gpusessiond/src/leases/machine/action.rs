@@ -2,8 +2,8 @@
 
 use gpusession_proto::control;
 
-use super::Slot;
 use crate::leases::Change;
+use crate::leases::Slot;
 
 /// Work for the caller of the machine.
 #[derive(Debug, Clone, PartialEq)]

@@ -7,12 +7,14 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::{Class, Sharing};
 use gpusession_proto::control;
 
+use super::action::Action;
+use super::backoff::backoff;
+use super::backoff::{BACKOFF_MAX, BACKOFF_MIN};
+use super::lease::{Held, Phase, Wanted};
 use super::renew::FORGOTTEN;
-use super::{
-    Action, BACKOFF_MAX, BACKOFF_MIN, HEARTBEAT_INTERVAL, Held, Machine, Phase, RECOVERY_TIMEOUT, Slot, Time,
-    Wanted,
-};
+use super::state::{HEARTBEAT_INTERVAL, Machine, RECOVERY_TIMEOUT};
 use crate::leases::{Change, LeaseState, Spec};
+use crate::leases::{Slot, Time};
 use crate::pool::{PoolError, Trouble};
 
 /// Time that a boot lease defers to boot leases listed before it.
@@ -307,10 +309,4 @@ impl Machine {
         }
         self.allocated(now, slot, Err(error));
     }
-}
-
-/// Returns a pause that doubles with each failed try; its upper half is random.
-pub(super) fn backoff(rng: &mut fastrand::Rng, attempt: u32) -> Duration {
-    let full = BACKOFF_MIN.saturating_mul(1 << attempt.saturating_sub(1).min(8)).min(BACKOFF_MAX);
-    full.mul_f64(0.5 + rng.f64() / 2.0)
 }

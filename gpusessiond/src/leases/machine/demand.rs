@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Machine, Session, Slot, Time, USER_LINGER_TIMEOUT, Wanted};
+use super::lease::Wanted;
+use super::state::{Machine, USER_LINGER_TIMEOUT};
+use crate::leases::{Session, Slot, Time};
 use gpusession_common::words::Class;
 
 use crate::leases::{Owner, Spec};

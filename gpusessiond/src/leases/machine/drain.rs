@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use super::{Machine, Phase, Slot, Time};
+use super::lease::Phase;
+use super::state::Machine;
 use crate::leases::{Change, LeaseState};
+use crate::leases::{Slot, Time};
 
 impl Machine {
     /// Drains a server: releases its leases after `grace`, to get others elsewhere.

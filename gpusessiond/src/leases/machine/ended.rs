@@ -2,20 +2,14 @@
 
 use std::time::Duration;
 
-use super::{Machine, Time, Wanted};
+use super::lease::Wanted;
+use super::state::{Ended, Machine};
+use crate::leases::Time;
 
 /// Number of remembered leases.
 const MAX_REMEMBERED: usize = 256;
 /// Longer than a program waits for its connection.
 const ENDED_TTL: Duration = Duration::from_secs(120);
-
-/// A lease that was lost or released.
-#[derive(Debug)]
-pub(super) struct Ended {
-    at: Time,
-    id: String,
-    reason: String,
-}
 
 impl Machine {
     /// Remembers why a lease has ended.

@@ -1,23 +1,13 @@
 //! Releases of leases, and withdrawals of pending requests.
 
-use super::allocate::backoff;
-use super::{Action, BACKOFF_MIN, Machine, Phase, RECOVERY_TIMEOUT, Slot, Time};
+use super::action::Action;
+use super::backoff::BACKOFF_MIN;
+use super::backoff::backoff;
+use super::lease::Phase;
+use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Change;
+use crate::leases::{Slot, Time};
 use crate::pool::{PoolError, Trouble};
-
-#[derive(Debug)]
-pub(super) struct Releasing {
-    pub(super) server: usize,
-    /// Id of a lease, or of a pending request.
-    pub(super) id: String,
-    pub(super) waits: bool,
-    pub(super) retry: Time,
-    pub(super) attempt: u32,
-    give_up: Time,
-    pub(super) in_flight: bool,
-    /// Slot that asks again once this lease is released.
-    pub(super) makes_room_for: Option<Slot>,
-}
 
 impl Machine {
     /// Drops a wanted lease and releases it at its server.

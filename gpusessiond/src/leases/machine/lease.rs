@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use gpusession_proto::control;
 
-use super::Time;
-use super::allocate::backoff;
+use super::backoff::backoff;
+use crate::leases::Time;
 use crate::leases::{LeaseState, Spec};
 use crate::pool::{PoolError, Trouble};
 

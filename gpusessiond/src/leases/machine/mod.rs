@@ -5,6 +5,7 @@
 
 mod action;
 mod allocate;
+mod backoff;
 mod demand;
 mod drain;
 mod ended;
@@ -13,71 +14,26 @@ mod lease;
 mod processes;
 mod renew;
 mod saved;
+mod state;
 mod stock;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
-use std::time::Duration;
 
-use super::{Change, Session, Slot, Spec, Time};
+use super::{Change, Slot, Spec, Time};
 
 pub use action::Action;
 pub use lease::{Health, Held, Phase, Wanted};
 pub use saved::{Saved, SavedLease};
+pub use state::{
+    HEARTBEAT_INTERVAL, IDLE_HEARTBEAT_INTERVAL, Machine, OFFLINE_TIMEOUT, SUSPECT_TIMEOUT,
+    USER_LINGER_TIMEOUT,
+};
 
-use ended::Ended;
-use give_back::Releasing;
+use backoff::BACKOFF_MAX;
 use lease::Recovery;
-
-/// Interval between heartbeats to a server that holds leases of this client.
-pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
-/// A heartbeat due within this window is sent on the current wake-up.
-const COALESCE_WINDOW: Duration = Duration::from_millis(250);
-/// Interval between heartbeats to a server that holds no lease of this client.
-pub const IDLE_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
-/// Silence after which a server is suspect.
-pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Silence after which a server is offline.
-pub const OFFLINE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause after the first failure.
-const BACKOFF_MIN: Duration = Duration::from_secs(1);
-/// Longest pause between tries.
-const BACKOFF_MAX: Duration = Duration::from_secs(30);
-/// Time that a lease of class `user` outlives its user's last session and process.
-pub const USER_LINGER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time after a restart during which only the server that held a lease is asked for it.
-const RECOVERY_TIMEOUT: Duration = OFFLINE_TIMEOUT;
-/// Workers kept in stock for a lease, so that a process's grant needs no round trip.
-const STOCK_TARGET: usize = 1;
-
-/// The state machine of all leases of this client.
-#[derive(Debug)]
-pub struct Machine {
-    slots: BTreeMap<Slot, Wanted>,
-    servers: Vec<Health>,
-    names: Vec<Vec<String>>,
-    releasing: Vec<Releasing>,
-    /// Released leases of an earlier daemon as (server name, lease id), until that server is known.
-    unplaced: Vec<(String, String)>,
-    /// Dropped requests whose reply is in flight: request id, and the servers that were asked.
-    unwanted: BTreeMap<Slot, (String, Vec<usize>)>,
-    next_slot: Slot,
-    boot_id: String,
-    machine_id: String,
-    rng: fastrand::Rng,
-    actions: VecDeque<Action>,
-    /// Why no server is known.
-    notice: String,
-    /// `[[lease]]` tables of the classes `session` and `user`.
-    templates: Vec<Spec>,
-    sessions: BTreeMap<String, Arc<Session>>,
-    generations: BTreeMap<String, u32>,
-    preallocated: u32,
-    /// Leases that have ended, the latest last.
-    ended: VecDeque<Ended>,
-}
+use state::{COALESCE_WINDOW, RECOVERY_TIMEOUT, STOCK_TARGET};
 
 impl Machine {
     /// Creates a machine that knows no server yet.

@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Action, Machine, Phase, Slot, Time, Wanted};
+use super::action::Action;
+use super::lease::{Phase, Wanted};
+use super::state::Machine;
 use crate::leases::Change;
+use crate::leases::{Slot, Time};
 
 impl Machine {
     /// Records that a process was granted a worker of this lease.

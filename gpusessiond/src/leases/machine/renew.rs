@@ -4,8 +4,11 @@ use std::time::Duration;
 
 use gpusession_proto::control;
 
-use super::{BACKOFF_MIN, HEARTBEAT_INTERVAL, IDLE_HEARTBEAT_INTERVAL, Machine, Phase, Slot, Time, Wanted};
+use super::backoff::BACKOFF_MIN;
+use super::lease::{Phase, Wanted};
+use super::state::{HEARTBEAT_INTERVAL, IDLE_HEARTBEAT_INTERVAL, Machine};
 use crate::leases::{Change, LeaseState};
+use crate::leases::{Slot, Time};
 use crate::pool::PoolError;
 
 /// Reason of a lease's end that its server does not name.

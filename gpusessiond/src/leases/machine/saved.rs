@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::lease::Recovery;
-use super::{Machine, Phase, RECOVERY_TIMEOUT, Time, Wanted};
+use super::lease::{Phase, Wanted};
+use super::state::{Machine, RECOVERY_TIMEOUT};
 use crate::leases::Spec;
+use crate::leases::Time;
 
 /// A lease that outlives the daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

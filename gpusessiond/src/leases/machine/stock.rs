@@ -2,8 +2,11 @@
 
 use gpusession_proto::control;
 
-use super::{Action, Machine, Phase, STOCK_TARGET, Slot, Time, Wanted};
+use super::action::Action;
+use super::lease::{Phase, Wanted};
+use super::state::{Machine, STOCK_TARGET};
 use crate::leases::Change;
+use crate::leases::{Slot, Time};
 use crate::pool::{PoolError, Trouble};
 
 /// Most workers that one call asks for.

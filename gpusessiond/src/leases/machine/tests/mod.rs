@@ -10,6 +10,8 @@ mod saved;
 mod stock;
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
 
 use gpusession_common::units::Memory;
 use gpusession_common::words::Class;
@@ -19,7 +21,7 @@ use proptest::prelude::*;
 use super::allocate::BOOT_ORDER_DELAY;
 use super::*;
 use crate::config::LeaseConfig;
-use crate::leases::{LeaseState, Owner};
+use crate::leases::{LeaseState, Owner, Session};
 use crate::pool::{PoolError, Trouble};
 
 fn machine(servers: usize) -> Machine {

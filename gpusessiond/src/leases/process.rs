@@ -1,0 +1,83 @@
+//! Processes of this host that use leases: their requests, workers and troubles.
+
+use std::collections::HashMap;
+
+use super::spec::{Slot, Time};
+
+/// A process that asks for GPUs, as the kernel describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    pub uid: u32,
+    pub pid: u32,
+    /// User name, if the user database knows one.
+    pub user: Option<String>,
+    /// Whether `[access]` lets the user have the leases for all.
+    pub access: bool,
+    /// Id of the login session that it belongs to.
+    pub session: Option<String>,
+    /// Paths of its control groups, in all hierarchies.
+    pub control_groups: Vec<String>,
+}
+
+impl Caller {
+    /// Returns `true` if the process is in this control group, or in one below it.
+    pub fn is_below(&self, group: &str) -> bool {
+        let below = |path: &String| {
+            path.strip_prefix(group).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.control_groups.iter().any(below)
+    }
+}
+
+/// A process's request for workers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WorkerRequest {
+    /// Id or name of the lease that it asks for.
+    pub lease: Option<String>,
+    /// Program name.
+    pub program: String,
+    /// Path of the executable, as the process reports it.
+    pub executable: String,
+    /// Driver environment that differs from that of workers in stock.
+    pub environment: HashMap<String, String>,
+}
+
+/// A worker that was granted to a process; returned with [`Leases::ended`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Granted {
+    pub slot: Slot,
+    /// Id of the lease.
+    pub lease: String,
+    /// Id of the worker; zeros if the server gave none.
+    pub worker: [u8; 16],
+}
+
+/// A program that a lease did not serve, or not to its end; shown to its user and to root.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    pub uid: u32,
+    /// User name, if the user database knows one.
+    pub user: String,
+    pub pid: u32,
+    /// Name of the program.
+    pub program: String,
+    /// Reason in the program's words: one line, without control characters.
+    pub reason: String,
+    /// The program had GPUs and lost them; otherwise it never got them.
+    pub running: bool,
+    /// The program tries once more; if refused then, this reason stays valid.
+    pub again: bool,
+}
+
+/// A program whose connection to its worker broke; shown to its user and to root.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Interruption {
+    pub uid: u32,
+    pub pid: u32,
+    /// Name of the program.
+    pub program: String,
+    /// Since when it has no connection; `None` if it is back.
+    pub since: Option<Time>,
+    /// Number of interruptions so far.
+    pub number: u32,
+}
