@@ -134,7 +134,7 @@ pub fn child() -> i32 {
             report.failed = Some((step.into(), error));
         }
         report.library = mapped();
-        report.remote = report.library.as_ref().is_some_and(|path| super::is_ours(path.as_ref()));
+        report.remote = report.library.as_ref().is_some_and(|path| super::library::is_ours(path.as_ref()));
     } else {
         report.failed = Some(("load the library".into(), "no libcuda.so.1 found".into()));
     }
@@ -150,7 +150,7 @@ fn mapped() -> Option<String> {
     let mut files: Vec<String> = paths.filter(|path| path.contains(".so")).collect();
     files.dedup();
     let named = files.iter().find(|path| path.contains("libcuda"));
-    let is_driver = |path: &&String| super::contains(path.as_ref(), b"\0cuLaunchHost");
+    let is_driver = |path: &&String| super::library::contains(path.as_ref(), b"\0cuLaunchHost");
     named.or_else(|| files.iter().find(is_driver)).cloned()
 }
 

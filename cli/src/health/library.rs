@@ -6,7 +6,7 @@ use gpusession_common::units::human_bytes;
 use gpusession_diagnosis::check::{Check, Finding};
 use gpusession_diagnosis::machine::Machine;
 
-use super::Facts;
+use super::facts::Facts;
 
 /// The table of these checks.
 pub const CHECKS: &[Check<Facts>] = &[
@@ -26,9 +26,14 @@ pub const CHECKS: &[Check<Facts>] = &[
 const LINK: &str = "/etc/ld.so.conf.d/gpusession.conf";
 const CDI: &str = "/etc/cdi/gpusession.json";
 
-/// Returns `true` if a library is gpusession's own; the file is read, not loaded.
-fn is_ours(machine: &Machine, path: &Path) -> bool {
-    super::is_ours(&machine.at(path))
+/// Returns `true` if a file contains the bytes; it is read, not loaded.
+pub(super) fn contains(path: &Path, wanted: &[u8]) -> bool {
+    std::fs::read(path).is_ok_and(|bytes| bytes.windows(wanted.len()).any(|window| window == wanted))
+}
+
+/// Returns `true` if a library is gpusession's own, by its symbol.
+pub(super) fn is_ours(path: &Path) -> bool {
+    contains(path, b"gpusession_marker")
 }
 
 /// Folders of a variable such as `LD_LIBRARY_PATH` that have the library, in order.
@@ -72,7 +77,7 @@ fn first(facts: &Facts, library: &str) -> Finding {
         },
     };
     let shown = winner.display();
-    if is_ours(machine, &winner) {
+    if is_ours(&machine.at(&winner)) {
         return Finding::ok(format!("{shown}, gpusession's, {why}"));
     }
     if winner.components().any(|part| part.as_os_str() == "stubs") {
@@ -103,7 +108,7 @@ fn path(facts: &Facts) -> Finding {
     };
     // The name that some frameworks load before `libcuda.so.1`.
     let short = folders(&facts.machine, "libcuda.so");
-    match short.first().filter(|path| !is_ours(&facts.machine, path)) {
+    match short.first().filter(|path| !is_ours(&facts.machine.at(path))) {
         Some(path) => Finding::warning(
             format!("LD_LIBRARY_PATH has {}, which is not gpusession's", path.display()),
             format!("remove {} from LD_LIBRARY_PATH", path.with_file_name("").display()),
@@ -356,7 +361,8 @@ mod tests {
         let (_root, mut facts) = facts();
         assert_eq!(installed(&facts).state, State::Skipped, "no client");
         assert_eq!(cache(&facts).state, State::Ok);
-        facts.daemon = super::super::Daemon::Answers(Box::new(super::super::testing::described()), vec![]);
+        facts.daemon =
+            super::super::facts::Daemon::Answers(Box::new(super::super::testing::described()), vec![]);
         assert_eq!(installed(&facts).state, State::Fault);
         facts.cache = None;
         assert_eq!(cache(&facts).state, State::Warning);

@@ -3,7 +3,7 @@
 use gpusession_diagnosis::check::{Check, Finding};
 use gpusession_diagnosis::machine::Machine;
 
-use super::{Daemon, Facts};
+use super::facts::{Daemon, Facts};
 use crate::show;
 
 /// The table of these checks.

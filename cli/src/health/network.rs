@@ -7,8 +7,8 @@ use gpusession_common::units::human_duration;
 use gpusession_diagnosis::check::{Check, Finding};
 use gpusession_proto::preface;
 
+use super::facts::{Daemon, Facts};
 use super::probe::{Probe, Reach};
-use super::{Daemon, Facts};
 
 /// The table of these checks.
 pub const CHECKS: &[Check<Facts>] = &[

@@ -3,6 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::status::{INVALID_CONTEXT, Result};
@@ -46,6 +47,11 @@ pub fn context() -> Result<u64> {
         0 => Err(INVALID_CONTEXT),
         ctx => Ok(ctx),
     }
+}
+
+/// Returns the context that a program names; null means the current one.
+pub fn named(ctx: *mut c_void) -> Result<u64> {
+    if ctx.is_null() { context() } else { Ok(ctx as u64) }
 }
 
 /// Replaces the top of the stack.

@@ -14,12 +14,8 @@ use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, UNSUPPORTED_EXEC_AFFINITY, alias,
     driver, give, give_optional, take,
 };
+use crate::thread::named;
 use crate::{clients, handles, host_functions, private_tables, regions, streams, thread};
-
-/// Returns the context that a program names; null means the current one.
-pub fn named(ctx: *mut c_void) -> Result<u64> {
-    if ctx.is_null() { thread::context() } else { Ok(ctx as u64) }
-}
 
 fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
     let (client, device) = clients::device(device)?;

@@ -328,7 +328,7 @@ driver! {
     fn cuGraphAddMemsetNode(
         node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, set: *const SetNode, ctx: *mut c_void,
     ) {
-        add(node, graph, after, count, &Content::Set(take(set)?, super::context::named(ctx)?))
+        add(node, graph, after, count, &Content::Set(take(set)?, thread::named(ctx)?))
     }
 
     fn cuGraphAddHostNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, host: *const HostNode) {
@@ -417,7 +417,7 @@ driver! {
         if ctx.is_null() {
             return Err(INVALID_CONTEXT);
         }
-        let ctx = super::context::named(ctx)?;
+        let ctx = thread::named(ctx)?;
         client.same(clients::of(ctx)?)?;
         if condition.is_null() {
             return Err(INVALID_VALUE);
@@ -492,7 +492,7 @@ driver! {
     }
 
     fn cuGraphExecMemsetNodeSetParams(exec: *mut c_void, node: u64, values: *const SetNode, ctx: *mut c_void) {
-        set(exec, node, &Content::Set(take(values)?, super::context::named(ctx)?))
+        set(exec, node, &Content::Set(take(values)?, thread::named(ctx)?))
     }
 
     fn cuGraphKernelNodeSetParams_v2(node: u64, kernel: *const KernelNode) {

@@ -197,7 +197,7 @@ impl Content {
     pub fn mem_ops(params: *const MemOpsNode) -> Result<Self> {
         let MemOpsNode { ctx, count, items, flags } = take(params)?;
         let items = bytes(items, (count as usize).checked_mul(MEM_OP).ok_or(INVALID_VALUE)?)?.to_vec();
-        Ok(Self::MemOps { ctx: super::context::named(ctx)?, flags, items })
+        Ok(Self::MemOps { ctx: crate::thread::named(ctx)?, flags, items })
     }
 
     pub fn alloc(params: *const AllocNode) -> Result<Self> {
@@ -219,7 +219,7 @@ impl Content {
         if !(1..=MAX_BODIES).contains(&size) {
             return Err(INVALID_VALUE);
         }
-        let ctx = super::context::named(ctx)?;
+        let ctx = crate::thread::named(ctx)?;
         let bodies = (0..size).map(|_| client.mint(handle::GRAPH)).collect();
         Ok(Self::Condition { condition, kind, ctx, bodies })
     }
@@ -227,7 +227,7 @@ impl Content {
     pub fn copy(client: &'static Client, copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
         let mut cuboid = take(copy)?;
         cuboid.resolve()?;
-        let ctx = super::context::named(ctx)?;
+        let ctx = crate::thread::named(ctx)?;
         let (ids, regions) = cuboid.name_regions(client)?;
         Ok(Self::Copy { cuboid: Box::new(cuboid), ctx, ids, regions })
     }
@@ -265,7 +265,7 @@ impl Content {
             0 => Ok(Self::Kernel(take(body.as_ptr().cast())?)),
             // Flags, the context, then the copy of `cuGraphAddMemcpyNode`.
             1 => Self::copy(client, body[2..].as_ptr().cast(), pointer(1)),
-            2 => Ok(Self::Set(take(body.as_ptr().cast())?, super::context::named(pointer(5))?)),
+            2 => Ok(Self::Set(take(body.as_ptr().cast())?, crate::thread::named(pointer(5))?)),
             3 => Self::host(client, body.as_ptr().cast()),
             4 => match body[1] & u64::from(u32::MAX) {
                 ownership @ 0..=MOVE => Self::child(pointer(0), ownership == MOVE),

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use super::context::named;
 use super::event::wait_here;
 use crate::client::{Client, ContextInfo, string, word};
 use crate::entry::{
@@ -16,6 +15,7 @@ use crate::entry::{
 };
 use crate::stream::Stream;
 use crate::streams::{self, find};
+use crate::thread::named;
 use crate::{clients, events, handles, private_tables, ranges, thread};
 
 /// Bytes of a `CUdevResource`.
