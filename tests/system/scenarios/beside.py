@@ -6,7 +6,7 @@ from harness import HERE, Failed, expect
 ORDER = 85
 GROUP = "hosts"
 SOURCES = "deb {uri} {suite} contrib non-free\n"
-APT = "export DEBIAN_FRONTEND=noninteractive; apt-get {} >/dev/null"
+APT = "export DEBIAN_FRONTEND=noninteractive; apt-get {}"
 # Shows the libcuda.so.1 in the loader's cache; the second command succeeds if it is gpusession's.
 LIBRARY = "ldconfig -p | grep libcuda.so.1"
 OURS = "ldconfig -p | grep libcuda.so.1 | grep -q gpusession"
@@ -16,10 +16,11 @@ SMI = "nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader"
 
 
 def apt(host, verb):
-    """Runs apt-get with access to the network."""
+    """Runs apt-get with access to the network, and returns its output."""
     done = subprocess.run([HERE / "lab", "run", "--uplink", host.name, "sh", "-c", APT.format(verb)], capture_output=True, text=True)
     if done.returncode:
         raise Failed(done.stdout + done.stderr)
+    return done.stdout + done.stderr
 
 
 def with_driver(host, reinstall):
@@ -53,6 +54,22 @@ def install(host, suite, check):
         expect(host.ok(LIBRARY), "libcuda.so.1")
         apt(host, "purge -y -qq libcuda1")
         host.until(OURS, 5)
+        expect(host.ok(f"ssh alice@{host.name} vectorAdd"), "sums right")
+
+
+def ubuntu(host, check):
+    """NVIDIA's packages of Ubuntu, which bring a libcuda.so.1, on a host with such a lease."""
+    with check("noble: apt installs NVIDIA's nvidia-smi with a libcuda.so.1, which is not shadowed, and a message says so") as note:
+        apt(host, "update -qq")
+        said = apt(host, "install -y -qq --no-install-recommends nvidia-utils-580-server")
+        expect(said, "libcuda.so.1: its programs keep using it")
+        host.fails(OURS)
+        expect(host.fails("su -l alice -c nvidia-smi"), "couldn't communicate with the NVIDIA driver")
+    with check("noble: after `gpusession setup-libs --force`, as the message says, nvidia-smi and programs use the lease") as note:
+        host.ok("gpusession setup-libs --force")
+        seen = host.ok(f"su -l alice -c '{SMI}'").splitlines()
+        assert len(seen) == 2 and all(line.startswith("GPU-") and line.endswith("1024 MiB") for line in seen), seen
+        note(host.ok("su -l alice -c 'nvidia-smi --version' | head -n 1").strip())
         expect(host.ok(f"ssh alice@{host.name} vectorAdd"), "sums right")
 
 

@@ -1,4 +1,5 @@
 """`netperf` measures what a program's copies reach, on the hosts' link and on one of 100 us."""
+import contextlib
 import json
 
 from harness import Failed
@@ -40,7 +41,15 @@ def copies(client):
 
 
 def compare(client, note, least, most):
-    """Compares netperf with a program before and after it, since other work may slow either."""
+    """Compares netperf with a program, three times at most: other work may slow either of them."""
+    for _ in range(2):
+        with contextlib.suppress(Failed):
+            return compared(client, note, least, most)
+    return compared(client, note, least, most)
+
+
+def compared(client, note, least, most):
+    """Compares netperf with a program before and after it."""
     before = copies(client)
     # A machine may measure once a minute, also after a restart of the server.
     client.until(f"{MEASURE} >/root/netperf.json; test $? = 0", 90)

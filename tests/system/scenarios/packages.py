@@ -1,5 +1,8 @@
-"""Install, upgrade, remove, purge on Debian 12 and 13; no driver is shadowed, no file is left."""
-from harness import CLIENT_PACKAGES, SIM, Host, expect
+"""Install, upgrade, remove, purge on Debian 12, 13 and Ubuntu; nothing is shadowed or left."""
+import os
+import urllib.request
+
+from harness import CLIENT_PACKAGES, SIM, Host, expect, lab
 from scenarios import beside
 from scenarios.policy import lease
 
@@ -12,12 +15,25 @@ NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|s
 SHARED = "/dev/shm /run /tmp /var/cache /var/lib /var/tmp '(' -path /run/systemd -o -path /var/cache/man ')' -prune -o"
 FILES = f"(find / -xdev | grep -Ev '{NOT_OURS}'; find {SHARED} -name '*gpus*' -print) 2>/dev/null | LC_ALL=C sort -u"
 ALL = (*CLIENT_PACKAGES, "gpuserver")
+SUITES = {"bookworm": "debian12", "trixie": "debian13", "noble": "ubuntu2404", "jammy": "ubuntu2204"}
+# Ubuntu 22.04 is tested on request: LAB_SUITES=jammy.
+WANTED = os.environ.get("LAB_SUITES", "bookworm,trixie,noble").split(",")
 
 
 def older(site):
     """Returns packages of this tree with a lower version."""
     out = site.packages("deb", "older", "--version", "0.0.9")[0].parent
     return [site.deb(name, out) for name in ALL]
+
+
+def unreachable(suite):
+    """Returns why a suite's packages are not within reach; None if they are."""
+    if suite in lab.UBUNTU_SUITES:
+        try:
+            urllib.request.urlopen(f"{lab.UBUNTU}/dists/{suite}/Release", timeout=10).close()
+        except OSError as error:
+            return f"{lab.UBUNTU} does not answer: {error}"
+    return None
 
 
 # A machine that is both client and server.
@@ -41,7 +57,11 @@ def pool_of_one(site, host, driver=SIM):
 def run(site, check):
     before_upgrade = older(site)
     newer = [site.deb(name) for name in ALL]
-    for suite, name in (("bookworm", "debian12"), ("trixie", "debian13")):
+    for suite in WANTED:
+        name = SUITES[suite]
+        if reason := unreachable(suite):
+            print(f"{name}: not tested: {reason}", flush=True)
+            continue
         host = Host(name)
         site.boot(name, suite=suite)
         host.ok("mkdir -p /etc/ld.so.conf.d")
@@ -102,4 +122,8 @@ def run(site, check):
             host.install(newer)
             pool_of_one(site, host)
             beside.install(host, suite, check)
+        if suite == "noble":
+            host.install(newer)
+            pool_of_one(site, host)
+            beside.ubuntu(host, check)
         host.lab("down")
