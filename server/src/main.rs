@@ -79,7 +79,9 @@ fn stderr_is_journal() -> bool {
 }
 
 fn log() {
-    let filter = EnvFilter::try_from_env("GPUSESSION_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    // The ports log each connection that they refuse, with its address, which rustls does not know.
+    let filter =
+        EnvFilter::try_from_env("GPUSESSION_LOG").unwrap_or_else(|_| EnvFilter::new("info,rustls=error"));
     let registry = tracing_subscriber::registry().with(filter);
     if stderr_is_journal()
         && let Ok(journal) = tracing_journald::layer()
