@@ -30,9 +30,9 @@ def unreachable(suite):
     """Returns why a suite's packages are not within reach; None if they are."""
     if suite in lab.UBUNTU_SUITES:
         try:
-            urllib.request.urlopen(f"{lab.UBUNTU}/dists/{suite}/Release", timeout=10).close()
+            urllib.request.urlopen(f"{lab.ubuntu()}/dists/{suite}/Release", timeout=10).close()
         except OSError as error:
-            return f"{lab.UBUNTU} does not answer: {error}"
+            return f"{lab.ubuntu()} does not answer: {error}"
     return None
 
 
