@@ -3,13 +3,15 @@
 import re
 
 EXPECTED_STATUS = {"devAssert": 3, "torch-ranks-killed": 1}
+# Programs that print properties of the card.
+OF_THE_CARD = {"deviceQuery", "cooperative", "machineCode", "multiDevice"}
 
 
-def difference(native, remote):
+def difference(native, remote, names=("native", "remote")):
     """Returns the first line that differs."""
     for number, pair in enumerate(zip([*native, "(end)"], [*remote, "(end)"], strict=False), 1):
         if pair[0] != pair[1]:
-            return f"line {number}: native '{pair[0][:90]}', remote '{pair[1][:90]}'"
+            return f"line {number}: {names[0]} '{pair[0][:90]}', {names[1]} '{pair[1][:90]}'"
     return "number of lines"
 
 
@@ -37,6 +39,15 @@ def compare_losses(native, remote, tolerance=1e-3):
 def assertions(result):
     """Returns the messages of failed assertions on standard error, sorted."""
     return sorted(line for line in result.err.splitlines() if "Assertion" in line)
+
+
+def as_recorded(name, native, folder):
+    """Returns how a native output differs from the one recorded in `folder`, if there is one."""
+    recorded = folder / f"{name}.out"
+    if name.partition("@")[0] in OF_THE_CARD or not recorded.exists():
+        return ""
+    lines = recorded.read_text().splitlines()
+    return "" if lines == native.lines() else difference(lines, native.lines(), ("recorded", "native"))
 
 
 def judge(kind, native, remote, expected=0):
