@@ -40,6 +40,8 @@ struct Facts {
 /// A certificate of the pool's authority.
 #[derive(Debug)]
 pub struct Certificate {
+    /// The certificate (DER), which a renewal shows to the signer.
+    pub der: Vec<u8>,
     /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
     /// Client or administrator that it names; `None` for a server's.
@@ -53,6 +55,7 @@ impl Peer {
         let (socket, tls) = stream.get_ref();
         let der = tls.peer_certificates().and_then(<[_]>::first);
         let certificate = der.map(|der| Certificate {
+            der: der.to_vec(),
             fingerprint: fingerprint(der),
             holder: holder(der),
             issuer: issuer(der),

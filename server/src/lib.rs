@@ -3,7 +3,8 @@
 //! * [`config`]: the configuration file.
 //! * [`lease`], [`registry`]: the leases, their shares of GPUs, and the queue.
 //! * [`limits`]: limits of clients and users.
-//! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
+//! * [`pool`]: the pool's clients and administrators, and the control service on top of them.
+//! * [`signer`]: the keys of the pool's authorities and the join tokens.
 //! * [`supervise`]: worker processes: started warm, handed sockets, killed in time.
 //! * [`spawn`]: starts of worker processes, and of the daemons of MPS.
 //! * [`mps`]: NVIDIA's Multi-Process Service: one control daemon for each fault domain.
@@ -36,6 +37,7 @@ pub mod idle;
 pub mod isolation;
 pub mod lease;
 pub mod limits;
+pub mod log;
 pub mod metrics;
 pub mod monitor;
 pub mod mps;
@@ -47,6 +49,7 @@ pub use gpusession_proto::log_throttle;
 pub mod refusal;
 pub mod registry;
 pub mod serve;
+pub mod signer;
 pub mod spawn;
 pub mod store;
 pub mod supervise;

@@ -1,17 +1,14 @@
 //! The `gpuserver` program; see the library.
 
-use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;
 
 use gpuserver::admin::Refusal;
 use gpuserver::cli::{self, Cli, Verb};
 use gpuserver::config::ConfigError;
 use gpuserver::discovery::DiscoveryError;
+use gpuserver::log;
 use gpuserver::serve::{self, End};
 use serde_json::json;
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, fmt};
 
 /// Exit code for a bad configuration or usage; all three codes are in the manual.
 const CONFIGURATION: u8 = 1;
@@ -57,7 +54,7 @@ fn map_buffers() {}
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     map_buffers();
     let config = cli::load_config(cli.config.as_deref())?;
-    log();
+    log::start("gpuserver");
     gpusession_fatal::install("gpuserver");
     // A panic ends the task of one connection or worker. The server ends only if it needs the task.
     std::panic::set_hook(Box::new(|info| tracing::error!("internal error: {info}")));
@@ -69,39 +66,6 @@ fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
         End::Stopped | End::HandedOver => ExitCode::SUCCESS,
         End::Forced => ExitCode::from(FORCED),
     })
-}
-
-/// Returns `true` if standard error is a stream of the journal.
-fn stderr_is_journal() -> bool {
-    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
-    let Ok(meta) = std::fs::metadata("/proc/self/fd/2") else { return false };
-    stream == format!("{}:{}", meta.dev(), meta.ino())
-}
-
-fn log() {
-    // The ports log each connection that they refuse, with its address, which rustls does not know.
-    let filter =
-        EnvFilter::try_from_env("GPUSESSION_LOG").unwrap_or_else(|_| EnvFilter::new("info,rustls=error"));
-    let registry = tracing_subscriber::registry().with(filter);
-    if stderr_is_journal()
-        && let Ok(journal) = tracing_journald::layer()
-    {
-        let journal = journal.with_field_prefix(None).with_syslog_identifier("gpuserver".into());
-        registry.with(journal).init();
-        return;
-    }
-    let ansi = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
-        && std::io::IsTerminal::is_terminal(&std::io::stderr());
-    // The text of a message contains all its fields, which are for the journal.
-    let fields =
-        fmt::format::debug_fn(
-            |writer, field, value| {
-                if field.name() == "message" { write!(writer, "{value:?}") } else { Ok(()) }
-            },
-        );
-    registry
-        .with(fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi).fmt_fields(fields))
-        .init();
 }
 
 /// Prints an error for programs, on standard output as `--json` does.

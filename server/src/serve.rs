@@ -35,12 +35,12 @@ use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
-use crate::pool::authorities::Authorities;
-use crate::pool::ca::AuthorityError;
 use crate::pool::grpc::Service;
 use crate::pool::tls::{ServerCertificate, server_tls};
 use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
+use crate::signer::Why;
+use crate::signer::link::{Link, Signer};
 use crate::supervise::handover::{Left, Store};
 use crate::supervise::{Options, Supervisor};
 use crate::{admin, clock, data, health, metrics, mps, spawn, store};
@@ -88,10 +88,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     raise_descriptor_limit();
 
     let _lock = store::lock(&config.state_dir).context("state_dir")?;
-    let authorities = open_authorities(&config, clock.unix(), random.clone())?;
-    let shown = ServerCertificate::new(authorities.clone(), &config.name, clock.unix(), random.as_ref())?;
-    let shown = Arc::new(shown);
-    let tls = server_tls(authorities.clone(), shown.clone(), clock.clone())?;
+    let signer = open_signer(&config)?;
+    let shown = Arc::new(ServerCertificate::new(signer.clone(), &config.name, clock.unix())?);
+    let tls = server_tls(signer.clone(), shown.clone(), clock.clone())?;
     let host = tokio::select! {
         host = Host::discover(&config, !left.workers.is_empty()) => host?,
         end = stop.wait() => return Ok(end),
@@ -140,7 +139,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     let (control_address, data_address) = (facts.control, facts.data);
     let registry = Arc::new(registry);
-    let identity = (authorities, shown);
+    let identity = (signer, shown);
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), identity, clock, random)?);
     let started = format!("gpuserver {}, isolation {}", env!("CARGO_PKG_VERSION"), supervisor.isolation());
@@ -209,12 +208,11 @@ fn report(config: &Config) {
     }
 }
 
-fn open_authorities(config: &Config, unix: u64, random: Arc<dyn Random>) -> anyhow::Result<Arc<Authorities>> {
-    let opened = Authorities::open(&config.state_dir, unix, random).map_err(|e| match e {
-        AuthorityError::Missing(_) => {
-            anyhow::Error::from(ConfigError::new(config.origin("state_dir"), e.to_string()))
-        }
-        e => e.into(),
+fn open_signer(config: &Config) -> anyhow::Result<Arc<Signer>> {
+    let opened = Link::of_server(config.signer.as_deref(), &config.state_dir, &config.name);
+    let opened = opened.and_then(Signer::open).map_err(|e| match e.why {
+        Why::Missing => anyhow::Error::from(ConfigError::new(config.origin("state_dir"), e.to_string())),
+        _ => e.into(),
     });
     Ok(Arc::new(opened?))
 }

@@ -302,7 +302,7 @@ impl Ask {
             Self::Audit { wanted } => status::audit(pool, wanted).await,
             Self::Administrators => administrators::list(pool),
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
-            Self::Tokens => tokens::list(pool),
+            Self::Tokens => tokens::list(pool).await,
             Self::TokenRevoke { id } => tokens::revoke(pool, id).await,
             Self::RotateBegin { exported } => rotation::step(pool, Step::Begin(exported)).await,
             Self::RotateStatus => rotation::status(pool),

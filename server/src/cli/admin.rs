@@ -6,16 +6,19 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::{Value, json};
 
+use super::pool::own_link;
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
 use crate::admin::answer::clients::a_name;
+use crate::admin::answer::unsigned;
 use crate::admin::{Ask, Refusal};
 use crate::audit;
-use crate::clock::{Clock, SystemClock, SystemRandom};
+use crate::clock::{Clock, SystemClock};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
-use crate::pool::authorities::Authorities;
+use crate::signer::link::Link;
+use crate::signer::{Operation, Privileged};
 use crate::store;
 use clap::Subcommand;
 
@@ -95,6 +98,9 @@ fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
 
 /// Performs a verb for administrators, on the files if no server runs.
 fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    if let Ask::AdministratorCreate { name, csr_pem } = ask {
+        server.permit(Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() })?;
+    }
     if let Some(value) = running(server, ask)? {
         return Ok(value);
     }
@@ -102,13 +108,16 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).administrators;
     let mut all: Administrators = store::read(&path)?;
-    let (now, random) = (SystemClock.unix(), SystemRandom);
+    let now = SystemClock.unix();
     let value = match ask {
         Ask::AdministratorCreate { name, csr_pem } => {
-            let present = Authorities::read(&config.state_dir, now, &random)?;
-            let made = all.issue(present.signer(), name, csr_pem, now, &random);
-            let certificate_pem = made.map_err(|e| not_issued(&e))?;
-            let authority_pem = present.certificates();
+            all.may_issue(name).map_err(|e| not_issued(&e))?;
+            let link: Link = own_link(config)?;
+            let present = link.present().map_err(|e| unsigned(&e))?;
+            let order = Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() };
+            let issued = link.sign(Operation::Privileged(order)).map_err(|e| unsigned(&e))?;
+            all.issued(name, &issued, now, &present.signer().fingerprint());
+            let (certificate_pem, authority_pem) = (issued.pem, present.certificates());
             serde_json::to_value(AdministratorView { certificate_pem, authority_pem })?
         }
         Ask::AdministratorRevoke { name } => {

@@ -100,10 +100,12 @@ pub(super) fn check_config(
         "GPUs are not checked: only the start of the server finds those in `gpus` and `gpu_sharing`"
             .to_string(),
     );
-    if !config.state_dir.join("ca/authority.key").exists() {
+    // A folder that this user may not search tells nothing.
+    let folder = crate::signer::link::places(config.signer.as_deref(), &config.state_dir).folder;
+    if matches!(folder.join("authority.pem").try_exists(), Ok(false)) {
         warnings.push(format!(
             "{}: no pool authority found; `gpuserver pool init` creates one",
-            config.state_dir.join("ca").display()
+            folder.display()
         ));
     }
     // A limit of any layer is described by its row.

@@ -24,6 +24,7 @@ use crate::config::{Advertised, Config};
 use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::refusal::Refusal;
+use crate::signer::link::{folder_of, places};
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;
@@ -253,7 +254,7 @@ fn advertise(facts: &Facts) -> Finding {
 
 fn authority(facts: &Facts) -> Finding {
     let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
-    let path = config.state_dir.join("ca/authority.pem");
+    let path = places(config.signer.as_deref(), &config.state_dir).folder.join("authority.pem");
     let text = match facts.machine.read(&path) {
         Ok(text) => text,
         Err(unread) if unread.missing() => {
@@ -488,7 +489,7 @@ pub(super) fn health(out: &mut Output<'_>, server: &Target, options: &HealthOpti
 
 /// Adds keys and tokens of the state folder to the known secrets, as far as this user reads them.
 fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
-    for key in ["ca/authority.key", "ca/next.key"] {
+    for key in ["authority.key", "next.key", "ca/authority.key", "ca/next.key"] {
         report.secrets.add(&machine.read(state.join(key)).unwrap_or_default());
     }
     let names = machine.list(state);
@@ -504,6 +505,8 @@ fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
     let mut report = Report::default();
     if let Ok(config) = &facts.config {
         add_secrets(&mut report, &facts.machine, &config.state_dir);
+        let signer = config.signer.as_deref().and_then(folder_of);
+        signer.iter().for_each(|folder| add_secrets(&mut report, &facts.machine, folder));
         let rows = serde_json::to_value(config_rows(config))?;
         report.add("configuration.json", format!("{rows:#}\n"));
         report.add("state-folder", facts.machine.list(&config.state_dir).join("\n") + "\n");

@@ -7,8 +7,11 @@ use anyhow::Context;
 use serde_json::Value;
 
 use super::remote::Remote;
+use crate::admin::answer::unsigned;
 use crate::admin::{self, Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
+use crate::signer::Privileged;
+use crate::signer::link::Link;
 use crate::store::{self, StoreError};
 
 /// Returns the configuration file, and whether it must exist.
@@ -75,6 +78,15 @@ impl Target {
             .into_iter()
             .map(|f| Self::here(&f, config::load_here(&f, f == file && named.is_some())))
             .collect()
+    }
+
+    /// Permits the server of this host an operation that the signer does for root alone.
+    pub(super) fn permit(&self, operation: Privileged) -> anyhow::Result<()> {
+        let signer = match &self.config {
+            Ok(config) if self.remote.is_none() => config.signer.as_deref(),
+            _ => None,
+        };
+        Ok(Link::permit(signer, operation).map_err(|e| unsigned(&e))?)
     }
 
     pub(super) fn config(&self) -> Result<&Config, ConfigError> {

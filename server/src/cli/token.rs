@@ -4,18 +4,15 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::pool::own_link;
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
 use crate::admin::answer::tokens::{TokenView, no_token, token_rows, token_ttl};
+use crate::admin::answer::unsigned;
 use crate::audit;
-use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::Config;
 use crate::net::host_port;
-use crate::pool::Files;
-use crate::pool::authorities::Authorities;
-use crate::pool::tokens::Tokens;
-use crate::store;
 use clap::Subcommand;
 
 /// A verb of `gpuserver token`.
@@ -70,21 +67,19 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
 /// Performs a token verb on the files, without a server.
 fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
-    let path = Files::below(&config.state_dir).tokens;
-    let mut tokens: Tokens = store::read(&path)?;
+    let link = own_link(config)?;
     let made = match ask {
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl: Duration = token_ttl(ttl)?;
-            let unix = SystemClock.unix();
-            let present = Authorities::read(&config.state_dir, unix, &SystemRandom)?;
-            let authority = present.signer().fingerprint();
-            let (token, record) = tokens.create(authority, pattern, *uses, ttl, unix, &SystemRandom);
-            serde_json::to_value(TokenView::new(&token, record))?
+            let (token, facts) = link.create_token(pattern, *uses, ttl).map_err(|e| unsigned(&e))?;
+            serde_json::to_value(TokenView::new(&token, facts))?
         }
-        Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| no_token(id))? }),
-        _ => return Ok(serde_json::to_value(token_rows(&tokens))?),
+        Ask::TokenRevoke { id } => {
+            let revoked = link.revoke_token(id).map_err(|e| unsigned(&e))?;
+            json!({ "id": revoked.ok_or_else(|| no_token(id))? })
+        }
+        _ => return Ok(serde_json::to_value(token_rows(link.tokens().map_err(|e| unsigned(&e))?))?),
     };
-    store::write(&path, &tokens)?;
     audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
     Ok(made)
 }

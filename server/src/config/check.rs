@@ -10,7 +10,7 @@ use super::keys::{GpuSharing, Keys, Users, gpu_sharing_key};
 use super::limit_tables::{check_limits, check_reserves};
 use super::origin::{ConfigError, Origin};
 use super::raw::Raw;
-use super::reader::{Host, Reader, Surroundings};
+use super::reader::{Host, Reader, Surroundings, instance};
 use super::values::Mps;
 use crate::lease::Rules;
 use crate::limits::{Bound, Entry, Layer};
@@ -32,6 +32,11 @@ pub(super) fn check(
         let host_name = &around.host_name;
         let why = format!("name: the host name {host_name:?} cannot be this server's name; set `name`");
         return Err(ConfigError::new(Origin::Default, why));
+    }
+    let suffix = instance(file);
+    if suffix == "-ca" || suffix.starts_with("-ca-") {
+        let why = "the folders of the signer have this name; give the instance another one";
+        return Err(ConfigError::new(Origin::File(file.into(), 0), why));
     }
     check_ports(&raw, keys.listen, keys.data_ports, keys.metrics_listen)?;
     check_gpu_sharing(&raw, &gpu_sharing)?;

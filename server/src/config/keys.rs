@@ -15,11 +15,13 @@ use ipnet::IpNet;
 
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
-    GRACE, ISOLATION, LOCAL, LOCK_FOLDER, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED,
-    OVERCOMMIT, PART_OF_MEMORY, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
+    GRACE, ISOLATION, LOCAL, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED, OVERCOMMIT,
+    PART_OF_MEMORY, PATH_OR_NONE, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
 };
 use super::origin::ConfigError;
-use super::reader::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
+use super::reader::{
+    Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, signer_socket, state_folder,
+};
 use super::values::{Advertised, GpuChoice, Gpus};
 use crate::limits::{Layer, Scope};
 
@@ -90,7 +92,7 @@ keys! {
         /// A lock keeps a GPU from having two servers.
         /// The folder of the default is `/run/lock/gpusession`. It belongs to root and gpuserver;
         /// other users' servers set a folder of their own.
-        lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), LOCK_FOLDER;
+        lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), PATH_OR_NONE;
         /// Part of each GPU's memory that this server leases: percent, or a size.
         ///
         /// Percentages of leases, limits and reserves are of this part.
@@ -189,6 +191,12 @@ keys! {
         /// Without systemd the default is `/var/lib/gpuserver`, and for `gpuserver-NAME.toml`
         /// `/var/lib/gpuserver-NAME`.
         state_dir: PathBuf = state_folder("/var/lib/gpuserver"), FOLDER;
+        /// Socket of gpuserver-signer, which has the pool's authority and the join tokens; "none":
+        /// this process has them, in `state_dir`.
+        ///
+        /// By default it is that of the unit gpuserver-ca, where systemd runs this server: for the
+        /// files of `/etc/gpusession`, and for `gpuserver-NAME.toml` that of gpuserver-ca@NAME.
+        signer: Option<PathBuf> = signer_socket("/run/gpuserver-ca/sign.sock"), PATH_OR_NONE;
         /// Folder of admin.sock; by default the RuntimeDirectory= of the unit.
         ///
         /// Without systemd the default is `/run/gpuserver` or `/run/gpuserver-NAME`.

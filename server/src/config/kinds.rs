@@ -75,7 +75,7 @@ pub(super) const DRIVER: Kind<Option<PathBuf>> =
     Kind { read: |v| absolute(v).map(Some), show: |path| path_or(path.as_ref(), "NVIDIA's libcuda.so.1") };
 pub(super) const CHECK: Kind<String> =
     Kind { read: |v| one_of(v, &["check"], &["manage"]), show: String::clone };
-pub(super) const LOCK_FOLDER: Kind<Option<PathBuf>> = Kind {
+pub(super) const PATH_OR_NONE: Kind<Option<PathBuf>> = Kind {
     read: |v| if text(v)? == "none" { Ok(None) } else { absolute(v).map(Some) },
     show: |path| path_or(path.as_ref(), "none"),
 };

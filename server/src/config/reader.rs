@@ -21,6 +21,8 @@ pub struct Surroundings<'a> {
     pub ephemeral: Option<(u16, u16)>,
     /// Whether NVIDIA's kernel driver is loaded.
     pub nvidia_driver: bool,
+    /// Whether systemd runs this host and has the signer's unit.
+    pub signer_unit: bool,
 }
 
 /// Returns the suffix of an instance's folders: `-NAME` for `gpuserver-NAME.toml`.
@@ -95,6 +97,15 @@ pub(super) fn lock_folder(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
 /// Default of `state_dir`.
 pub(super) fn state_folder(host: &Host<'_>) -> (PathBuf, Origin) {
     directory(host, "STATE_DIRECTORY", "/var/lib/gpuserver")
+}
+
+/// Default of `signer`.
+pub(super) fn signer_socket(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
+    let file = host.file;
+    // A server that a user starts has its own files, and no right to the host's signer.
+    let of_host = file.parent() == Some(Path::new("/etc/gpusession"));
+    let socket = || format!("/run/gpuserver-ca{}/sign.sock", instance(file)).into();
+    ((host.around.signer_unit && of_host).then(socket), Origin::Default)
 }
 
 /// Default of `runtime_dir`.

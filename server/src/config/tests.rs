@@ -21,6 +21,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
         host_name: "Gpu1.example.org".into(),
         ephemeral: Some((32768, 60999)),
         nvidia_driver: false,
+        signer_unit: false,
     };
     from_text(Path::new("t.toml"), text, &around)
 }
@@ -31,11 +32,17 @@ fn message(text: &str) -> String {
 
 #[test]
 fn an_instance_has_folders_of_its_own() {
-    let around =
-        Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: false };
+    let around = Surroundings {
+        env: &|_| None,
+        host_name: "h".into(),
+        ephemeral: None,
+        nvidia_driver: false,
+        signer_unit: false,
+    };
     for (file, state, runtime) in [
         ("/etc/gpusession/gpuserver.toml", "/var/lib/gpuserver", "/run/gpuserver"),
         ("/etc/gpusession/gpuserver-a.toml", "/var/lib/gpuserver-a", "/run/gpuserver-a"),
+        ("/etc/gpusession/gpuserver-cab.toml", "/var/lib/gpuserver-cab", "/run/gpuserver-cab"),
         ("/tmp/gpuserver-.toml", "/var/lib/gpuserver", "/run/gpuserver"),
         ("/tmp/gpuservers.toml", "/var/lib/gpuserver", "/run/gpuserver"),
     ] {
@@ -287,7 +294,13 @@ fn each_gpu_is_shared_as_the_configuration_says() {
 fn drop_ins_win_in_the_order_of_their_names() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("gpuserver-a.toml");
-    let around = Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: true };
+    let around = Surroundings {
+        env: &|_| None,
+        host_name: "h".into(),
+        ephemeral: None,
+        nvidia_driver: true,
+        signer_unit: false,
+    };
     let said = load(&file, true, &around).unwrap_err().to_string();
     assert!(said.starts_with(&format!("{}: cannot be read: ", file.display())), "{said}");
     assert!(said.ends_with("create it, or name another file with -c"), "{said}");

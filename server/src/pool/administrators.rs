@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use data_encoding::HEXLOWER;
 use serde::{Deserialize, Serialize};
 
-use super::ca::{ADMINISTRATOR_TTL, Authority, AuthorityError, Order};
 use crate::certificate::{Holder, Role};
-use crate::clock::Random;
+use crate::signer::Refused;
+use crate::signer::ca::Issued;
 
 /// An administrator as stored on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,28 +57,23 @@ pub enum NotIssued {
         "there is an administrator {0} already; `gpuserver admin revoke {0}` makes room for a new certificate"
     )]
     Exists(String),
-    /// The request is malformed, or the authority failed.
+    /// The signer refused the request.
     #[error(transparent)]
-    Authority(#[from] AuthorityError),
+    Signer(#[from] Refused),
 }
 
 impl Administrators {
-    /// Signs an administrator's request; returns the certificate in PEM.
-    pub fn issue(
-        &mut self,
-        authority: &Authority,
-        name: &str,
-        csr_pem: &str,
-        unix: u64,
-        random: &dyn Random,
-    ) -> Result<String, NotIssued> {
-        if self.0.get(name).is_some_and(|record| !record.revoked) {
-            return Err(NotIssued::Exists(name.into()));
+    /// Returns an error if the name has a valid certificate.
+    pub fn may_issue(&self, name: &str) -> Result<(), NotIssued> {
+        match self.0.get(name).is_some_and(|record| !record.revoked) {
+            true => Err(NotIssued::Exists(name.into())),
+            false => Ok(()),
         }
-        let order = Order { role: Role::Administrator, name, life: ADMINISTRATOR_TTL, identity: None };
-        let issued = authority.issue(csr_pem, &order, unix, random)?;
-        self.put(name, &issued.fingerprint, unix, &HEXLOWER.encode(&authority.fingerprint()));
-        Ok(issued.pem)
+    }
+
+    /// Notes a certificate that this authority has just issued.
+    pub fn issued(&mut self, name: &str, issued: &Issued, unix: u64, authority: &[u8; 32]) {
+        self.put(name, &issued.fingerprint, unix, &HEXLOWER.encode(authority));
     }
 
     fn put(&mut self, name: &str, certificate: &[u8; 32], since_unix: u64, authority: &str) {

@@ -59,7 +59,7 @@ impl Pool {
     /// Returns the client of a certificate, whichever server of the pool it joined through.
     async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
         let unix = self.clock.unix();
-        let authority = self.authorities.present().named(certificate.issuer);
+        let authority = self.signer.present().named(certificate.issuer);
         let (client, what) = {
             let mut clients = locked(&self.clients);
             let known = clients.identify(&certificate.fingerprint, unix);
@@ -166,7 +166,7 @@ impl Pool {
     ///
     /// A connection may be older than the end of a rotation, which TLS does not notice.
     fn issuer(&self, certificate: &Certificate) -> Result<String, Status> {
-        self.authorities.present().named(certificate.issuer).ok_or_else(|| {
+        self.signer.present().named(certificate.issuer).ok_or_else(|| {
             Status::unauthenticated(
                 "the certificate is of an authority that the pool has replaced: for a client, an administrator runs \
                  `gpuserver clients forget NAME` on each server and the machine joins again with a new token; for an \

@@ -21,8 +21,11 @@ const SERVER_WARNING: u64 = 7 * DAY;
 
 impl Pool {
     /// Renews the server's certificate if that is due, and warns of certificates that end.
-    pub(super) fn watch_identities(&self, unix: u64) {
-        match self.certificate.keep(unix, self.random.as_ref()) {
+    pub(super) async fn watch_identities(&self, unix: u64) {
+        let certificate = self.certificate.clone();
+        // In a thread that may wait for the signer.
+        let kept = tokio::task::spawn_blocking(move || certificate.keep(unix)).await;
+        match kept.unwrap_or_default() {
             None => {}
             Some(Ok(until)) => info!(
                 message_id = Said::IdentityRenewed.id(),
@@ -72,7 +75,7 @@ impl Pool {
 
     /// Returns the end of the authority's certificate, in seconds since 1970.
     pub fn authority_expires_unix(&self) -> u64 {
-        self.authorities.present().signer().expires_unix()
+        self.signer.present().signer().expires_unix()
     }
 
     /// Lists the certificates of the pool that this server knows, with their ends.

@@ -3,8 +3,6 @@
 pub mod administrators;
 mod allowance;
 mod authenticate;
-pub mod authorities;
-pub mod ca;
 pub mod clients;
 mod describe;
 mod endings;
@@ -20,7 +18,6 @@ pub mod rotation;
 mod state;
 mod status;
 pub mod tls;
-pub mod tokens;
 mod usage;
 pub mod watch;
 
@@ -40,14 +37,12 @@ use tracing::{info, warn};
 
 use self::administrators::{Administrators, NotIssued};
 use self::allowance::EVENTS;
-use self::authorities::Authorities;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
 use self::lock::locked;
 use self::parked::Parking;
 pub use self::state::{Facts, Files, Pool};
 use self::tls::ServerCertificate;
-use self::tokens::{TokenRecord, Tokens};
 use self::watch::{Watches, workers_ready};
 use crate::accounting::Accounting;
 use crate::audit::{self, Audit};
@@ -59,6 +54,9 @@ use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::netperf::Endpoints;
 use crate::registry::{Registry, Standing};
+use crate::signer::link::Signer;
+use crate::signer::tokens::TokenFacts;
+use crate::signer::{Operation, Privileged, Refused};
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
 
@@ -81,18 +79,16 @@ impl Pool {
         registry: Arc<dyn Registry>,
         supervisor: Supervisor,
         monitor: Monitor,
-        (authorities, certificate): (Arc<Authorities>, Arc<ServerCertificate>),
+        (signer, certificate): (Arc<Signer>, Arc<ServerCertificate>),
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
         let files = Files::below(&facts.config.state_dir);
         let audit = Audit::open(&facts.config.state_dir, &facts.config.name)
             .map_err(|error| StoreError::Io { path: facts.config.state_dir.join("audit"), error })?;
-        let present = authorities.present();
+        let present = signer.present();
         // Earlier versions had one authority, and named it nowhere.
         let old = HEXLOWER.encode(&present.old().fingerprint());
-        let mut tokens: Tokens = store::read(&files.tokens)?;
-        tokens.complete(&old);
         let mut administrators: Administrators = store::read(&files.administrators)?;
         administrators.complete(&old);
         let clients = Clients::new(store::read(&files.clients)?);
@@ -106,19 +102,17 @@ impl Pool {
             audit,
             supervisor,
             monitor,
-            authorities,
+            signer,
             certificate,
             warned: Mutex::default(),
-            token_file: Shared::new(files.tokens),
             client_file: Shared::new(files.clients),
             administrators: Mutex::new(administrators),
             administrator_file: Shared::new(files.administrators),
             rates: Mutex::default(),
-            tokens: Mutex::new(tokens),
+            signing: tokio::sync::Mutex::default(),
             clients: Mutex::new(clients),
             watches: Watches::default(),
             clock,
-            random,
             quiet: LogThrottle::default(),
             quiet_of_workers: LogThrottle::default(),
             allowance: Mutex::default(),
@@ -260,12 +254,7 @@ impl Pool {
 
     /// Returns the SHA-256 of the authority's certificate.
     pub fn authority_fingerprint(&self) -> [u8; 32] {
-        self.authorities.present().signer().fingerprint()
-    }
-
-    /// Returns the pool's authorities.
-    pub fn authorities(&self) -> &Arc<Authorities> {
-        &self.authorities
+        self.signer.present().signer().fingerprint()
     }
 
     /// Returns the leases of this server.
@@ -372,25 +361,15 @@ impl Pool {
         self.supervisor.end_left();
     }
 
-    /// Gives `look` access to the join tokens.
-    pub fn tokens<T>(&self, look: impl FnOnce(&Tokens) -> T) -> T {
-        look(&locked(&self.tokens))
+    /// Lists the join tokens, the newest last.
+    pub async fn tokens(&self) -> Result<Vec<TokenFacts>, Refused> {
+        self.signer.aside(|signer| signer.link().tokens()).await
     }
 
     /// Revokes the join token whose id begins with `id`; returns the whole id, if one token does.
-    pub async fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
-        let revoked = {
-            let mut tokens = locked(&self.tokens);
-            let revoked = tokens.revoke(id);
-            self.token_file.changed();
-            revoked
-        };
-        self.store_tokens().await?;
-        Ok(revoked)
-    }
-
-    async fn store_tokens(&self) -> Result<(), StoreError> {
-        self.token_file.store(|| store::text(&*locked(&self.tokens))).await
+    pub async fn revoke_token(&self, id: &str) -> Result<Option<String>, Refused> {
+        let id = id.to_owned();
+        self.signer.aside(move |signer| signer.link().revoke_token(&id)).await
     }
 
     async fn store_clients(&self) -> Result<(), StoreError> {
@@ -403,16 +382,9 @@ impl Pool {
         pattern: &str,
         uses: u32,
         ttl: Duration,
-    ) -> Result<(JoinToken, TokenRecord), StoreError> {
-        let made = {
-            let mut tokens = locked(&self.tokens);
-            let (authority, now) = (self.authority_fingerprint(), self.clock.unix());
-            let made = tokens.create(authority, pattern, uses, ttl, now, self.random.as_ref());
-            self.token_file.changed();
-            made
-        };
-        self.store_tokens().await?;
-        Ok(made)
+    ) -> Result<(JoinToken, TokenFacts), Refused> {
+        let pattern = pattern.to_owned();
+        self.signer.aside(move |signer| signer.link().create_token(&pattern, uses, ttl)).await
     }
 
     /// Gives `look` access to the administrators.
@@ -430,19 +402,25 @@ impl Pool {
         name: &str,
         csr_pem: &str,
     ) -> Result<Result<(String, String), NotIssued>, StoreError> {
-        let present = self.authorities.present();
-        let issued = {
-            let mut all = locked(&self.administrators);
-            let (now, random) = (self.clock.unix(), self.random.as_ref());
-            let issued = all.issue(present.signer(), name, csr_pem, now, random);
-            self.administrator_file.changed();
-            issued
-        };
-        self.store_administrators().await?;
-        if issued.is_ok() {
-            info!("administrator {name}: certificate issued");
+        let _signing = self.signing.lock().await;
+        if let Err(e) = locked(&self.administrators).may_issue(name) {
+            return Ok(Err(e));
         }
-        Ok(issued.map(|pem| (pem, present.certificates())))
+        let order = Privileged::Administrator { name: name.into(), csr_pem: csr_pem.into() };
+        let signed = move |signer: &Signer| signer.link().sign(Operation::Privileged(order));
+        let issued = match self.signer.aside(signed).await {
+            Ok(issued) => issued,
+            Err(refused) => return Ok(Err(refused.into())),
+        };
+        let present = self.signer.present();
+        {
+            let mut all = locked(&self.administrators);
+            all.issued(name, &issued, self.clock.unix(), &present.signer().fingerprint());
+            self.administrator_file.changed();
+        }
+        self.store_administrators().await?;
+        info!("administrator {name}: certificate issued");
+        Ok(Ok((issued.pem, present.certificates())))
     }
 
     /// Revokes an administrator. Returns `true` if this server knew the name.
@@ -516,7 +494,7 @@ impl Pool {
             self.ended(std::slice::from_ref(lease), &why);
         }
         self.warn_of_ends(unix).await;
-        self.watch_identities(unix);
+        self.watch_identities(unix).await;
         self.note_leases().await;
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {

@@ -8,9 +8,10 @@ use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::journal::Event as Said;
 use tracing::{error, info};
 
-use super::authorities::{NotRotated, Phase, Present};
 use super::clients::ClientView;
 use super::{Pool, locked};
+use crate::signer::authorities::{Phase, Present};
+use crate::signer::{self, Refused as NotRotated};
 use crate::store::StoreError;
 
 /// Time since its latest call for which a rotation waits for a client, in seconds.
@@ -34,7 +35,7 @@ pub enum Step {
 /// Reason why a step was not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// The step does not follow the present phase, or its files cannot be written.
+    /// The signer refuses the step.
     #[error(transparent)]
     Step(#[from] NotRotated),
     /// The file of the clients or the administrators cannot be written.
@@ -112,7 +113,7 @@ fn holders(clients: Vec<ClientView>, new: &str, unix: u64) -> Vec<Holder> {
 impl Pool {
     /// Returns the status of the rotation of the authority.
     pub fn rotation(&self) -> Status {
-        let present = self.authorities.present();
+        let present = self.signer.present();
         let mut status = Status {
             rotation: present.rotation(),
             signer: present.signer().fingerprint(),
@@ -151,34 +152,34 @@ impl Pool {
             }
             Step::Switch(true) | Step::Finish(true) | Step::Abort => {}
         }
-        let (pool, taken) = (self.clone(), step.clone());
-        let changed = tokio::task::spawn_blocking(move || {
-            let (all, unix) = (&pool.authorities, pool.unix());
-            match taken {
-                Step::Begin(exported) => all.begin(&pool.facts.config.name, exported.as_deref(), unix),
-                Step::Switch(_) => all.switch(unix),
-                Step::Finish(_) => all.finish(unix),
-                Step::Abort => all.abort(unix),
-            }
-        });
-        let changed = changed.await.unwrap_or_else(|e| {
-            let error = std::io::Error::other(e);
-            Err(StoreError::Io { path: self.facts.config.state_dir.join("ca"), error }.into())
-        })?;
+        let taken = match &step {
+            Step::Begin(exported) => signer::Step::Begin(exported.clone()),
+            Step::Switch(_) => signer::Step::Switch,
+            Step::Finish(_) => signer::Step::Finish,
+            Step::Abort => signer::Step::Abort,
+        };
+        let (certificate, unix) = (self.certificate.clone(), self.unix());
+        let (changed, kept) = self
+            .signer
+            .aside(move |signer| {
+                let changed = signer.rotate(taken)?;
+                Ok((changed, changed.then(|| certificate.keep(unix)).flatten()))
+            })
+            .await?;
+        if let Some(Err(e)) = kept {
+            error!("the server's certificate: not made: {e}; trying again in an hour");
+        }
         if matches!(step, Step::Finish(_)) {
             self.drop_administrators().await?;
         }
         if changed {
-            self.rotated(&self.authorities.present());
+            self.rotated(&self.signer.present());
         }
         Ok(changed)
     }
 
-    /// Makes certificates of the present authorities, and tells clients of them.
+    /// Tells clients of the present authorities.
     fn rotated(&self, present: &Present) {
-        if let Some(Err(e)) = self.certificate.keep(self.unix(), self.random.as_ref()) {
-            error!("the server's certificate: not made: {e}; trying again in an hour");
-        }
         let signs = HEXLOWER.encode(&present.signer().fingerprint());
         let step = match present.rotation() {
             Some((Phase::Begun, _)) => "begun: clients learn the new authority",

@@ -10,22 +10,21 @@ use tokio::sync::watch::Sender;
 
 use super::administrators::Administrators;
 use super::allowance::Allowance;
-use super::authorities::Authorities;
 use super::clients::Clients;
 use super::endings::Warned;
 use super::parked::Parking;
 use super::tls::ServerCertificate;
-use super::tokens::Tokens;
 use super::watch::Watches;
 use crate::accounting::{Accounting, Row};
 use crate::audit::Audit;
-use crate::clock::{Clock, Moment, Random};
+use crate::clock::{Clock, Moment};
 use crate::config::Config;
 use crate::limits::Rates;
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::netperf::Endpoints;
 use crate::registry::Registry;
+use crate::signer::link::Signer;
 use crate::store::Shared;
 use crate::supervise::Supervisor;
 
@@ -49,8 +48,6 @@ pub struct Facts {
 /// Paths of the pool's files in the state directory.
 #[derive(Debug, Clone)]
 pub struct Files {
-    /// File of the join tokens.
-    pub tokens: PathBuf,
     /// File of the clients.
     pub clients: PathBuf,
     /// File of the administrators.
@@ -61,11 +58,7 @@ impl Files {
     /// Returns the paths in a state directory.
     pub fn below(state_dir: &std::path::Path) -> Self {
         let file = |name| state_dir.join(name);
-        Self {
-            tokens: file("tokens.json"),
-            clients: file("clients.json"),
-            administrators: file("administrators.json"),
-        }
+        Self { clients: file("clients.json"), administrators: file("administrators.json") }
     }
 }
 
@@ -80,12 +73,12 @@ pub struct Pool {
     pub(super) monitor: Monitor,
     pub(super) accounting: Accounting,
     pub(super) audit: Audit,
-    pub(super) authorities: Arc<Authorities>,
+    pub(super) signer: Arc<Signer>,
     pub(super) certificate: Arc<ServerCertificate>,
     /// Warnings about certificates.
     pub(super) warned: Mutex<Warned>,
-    pub(super) tokens: Mutex<Tokens>,
-    pub(super) token_file: Shared,
+    /// Held while the signer signs for a client, so that a name has one certificate at a time.
+    pub(super) signing: tokio::sync::Mutex<()>,
     pub(super) clients: Mutex<Clients>,
     pub(super) client_file: Shared,
     pub(super) administrators: Mutex<Administrators>,
@@ -94,7 +87,6 @@ pub struct Pool {
     pub(super) config: Mutex<Arc<Config>>,
     pub(super) rates: Mutex<Rates>,
     pub(super) clock: Arc<dyn Clock>,
-    pub(super) random: Arc<dyn Random>,
     pub(super) quiet: LogThrottle,
     /// Throttle for lines about programs that a limit refuses.
     pub(super) quiet_of_workers: LogThrottle,

@@ -7,6 +7,7 @@ use tracing::error;
 
 use super::clients::Refusal;
 use crate::limits::Exceeded;
+use crate::signer::{Refused, Why};
 use crate::store::StoreError;
 
 /// Longest text, in bytes, and longest list in a request.
@@ -47,6 +48,20 @@ pub(super) fn unfit(
 ) -> Status {
     let details = wire::Refusal { kind: kind.into(), position, waiting, ..Default::default() };
     Status::with_details(code, text, details.encode_to_vec().into())
+}
+
+/// Builds the status of a certificate that the signer did not sign; `what` is for the journal.
+pub(super) fn unsigned(what: &str, refused: &Refused) -> Status {
+    let text = refused.to_string();
+    match refused.why {
+        Why::Request => Status::invalid_argument(text),
+        Why::Token => Status::permission_denied(text),
+        Why::Busy => Status::unavailable(text),
+        Why::Missing | Why::Exists | Why::Phase | Why::Import | Why::Right | Why::Failed | Why::Away => {
+            error!("{what}: {text}");
+            Status::internal("the server could not issue a certificate; see its journal")
+        }
+    }
 }
 
 pub(super) fn stored(e: StoreError) -> Status {

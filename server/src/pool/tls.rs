@@ -5,18 +5,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustls::client::danger::HandshakeSignatureValid;
-use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::time_provider::TimeProvider;
-use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
+use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
 
-use super::authorities::Authorities;
-use super::ca::{Authority, AuthorityError};
 use super::lock::locked;
-use crate::certificate::expiry;
-use crate::clock::{Clock, Random};
+use crate::clock::Clock;
+use crate::signer::ca::{Authority, AuthorityError};
+use crate::signer::link::Signer;
+use crate::signer::{Operation, Refused, Why};
 
 /// Age at which a server replaces its certificate: a third of its life.
 const RENEWAL_AGE: u64 = 10 * 24 * 3600;
@@ -29,7 +30,7 @@ const RETRY: u64 = 3600;
 #[derive(Debug)]
 pub struct ServerCertificate {
     name: String,
-    authorities: Arc<Authorities>,
+    signer: Arc<Signer>,
     /// By the authority's fingerprint.
     shown: Mutex<BTreeMap<[u8; 32], Shown>>,
 }
@@ -42,41 +43,43 @@ struct Shown {
 }
 
 impl Shown {
-    fn new(
-        authority: &Authority,
-        name: &str,
-        unix: u64,
-        random: &dyn Random,
-    ) -> Result<Self, AuthorityError> {
-        let (key, expires_unix) = authority.server_key(name, unix, random)?;
-        Ok(Self { key: Arc::new(key), renew_unix: unix + RENEWAL_AGE, expires_unix })
+    /// Makes a key, and has the signer sign its certificate.
+    fn new(signer: &Signer, authority: &Authority, name: &str, unix: u64) -> Result<Self, Refused> {
+        let key = rcgen::KeyPair::generate().map_err(AuthorityError::from)?;
+        let request = rcgen::CertificateParams::default().serialize_request(&key);
+        let csr_pem = request.and_then(|request| request.pem()).map_err(AuthorityError::from)?;
+        let (name, fingerprint) = (name.to_owned(), authority.fingerprint());
+        let issued = signer.link().sign(Operation::Server { name, csr_pem, authority: fingerprint })?;
+        let unusable = |e: String| Refused::new(Why::Failed, format!("the server's certificate: {e}"));
+        let der = CertificateDer::from_pem_slice(issued.pem.as_bytes());
+        let chain = vec![der.map_err(|e| unusable(e.to_string()))?, authority.der().clone()];
+        let key = PrivateKeyDer::try_from(key.serialize_der()).map_err(|e| unusable(e.to_string()))?;
+        let provider = rustls::crypto::ring::default_provider();
+        let key = CertifiedKey::from_der(chain, key, &provider).map_err(|e| unusable(e.to_string()))?;
+        let (renew_unix, expires_unix) = (unix + RENEWAL_AGE, issued.expires_unix);
+        Ok(Self { key: Arc::new(key), renew_unix, expires_unix })
     }
 }
 
 impl ServerCertificate {
     /// Makes the first certificates.
-    pub fn new(
-        authorities: Arc<Authorities>,
-        name: &str,
-        unix: u64,
-        random: &dyn Random,
-    ) -> Result<Self, AuthorityError> {
-        let made = Self { name: name.into(), authorities, shown: Mutex::default() };
-        made.keep(unix, random).map_or(Ok(made.expires_unix()), |kept| kept)?;
+    pub fn new(signer: Arc<Signer>, name: &str, unix: u64) -> Result<Self, Refused> {
+        let made = Self { name: name.into(), signer, shown: Mutex::default() };
+        made.keep(unix).map_or(Ok(made.expires_unix()), |kept| kept)?;
         Ok(made)
     }
 
     /// Replaces the certificates that are due. Returns the end of the signing authority's, or
     /// `None` if nothing was due.
-    pub fn keep(&self, unix: u64, random: &dyn Random) -> Option<Result<u64, AuthorityError>> {
-        let present = self.authorities.present();
+    pub fn keep(&self, unix: u64) -> Option<Result<u64, Refused>> {
+        let present = self.signer.present();
         let mut kept = None;
         for authority in present.all() {
             let fingerprint = authority.fingerprint();
             if locked(&self.shown).get(&fingerprint).is_some_and(|shown| unix < shown.renew_unix) {
                 continue;
             }
-            let made = Shown::new(authority, &self.name, unix, random);
+            let made = Shown::new(&self.signer, authority, &self.name, unix);
             let mut all = locked(&self.shown);
             kept = Some(match made {
                 Ok(shown) => {
@@ -100,7 +103,7 @@ impl ServerCertificate {
 
     /// Returns the end of the signing authority's certificate, in seconds since 1970.
     pub fn expires_unix(&self) -> u64 {
-        let signer = self.authorities.present().signer().fingerprint();
+        let signer = self.signer.present().signer().fingerprint();
         locked(&self.shown).get(&signer).map_or(0, |shown| shown.expires_unix)
     }
 }
@@ -111,7 +114,7 @@ impl ResolvesServerCert for ServerCertificate {
     /// Earlier versions of clients, and administrators, name none: until a rotation is finished,
     /// they get the old one. So a peer that has not heard of the rotation knows this server.
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let present = self.authorities.present();
+        let present = self.signer.present();
         let names = hello.certificate_authorities().unwrap_or_default();
         let named = |a: &&Authority| names.iter().any(|name| a.is_named(name.as_ref()));
         let authority = present.all().find(named).unwrap_or(present.old());
@@ -141,7 +144,7 @@ impl TimeProvider for TlsClock {
 /// A TLS alert would tell the holder little. The control service refuses an expired certificate
 /// with the reason and the remedy, and renews it for some time.
 #[derive(Debug)]
-struct OfThisPool(Arc<Authorities>);
+struct OfThisPool(Arc<Signer>);
 
 impl ClientCertVerifier for OfThisPool {
     fn offer_client_auth(&self) -> bool {
@@ -163,18 +166,7 @@ impl ClientCertVerifier for OfThisPool {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let present = self.0.present();
-        let verifier = present.verifier();
-        let verified = verifier.verify_client_cert(end_entity, intermediates, now);
-        let Err(rustls::Error::InvalidCertificate(
-            CertificateError::Expired | CertificateError::ExpiredContext { .. },
-        )) = verified
-        else {
-            return verified;
-        };
-        let Some(end) = expiry(end_entity) else { return verified };
-        let end = UnixTime::since_unix_epoch(Duration::from_secs(end));
-        verifier.verify_client_cert(end_entity, intermediates, end)
+        self.0.present().verify(end_entity, intermediates, now)
     }
 
     fn verify_tls12_signature(
@@ -204,14 +196,14 @@ impl ClientCertVerifier for OfThisPool {
 ///
 /// It accepts clients of this pool, and clients without a certificate, which can only join.
 pub fn server_tls(
-    authorities: Arc<Authorities>,
+    signer: Arc<Signer>,
     shown: Arc<ServerCertificate>,
     clock: Arc<dyn Clock>,
 ) -> Result<ServerConfig, AuthorityError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_details(provider, Arc::new(TlsClock(clock)))
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(Arc::new(OfThisPool(authorities)))
+        .with_client_cert_verifier(Arc::new(OfThisPool(signer)))
         .with_cert_resolver(shown);
     config.alpn_protocols = vec![b"h2".to_vec()];
     // Connections are long-lived, so tickets for later ones are useless.
@@ -226,22 +218,25 @@ mod tests {
     use rcgen::{CertificateParams, KeyPair};
     use rustls::client::WebPkiServerVerifier;
     use rustls::client::danger::ServerCertVerifier;
-    use rustls::pki_types::pem::PemObject;
-    use rustls::pki_types::{PrivateKeyDer, ServerName};
+    use rustls::pki_types::ServerName;
     use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConnection};
 
     use super::*;
     use crate::certificate::{Role, holder, issuer};
     use crate::clock::SystemRandom;
     use crate::clock::testing::TestClock;
-    use crate::pool::ca::{CLIENT_TTL, Order, SERVER_TTL};
+    use crate::signer::Step;
+    use crate::signer::authorities::Authorities;
+    use crate::signer::ca::{AuthorityKey, CLIENT_TTL, Order, SERVER_TTL};
+    use crate::signer::keeper::{Keeper, Places};
+    use crate::signer::link::Link;
 
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
     struct Site {
-        _state: tempfile::TempDir,
+        state: tempfile::TempDir,
         clock: Arc<TestClock>,
-        authorities: Arc<Authorities>,
+        signer: Arc<Signer>,
         shown: Arc<ServerCertificate>,
         tls: Arc<ServerConfig>,
     }
@@ -250,19 +245,21 @@ mod tests {
         /// The server of a pool that was made a moment ago; its clock stands `ahead` of today.
         fn new(ahead: Duration) -> Self {
             let state = tempfile::tempdir().unwrap();
-            Authority::init(state.path(), "lab", &SystemRandom).unwrap();
             let clock = Arc::new(TestClock::default());
             clock.advance(Duration::from_secs(crate::clock::SystemClock.unix() - clock.unix()) + ahead);
             let random = Arc::new(SystemRandom);
-            let authorities = Arc::new(Authorities::open(state.path(), clock.unix(), random).unwrap());
-            let shown = ServerCertificate::new(authorities.clone(), "gpu1", clock.unix(), &SystemRandom);
+            let keeper = Keeper::open(Places::own(state.path()), clock.clone(), random).unwrap();
+            let link = Link::Here(Box::new(keeper), None);
+            link.ask(Operation::Init { name: "gpu1".into() }).unwrap();
+            let signer = Arc::new(Signer::open(link).unwrap());
+            let shown = ServerCertificate::new(signer.clone(), "gpu1", clock.unix());
             let shown = Arc::new(shown.unwrap());
-            let tls = Arc::new(server_tls(authorities.clone(), shown.clone(), clock.clone()).unwrap());
-            Self { _state: state, clock, authorities, shown, tls }
+            let tls = Arc::new(server_tls(signer.clone(), shown.clone(), clock.clone()).unwrap());
+            Self { state, clock, signer, shown, tls }
         }
 
         fn client(&self) -> Arc<ClientConfig> {
-            let present = self.authorities.present();
+            let present = self.signer.present();
             self.client_of(present.signer())
         }
 
@@ -286,7 +283,9 @@ mod tests {
             let key = KeyPair::generate().unwrap();
             let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
             let order = Order { role: Role::Client, name: "vm-1", life: CLIENT_TTL, identity: None };
-            let issued = own.issue(&csr, &order, self.clock.unix(), &SystemRandom).unwrap();
+            let keys = Authorities::read(self.state.path(), self.clock.unix(), &SystemRandom).unwrap();
+            let key_of_own: &AuthorityKey = keys.find(&own.fingerprint()).unwrap();
+            let issued = key_of_own.issue(&csr, &order, self.clock.unix(), &SystemRandom).unwrap();
             let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
             let provider = Arc::new(rustls::crypto::ring::default_provider());
             let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
@@ -366,7 +365,7 @@ mod tests {
         let mut renewals = 0;
         for _ in 0..365 * 15 {
             site.clock.advance(DAY);
-            if let Some(kept) = site.shown.keep(site.clock.unix(), &SystemRandom) {
+            if let Some(kept) = site.shown.keep(site.clock.unix()) {
                 renewals += 1;
                 assert_eq!(kept.unwrap(), site.shown.expires_unix());
             }
@@ -391,7 +390,7 @@ mod tests {
         let site = Site::new(DAY * 365 * 3);
         let client = site.client();
         site.clock.advance(CLIENT_TTL + DAY);
-        site.shown.keep(site.clock.unix(), &SystemRandom).unwrap().unwrap();
+        site.shown.keep(site.clock.unix()).unwrap().unwrap();
         let connection = site.connect(&client).unwrap();
         let shown = &connection.server.peer_certificates().unwrap()[0];
         assert!(holder(shown).unwrap().expired(site.clock.unix()));
@@ -408,7 +407,7 @@ mod tests {
         let early = future.client();
         let now = Site { clock: Arc::new(TestClock::default()), ..future };
         now.clock.advance(Duration::from_secs(crate::clock::SystemClock.unix() - now.clock.unix()));
-        let tls = server_tls(now.authorities.clone(), now.shown.clone(), now.clock.clone()).unwrap();
+        let tls = server_tls(now.signer.clone(), now.shown.clone(), now.clock.clone()).unwrap();
         let now = Site { tls: Arc::new(tls), ..now };
         assert!(now.connect(&early).is_err(), "not valid yet");
     }
@@ -417,12 +416,12 @@ mod tests {
     fn each_peer_sees_a_certificate_of_an_authority_that_it_trusts_during_a_rotation() {
         let site = Site::new(Duration::ZERO);
         let unix = site.clock.unix();
-        let keep = || site.shown.keep(unix, &SystemRandom).map_or(Ok(0), |kept| kept).unwrap();
+        let keep = || site.shown.keep(unix).map_or(Ok(0), |kept| kept).unwrap();
         let early = site.client();
         let mut held = site.connect(&early).unwrap();
-        site.authorities.begin("lab", None, unix).unwrap();
+        site.signer.rotate(Step::Begin(None)).unwrap();
         keep();
-        let begun = site.authorities.present();
+        let begun = site.signer.present();
         let (old, new) = (begun.old(), begun.new_one().unwrap());
         let shown = |client: &Arc<ClientConfig>| site.connect(client).map(|c| c.shown());
         let knows_both = site.trusting(old, &[old, new]);
@@ -431,7 +430,7 @@ mod tests {
             assert_eq!(shown(client), Ok(old.name()), "the old authority signs");
         }
 
-        site.authorities.switch(unix).unwrap();
+        site.signer.rotate(Step::Switch).unwrap();
         keep();
         // Clients of earlier versions, and those that were off, know only the old one.
         assert_eq!((shown(&early), shown(&away)), (Ok(old.name()), Ok(old.name())));
@@ -441,11 +440,11 @@ mod tests {
         assert_eq!((shown(&renewed), shown(&joined)), (Ok(new.name()), Ok(new.name())));
         // A certificate that is due is replaced for both.
         site.clock.advance(DAY * 11);
-        let until = site.shown.keep(site.clock.unix(), &SystemRandom).unwrap().unwrap();
+        let until = site.shown.keep(site.clock.unix()).unwrap().unwrap();
         assert_eq!(until, site.clock.unix() + SERVER_TTL.as_secs());
         assert_eq!((shown(&away), shown(&joined)), (Ok(old.name()), Ok(new.name())));
 
-        site.authorities.finish(unix).unwrap();
+        site.signer.rotate(Step::Finish).unwrap();
         keep();
         assert!(shown(&early).is_err() && shown(&away).is_err() && shown(&knows_both).is_err());
         assert_eq!((shown(&renewed), shown(&joined)), (Ok(new.name()), Ok(new.name())));

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::io::Read;
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -35,6 +36,10 @@ pub struct Server {
     pub data: String,
     /// Further variables of its environment.
     pub variables: Vec<(&'static str, OsString)>,
+    /// User of the server's process; `None`: that of the test.
+    pub user: Option<u32>,
+    /// Folder of the authority.
+    pub authority_folder: &'static str,
     /// `cgroup.procs` of the control group in which the process starts.
     pub group: Option<PathBuf>,
 }
@@ -74,7 +79,17 @@ impl Server {
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
         let (control, data) = (String::new(), String::new());
         let (process, variables, group) = (None, Vec::new(), None);
-        let server = Self { attempts: AtomicU32::new(1), folder, process, control, data, variables, group };
+        let server = Self {
+            attempts: AtomicU32::new(1),
+            folder,
+            process,
+            control,
+            data,
+            variables,
+            user: None,
+            authority_folder: "state/ca",
+            group,
+        };
         server.configure(driver, more);
         let made = server.verb(&["pool", "init"]);
         assert!(made.status.success(), "{made:?}");
@@ -146,9 +161,14 @@ impl Server {
         let socket_path = self.path("notify");
         let _ = std::fs::remove_file(&socket_path);
         let socket = UnixDatagram::bind(&socket_path).expect("a socket");
+        // The process may have another user.
+        std::fs::set_permissions(&socket_path, std::fs::Permissions::from_mode(0o777)).expect("a mode");
         socket.set_read_timeout(Some(LONG)).expect("a timeout");
         let mut command = self.command(&["serve"]);
         command.env("NOTIFY_SOCKET", &socket_path).stdin(Stdio::null()).stderr(log);
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
+        }
         if let Some(group) = &self.group {
             let file = std::fs::File::options().write(true).open(group).expect("a control group");
             // SAFETY: between fork and exec the closure makes one system call.
@@ -208,7 +228,7 @@ impl Server {
     }
 
     pub fn authority(&self) -> String {
-        std::fs::read_to_string(self.path("state/ca/authority.pem")).expect("an authority")
+        std::fs::read_to_string(self.path(self.authority_folder).join("authority.pem")).expect("an authority")
     }
 
     pub async fn connect(&self, identity: Option<Identity>) -> Result<Channel, tonic::transport::Error> {

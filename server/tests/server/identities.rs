@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use gpuserver::certificate::{Role, holder};
 use gpuserver::clock::SystemRandom;
-use gpuserver::pool::ca::{Authority, CLIENT_TTL, LASTING_TTL, Order};
+use gpuserver::signer::ca::{AuthorityKey, CLIENT_TTL, LASTING_TTL, Order, Place};
 use gpusession_proto::control::enrolment_client::EnrolmentClient;
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{
@@ -56,7 +56,7 @@ async fn renewed(
 
 /// Has the pool's authority issue a certificate at another time.
 fn issued(server: &Server, name: &str, issued_unix: u64) -> (String, KeyPair) {
-    let authority = Authority::open(&server.path("state")).unwrap();
+    let authority = AuthorityKey::read(&server.path("state/ca"), Place::Present).unwrap();
     let (key, csr) = wish();
     let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity: None };
     (authority.issue(&csr, &order, issued_unix, &SystemRandom).unwrap().pem, key)
@@ -270,7 +270,7 @@ async fn an_updated_daemon_renews_a_lasting_certificate_at_once_and_years_later(
     let server = Server::start().await;
     let folder = tempfile::tempdir().unwrap();
     let home = identity_of(&server, folder.path(), "vm-1", unix());
-    let authority = Authority::open(&server.path("state")).unwrap();
+    let authority = AuthorityKey::read(&server.path("state/ca"), Place::Present).unwrap();
     let (key, csr) = wish();
     let order = Order { role: Role::Client, name: "vm-1", life: LASTING_TTL, identity: None };
     let lasting = authority.issue(&csr, &order, unix() - 3 * 365 * DAY, &SystemRandom).unwrap();

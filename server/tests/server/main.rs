@@ -14,6 +14,7 @@ mod netperf;
 mod restart;
 mod rotation;
 mod sharing;
+mod signer;
 mod start;
 mod supervision;
 mod workers;

@@ -43,6 +43,7 @@ targets! {
     certificate: local::certificate, seeds::certificates;
     request: local::request, seeds::requests;
     admin: local::admin, seeds::admin;
+    signer: local::signer, seeds::signer;
     units: local::units, seeds::units;
     server_config: local::server_config, seeds::server_configs;
     client_config: local::client_config, seeds::client_configs;

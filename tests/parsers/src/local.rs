@@ -3,10 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use gpuserver::admin::{Ask, read as read_answer};
+use gpuserver::certificate;
 use gpuserver::config::{Surroundings, from_text};
-use gpuserver::{certificate, pool::ca};
+use gpuserver::signer::authorities::Present;
+use gpuserver::signer::{Done, Operation, Outcome, ca};
 use gpusession_common::units;
 use gpusession_login::{Reply, Request, variables as login_variables};
+use gpusession_proto::message;
 use gpusessiond::config::Config;
 
 /// Packets between the PAM module and the daemon.
@@ -57,6 +60,23 @@ pub fn admin(bytes: &[u8]) {
     let _ = read_answer(bytes);
 }
 
+/// A request to the signer, and its answer.
+pub fn signer(bytes: &[u8]) {
+    if let Ok(read) = message::decode::<Operation>(bytes) {
+        let _ = read.needs_root();
+        let written = message::encode(&read);
+        assert_eq!(message::decode::<Operation>(&written[4..]), Ok(read));
+    }
+    if let Ok(read) = message::decode::<Outcome>(bytes) {
+        let written = message::encode(&read);
+        let again = message::decode::<Outcome>(&written[4..]).expect("an answer that was written");
+        assert_eq!(message::encode(&again), written);
+        if let Ok(Done::Present(described)) = read {
+            let _ = Present::try_from(described);
+        }
+    }
+}
+
 /// Sizes, durations, parts of a GPU's memory.
 pub fn units(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
@@ -83,6 +103,7 @@ pub fn server_config(bytes: &[u8]) {
         host_name: "gpu1.example.org".into(),
         ephemeral: Some((32768, 60999)),
         nvidia_driver: true,
+        signer_unit: false,
     };
     if let Err(error) = from_text(Path::new("gpuserver.toml"), text, &around) {
         assert!(error.to_string().contains("gpuserver.toml"), "{error}");

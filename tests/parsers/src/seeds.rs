@@ -1,6 +1,8 @@
 //! Inputs that the parsers accept: the search starts from them.
 
 use gpuserver::admin::Ask;
+use gpuserver::signer::tokens::Tokens;
+use gpuserver::signer::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
 use gpusession_common::keys::uncommented;
 use gpusession_login::{Open, Reply, Request, variables as login_variables};
 use gpusession_proto::frame::{Header, Writer, op};
@@ -306,6 +308,25 @@ pub fn admin() -> Vec<Vec<u8>> {
     let mut texts: Vec<_> = asks.iter().map(|ask| serde_json::to_vec(ask).expect("a request")).collect();
     texts.push(br#"{"error":{"code":"local","message":"only there","hint":""}}"#.to_vec());
     texts
+}
+
+pub fn signer() -> Vec<Vec<u8>> {
+    let (name, csr_pem) = ("vm-1".to_owned(), "-----BEGIN CERTIFICATE REQUEST-----".to_owned());
+    let exported = Some("-----BEGIN CERTIFICATE-----".to_owned());
+    let operations = [
+        Operation::Present,
+        Operation::Check { id: [1; 8], secret: [2; 24], name: name.clone() },
+        Operation::Renew { present: vec![0x30, 0x82], csr_pem: csr_pem.clone(), authority: [3; 32] },
+        Operation::Permit(Privileged::Rotate(Step::Begin(exported))),
+        Operation::Privileged(Privileged::Administrator { name, csr_pem }),
+        Operation::AdoptTokens(Tokens::default()),
+    ];
+    let outcomes: [Outcome; 3] = [
+        Ok(Done::Changed(true)),
+        Ok(Done::Exported("-----BEGIN PRIVATE KEY-----".into())),
+        Err(Refused::new(Why::Busy, "later")),
+    ];
+    operations.iter().map(body).chain(outcomes.iter().map(body)).collect()
 }
 
 pub fn units() -> Vec<Vec<u8>> {

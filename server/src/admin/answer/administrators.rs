@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::clients::a_name;
-use super::{internal, show};
+use super::{internal, show, unsigned};
 use crate::pool::Pool;
 use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
 use crate::refusal::Refusal;
@@ -50,11 +50,10 @@ pub(in crate::admin) async fn revoke(pool: &Pool, name: String) -> Result<Value,
 
 /// Creates the refusal for a certificate that was not issued.
 pub fn not_issued(e: &NotIssued) -> Refusal {
-    let code = match e {
-        NotIssued::Exists(_) => "exists",
-        NotIssued::Authority(_) => "failed",
-    };
-    Refusal::new(code, e.to_string())
+    match e {
+        NotIssued::Exists(_) => Refusal::new("exists", e.to_string()),
+        NotIssued::Signer(refused) => unsigned(refused),
+    }
 }
 
 /// Returns the rows of `gpuserver admin list`.

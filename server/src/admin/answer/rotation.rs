@@ -6,10 +6,8 @@ use data_encoding::HEXLOWER;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, show};
+use super::{internal, show, unsigned};
 use crate::pool::Pool;
-use crate::pool::authorities::NotRotated;
-use crate::pool::ca::AuthorityError;
 use crate::pool::rotation::{Refused, Step};
 use crate::refusal::Refusal;
 
@@ -72,16 +70,10 @@ pub(in crate::admin) fn status(pool: &Pool) -> Result<Value, Refusal> {
 }
 
 pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step) -> Result<Value, Refusal> {
-    let changed = pool.rotate(step).await.map_err(|e| {
-        let code = match &e {
-            Refused::Lacking { .. } => "clients-lack-authority",
-            Refused::Step(NotRotated::Authority(AuthorityError::Import(_)) | NotRotated::Foreign) => "usage",
-            Refused::Step(NotRotated::NotBegun | NotRotated::Switched | NotRotated::NotSwitched) => {
-                "wrong-phase"
-            }
-            Refused::Step(NotRotated::Authority(_)) | Refused::Store(_) => return internal(&e),
-        };
-        Refusal::new(code, e.to_string())
+    let changed = pool.rotate(step).await.map_err(|e| match &e {
+        Refused::Lacking { .. } => Refusal::new("clients-lack-authority", e.to_string()),
+        Refused::Step(refused) => unsigned(refused),
+        Refused::Store(_) => internal(&e),
     })?;
     view(pool, changed)
 }

@@ -7,10 +7,10 @@ use gpusession_proto::join::JoinToken;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, show};
+use super::{show, unsigned};
 use crate::pool::Pool;
-use crate::pool::tokens::{TokenRecord, Tokens};
 use crate::refusal::Refusal;
+use crate::signer::tokens::TokenFacts;
 
 /// A row of `gpuserver token list`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -44,13 +44,13 @@ pub struct TokenView {
 
 impl TokenView {
     /// Describes a new token.
-    pub fn new(token: &JoinToken, record: TokenRecord) -> Self {
+    pub fn new(token: &JoinToken, facts: TokenFacts) -> Self {
         Self {
             token: token.to_text(),
-            id: data_encoding::HEXLOWER.encode(&token.id),
-            name_pattern: record.pattern,
-            uses: record.uses_left,
-            expires_unix: record.expires_unix,
+            id: facts.id,
+            name_pattern: facts.pattern,
+            uses: facts.uses_left,
+            expires_unix: facts.expires_unix,
         }
     }
 }
@@ -62,16 +62,17 @@ pub(in crate::admin) async fn create(
     ttl: String,
 ) -> Result<Value, Refusal> {
     let ttl = token_ttl(&ttl)?;
-    let (token, record) = pool.create_token(&pattern, uses, ttl).await.map_err(|e| internal(&e))?;
+    let (token, record) = pool.create_token(&pattern, uses, ttl).await.map_err(|e| unsigned(&e))?;
     show(serde_json::to_value(TokenView::new(&token, record)))
 }
 
-pub(in crate::admin) fn list(pool: &Pool) -> Result<Value, Refusal> {
-    show(serde_json::to_value(pool.tokens(token_rows)))
+pub(in crate::admin) async fn list(pool: &Pool) -> Result<Value, Refusal> {
+    let tokens = pool.tokens().await.map_err(|e| unsigned(&e))?;
+    show(serde_json::to_value(token_rows(tokens)))
 }
 
 pub(in crate::admin) async fn revoke(pool: &Pool, id: String) -> Result<Value, Refusal> {
-    let revoked = pool.revoke_token(&id).await.map_err(|e| internal(&e))?;
+    let revoked = pool.revoke_token(&id).await.map_err(|e| unsigned(&e))?;
     let revoked = revoked.ok_or_else(|| no_token(&id))?;
     Ok(serde_json::json!({ "id": revoked }))
 }
@@ -92,13 +93,13 @@ pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
 }
 
 /// Returns the rows of `gpuserver token list`.
-pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
-    let row = |(id, record): (&str, &TokenRecord)| TokenRow {
-        id: id.into(),
-        name_pattern: record.pattern.clone(),
-        uses_left: record.uses_left,
-        created_unix: record.created_unix,
-        expires_unix: record.expires_unix,
+pub fn token_rows(tokens: Vec<TokenFacts>) -> Vec<TokenRow> {
+    let row = |facts: TokenFacts| TokenRow {
+        id: facts.id,
+        name_pattern: facts.pattern,
+        uses_left: facts.uses_left,
+        created_unix: facts.created_unix,
+        expires_unix: facts.expires_unix,
     };
-    tokens.list().into_iter().map(row).collect()
+    tokens.into_iter().map(row).collect()
 }

@@ -4,16 +4,16 @@ use gpusession_proto::control as wire;
 use gpusession_proto::control::enrolment_server::Enrolment;
 use gpusession_proto::join::{JoinToken, is_name};
 use tonic::{Request, Response, Status};
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use super::Service;
 use crate::audit;
-use crate::certificate::Role;
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::ca::{AuthorityError, CLIENT_TTL, LASTING_TTL, Order, requested_key};
 use crate::pool::clients::Dated;
 use crate::pool::locked;
-use crate::pool::status::{bounded, refused, stored};
+use crate::pool::status::{bounded, refused, stored, unsigned};
+use crate::signer::Operation;
+use crate::signer::ca::requested_key;
 
 fn of(event: &str, client: &str, from: &str) -> audit::Event {
     let actor = format!("client {client}");
@@ -52,38 +52,24 @@ impl Enrolment for Service {
             ))));
         }
         let name = wish.client_name.clone();
-        let authorities = pool.authorities.present();
-        let signer = authorities.signer();
+        let key =
+            requested_key(&wish.csr_pem).map_err(|e| refuse(Status::invalid_argument(e.to_string())))?;
         let issued = {
-            // Locks both, so that the last use of a token serves one join only.
-            let mut tokens = locked(&pool.tokens);
-            let mut clients = locked(&pool.clients);
-            tokens
-                .check(&token, &name, &signer.fingerprint(), pool.clock.unix())
-                .map_err(|e| refuse(Status::permission_denied(e.to_string())))?;
-            let unfit = |e: AuthorityError| refuse(Status::invalid_argument(e.to_string()));
-            let key = requested_key(&wish.csr_pem).map_err(unfit)?;
-            clients.may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
-            let life = if wish.renews { CLIENT_TTL } else { LASTING_TTL };
-            let order = Order { role: Role::Client, name: &name, life, identity: None };
-            let unix = pool.clock.unix();
-            let issued = signer.issue(&wish.csr_pem, &order, unix, pool.random.as_ref());
-            let issued = issued.map_err(|e| match e {
-                AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
-                e => {
-                    error!("join of {name}: {e}");
-                    Status::internal("the server could not issue a certificate; see its journal")
-                }
-            })?;
-            tokens.consume(&token);
-            pool.token_file.changed();
-            let dated = Dated::new(&issued.fingerprint, unix, issued.expires_unix);
-            clients.join(&name, dated, &key, &wish.machine_id);
+            let _signing = pool.signing.lock().await;
+            let refused_by_signer = |e| refuse(unsigned(&format!("join of {name}"), &e));
+            // First, so that strangers do not learn which names exist.
+            let check = Operation::check(&token, &name);
+            let checked = pool.signer.aside(move |signer| signer.link().ask(check)).await;
+            checked.map_err(refused_by_signer)?;
+            locked(&pool.clients).may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
+            let order = Operation::join(&token, &name, &wish.csr_pem, wish.renews);
+            let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
+            let issued = issued.map_err(refused_by_signer)?;
+            let dated = Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix);
+            locked(&pool.clients).join(&name, dated, &key, &wish.machine_id);
             pool.client_file.changed();
             issued
         };
-        // In this order, so that no token admits more clients than it may.
-        pool.store_tokens().await.map_err(stored)?;
         pool.store_clients().await.map_err(stored)?;
         let joined = audit::Event {
             detail: format!("token {}", data_encoding::HEXLOWER.encode(&token.id)),
@@ -93,7 +79,7 @@ impl Enrolment for Service {
         info!(gpusession_client = name, "client {name} joined from {peer}");
         Ok(Response::new(wire::JoinReply {
             certificate_pem: issued.pem,
-            authority_pem: authorities.list().into(),
+            authority_pem: pool.signer.present().list().into(),
             client_name: name,
             // Without `advertise`, the client keeps the name that it was given.
             servers: if pool.advertises() { pool.control_addresses(reached) } else { Vec::new() },

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use gpusession_proto::control as wire;
 use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
-use tracing::{error, info};
+use tracing::info;
 
 use crate::audit;
-use crate::certificate::{Role, day};
+use crate::certificate::day;
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::ca::{AuthorityError, CLIENT_TTL, Order};
 use crate::pool::clients::Dated;
-use crate::pool::status::{refused, stored};
+use crate::pool::status::{refused, stored, unsigned};
 use crate::pool::{Pool, locked};
+use crate::signer::Operation;
 
 /// Most renewals of one client in a second: each costs a signature and a write to disk.
 const MOST: u64 = 4;
@@ -23,7 +23,7 @@ pub(super) async fn renew(
     request: Request<wire::RenewIdentityRequest>,
 ) -> Result<Response<wire::RenewIdentityReply>, Status> {
     let (client, present) = pool.renewing(&request).await?;
-    let present = present.fingerprint;
+    let (present, der) = (present.fingerprint, present.der.clone());
     let from = peer(&request).and_then(Peer::remote).map(|p| p.ip().to_canonical().to_string());
     pool.may_change().await.map_err(Status::unavailable)?;
     if !locked(&pool.rates).allow(&format!("{client} renewals"), MOST, pool.clock.now()) {
@@ -31,21 +31,20 @@ pub(super) async fn renew(
     }
     let csr_pem = request.into_inner().csr_pem;
     let (pem, expires_unix) = {
+        let _signing = pool.signing.lock().await;
+        let authority = {
+            let clients = locked(&pool.clients);
+            clients.may_renew(&client, &present).map_err(refused)?;
+            let all = pool.signer.present();
+            all.signer_for(|authority| clients.knows(&client, authority)).fingerprint()
+        };
+        let order = Operation::Renew { present: der, csr_pem, authority };
+        let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
+        let issued = issued.map_err(|e| unsigned(&format!("renewal of {client}"), &e))?;
         let mut clients = locked(&pool.clients);
-        let identity = clients.may_renew(&client, &present).map_err(refused)?;
-        let unix = pool.clock.unix();
-        let order = Order { role: Role::Client, name: &client, life: CLIENT_TTL, identity: Some(&identity) };
-        let authorities = pool.authorities.present();
-        let signer = authorities.signer_for(|authority| clients.knows(&client, authority));
-        let issued = signer.issue(&csr_pem, &order, unix, pool.random.as_ref());
-        let issued = issued.map_err(|e| match e {
-            AuthorityError::Request(_) => Status::invalid_argument(e.to_string()),
-            e => {
-                error!("renewal of {client}: {e}");
-                Status::internal("the server could not issue a certificate; see its journal")
-            }
-        })?;
-        clients.renew(&client, Dated::new(&issued.fingerprint, unix, issued.expires_unix));
+        // An administrator may have revoked the client meanwhile.
+        clients.may_renew(&client, &present).map_err(refused)?;
+        clients.renew(&client, Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix));
         pool.client_file.changed();
         (issued.pem, issued.expires_unix)
     };

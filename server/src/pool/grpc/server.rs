@@ -60,6 +60,6 @@ pub(super) async fn describe(
         programs: Some(pool.supervisor.programs(true).len() as u32),
         usage,
         client_programs,
-        authorities_pem: if says { pool.authorities.present().list().into() } else { String::new() },
+        authorities_pem: if says { pool.signer.present().list().into() } else { String::new() },
     }))
 }

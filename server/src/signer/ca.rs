@@ -9,13 +9,13 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
 };
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::sign::CertifiedKey;
+use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 
 use crate::certificate::{CLOCK_SKEW_GRACE, Role, expiry, fingerprint, subject};
-use crate::clock::{self, Clock as _, Random, SystemClock};
+use crate::clock::{self, Random};
 use crate::store::{self, StoreError};
 
 // prose: ok: a unit of time
@@ -55,7 +55,7 @@ pub enum AuthorityError {
     /// A certificate could not be created.
     #[error("certificate: {0}")]
     Certificate(#[from] rcgen::Error),
-    /// TLS could not be set up.
+    /// Certificates of the authority could not be verified.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
     /// The imported text is no exported authority.
@@ -73,13 +73,40 @@ pub fn requested_key(csr_pem: &str) -> Result<[u8; 32], AuthorityError> {
     Ok(fingerprint(&request.public_key.subject_public_key_info()))
 }
 
-/// The authority that signs the certificates of a pool's servers, clients and administrators.
+/// The certificate of an authority, which signs those of a pool's servers, clients and
+/// administrators.
+#[derive(Debug)]
 pub struct Authority {
-    issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
     pem: String,
     /// SHA-256 of the name that its certificates have as issuer.
     name: [u8; 32],
+}
+
+/// An authority with its key; derefs to its certificate.
+pub struct AuthorityKey {
+    issuer: Issuer<'static, KeyPair>,
+    authority: Authority,
+}
+
+impl std::ops::Deref for AuthorityKey {
+    type Target = Authority;
+
+    fn deref(&self) -> &Authority {
+        &self.authority
+    }
+}
+
+impl AsRef<Authority> for AuthorityKey {
+    fn as_ref(&self) -> &Authority {
+        &self.authority
+    }
+}
+
+impl AsRef<Authority> for Authority {
+    fn as_ref(&self) -> &Authority {
+        self
+    }
 }
 
 /// Base names of an authority's two files, a certificate and a key, in the folder `ca`.
@@ -103,6 +130,7 @@ impl Place {
 }
 
 /// A certificate that was just issued.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Issued {
     /// Certificate in PEM, for its holder.
     pub pem: String,
@@ -125,11 +153,6 @@ pub struct Order<'a> {
     pub identity: Option<&'a [u8; 32]>,
 }
 
-/// Returns the folder of the pool's authorities.
-pub fn folder(state_dir: &Path) -> PathBuf {
-    state_dir.join("ca")
-}
-
 fn validity(params: &mut CertificateParams, unix: u64, life: Duration) {
     let now = i64::try_from(unix).ok().and_then(|unix| OffsetDateTime::from_unix_timestamp(unix).ok());
     let now = now.unwrap_or(OffsetDateTime::UNIX_EPOCH);
@@ -147,118 +170,12 @@ fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
 }
 
 impl Authority {
-    /// Creates the authority of a new pool.
-    pub fn init(state_dir: &Path, pool: &str, random: &dyn Random) -> Result<Self, AuthorityError> {
-        Self::generate(pool, SystemClock.unix(), random)?.keep(state_dir)
-    }
-
-    /// Makes an authority, whose name no other authority of the pool has.
-    pub fn generate(pool: &str, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
-        let key = KeyPair::generate()?;
-        let mut params = CertificateParams::default();
-        let number: [u8; 4] = clock::bytes(random);
-        let number = data_encoding::HEXLOWER.encode(&number);
-        named(&mut params, &format!("gpusession pool {pool} {number}"), random);
-        validity(&mut params, unix, AUTHORITY_TTL);
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let certificate = params.self_signed(&key)?;
-        Self::new(certificate.pem(), key)
-    }
-
-    fn new(pem: String, key: KeyPair) -> Result<Self, AuthorityError> {
+    /// Reads the certificate of an authority.
+    pub fn from_pem(pem: &str) -> Result<Self, AuthorityError> {
         let unfit = |e: String| AuthorityError::Import(e);
         let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| unfit(e.to_string()))?;
-        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| unfit(e.to_string()))?;
         let name = subject(&der).ok_or_else(|| unfit("its certificate has no name".into()))?;
-        Ok(Self { issuer, der, pem, name })
-    }
-
-    /// Stores the authority of a server that has none.
-    pub fn keep(self, state_dir: &Path) -> Result<Self, AuthorityError> {
-        let folder = folder(state_dir);
-        if folder.join("authority.key").exists() {
-            return Err(AuthorityError::Exists(folder));
-        }
-        use std::os::unix::fs::DirBuilderExt;
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&folder)
-            .map_err(|error| StoreError::Io { path: folder.clone(), error })?;
-        self.write(&folder, Place::Present)?;
-        Ok(self)
-    }
-
-    /// Writes certificate and key.
-    pub fn write(&self, folder: &Path, place: Place) -> Result<(), StoreError> {
-        let [pem, key] = place.files(folder);
-        store::write_bytes(&pem, self.pem.as_bytes(), 0o644)?;
-        // Last, since the key marks the authority as complete.
-        store::write_bytes(&key, self.issuer.key().serialize_pem().as_bytes(), 0o600)
-    }
-
-    /// Returns certificate and key, for [`Authority::import`] on another server of the pool.
-    pub fn export(&self) -> String {
-        format!("{}{}", self.pem, self.issuer.key().serialize_pem())
-    }
-
-    /// Reads certificate and key from the text of [`Authority::export`]; returns the rest of it.
-    pub fn exported(text: &str) -> Result<(Self, &str), AuthorityError> {
-        const KEY_ENDS: &str = "-----END PRIVATE KEY-----";
-        let not = |what: String| AuthorityError::Import(what);
-        let begin = text.find("-----BEGIN PRIVATE KEY-----").ok_or_else(|| not("it has no key".into()))?;
-        let end = text.find(KEY_ENDS).map(|at| at + KEY_ENDS.len()).filter(|end| *end > begin);
-        let end = end.ok_or_else(|| not("its key has no end".into()))?;
-        let (pem, key_pem, rest) = (&text[..begin], &text[begin..end], &text[end..]);
-        let key = KeyPair::from_pem(key_pem).map_err(|e| not(e.to_string()))?;
-        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| not(e.to_string()))?;
-        let (_, certificate) = x509_parser::parse_x509_certificate(&der).map_err(|e| not(e.to_string()))?;
-        if certificate.public_key().raw != key.subject_public_key_info() || !certificate.is_ca() {
-            return Err(not("its certificate and key are not those of one authority".into()));
-        }
-        Ok((Self::new(pem.trim_start().to_owned(), key)?, rest))
-    }
-
-    /// Stores the authority that another server of the pool exported.
-    pub fn import(state_dir: &Path, exported: &str) -> Result<Self, AuthorityError> {
-        Self::exported(exported)?.0.keep(state_dir)
-    }
-
-    /// Opens the authority of an existing pool; in a rotation, the old one.
-    pub fn open(state_dir: &Path) -> Result<Self, AuthorityError> {
-        Self::read(&folder(state_dir), Place::Present)
-    }
-
-    /// Reads certificate and key.
-    pub fn read(folder: &Path, place: Place) -> Result<Self, AuthorityError> {
-        Self::read_files(folder, place.files(folder))
-    }
-
-    /// Reads certificate and key from two files.
-    pub fn read_files(folder: &Path, [pem_path, key_path]: [PathBuf; 2]) -> Result<Self, AuthorityError> {
-        let unusable = |path: &Path, reason: String| AuthorityError::Unusable { path: path.into(), reason };
-        let read = |path: &Path| match fs::read_to_string(path) {
-            Ok(text) => Ok(text),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(AuthorityError::Missing(folder.into())),
-            Err(e) => Err(unusable(path, e.to_string())),
-        };
-        let (pem, key) = (read(&pem_path)?, read(&key_path)?);
-        let key = KeyPair::from_pem(&key).map_err(|e| unusable(&key_path, e.to_string()))?;
-        Self::new(pem, key).map_err(|e| match e {
-            AuthorityError::Import(reason) => unusable(&pem_path, reason),
-            e => e,
-        })
-    }
-
-    /// Confirms another authority: returns a certificate that names it, and belongs to no key.
-    pub fn confirm(&self, other: &Self, unix: u64, random: &dyn Random) -> Result<String, AuthorityError> {
-        let mut params = CertificateParams::new(vec![join::authority(&other.fingerprint())])?;
-        named(&mut params, "confirmation of another authority", random);
-        validity(&mut params, unix, AUTHORITY_TTL);
-        params.use_authority_key_identifier_extension = true;
-        // No process keeps the key, so that no process can use the certificate for a connection.
-        Ok(params.signed_by(&KeyPair::generate()?, &self.issuer)?.pem())
+        Ok(Self { der, pem: pem.to_owned(), name })
     }
 
     /// Returns the SHA-256 of the name that its certificates have as issuer.
@@ -298,6 +215,117 @@ impl Authority {
     pub fn der(&self) -> &CertificateDer<'static> {
         &self.der
     }
+}
+
+/// Creates the folder of the authorities unless it exists.
+pub(super) fn make_folder(folder: &Path) -> Result<(), StoreError> {
+    use std::os::unix::fs::DirBuilderExt;
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|error| StoreError::Io { path: folder.into(), error })
+}
+
+impl AuthorityKey {
+    /// Creates the authority of a new pool.
+    pub fn init(folder: &Path, pool: &str, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
+        Self::generate(pool, unix, random)?.keep(folder)
+    }
+
+    /// Makes an authority, whose name no other authority of the pool has.
+    pub fn generate(pool: &str, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        let number: [u8; 4] = clock::bytes(random);
+        let number = data_encoding::HEXLOWER.encode(&number);
+        named(&mut params, &format!("gpusession pool {pool} {number}"), random);
+        validity(&mut params, unix, AUTHORITY_TTL);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let certificate = params.self_signed(&key)?;
+        Self::new(&certificate.pem(), key)
+    }
+
+    fn new(pem: &str, key: KeyPair) -> Result<Self, AuthorityError> {
+        let authority = Authority::from_pem(pem)?;
+        let issuer = Issuer::from_ca_cert_der(&authority.der, key);
+        let issuer = issuer.map_err(|e| AuthorityError::Import(e.to_string()))?;
+        Ok(Self { issuer, authority })
+    }
+
+    /// Stores the authority of a server that has none.
+    pub fn keep(self, folder: &Path) -> Result<Self, AuthorityError> {
+        if folder.join("authority.key").exists() {
+            return Err(AuthorityError::Exists(folder.into()));
+        }
+        make_folder(folder)?;
+        self.write(folder, Place::Present)?;
+        Ok(self)
+    }
+
+    /// Writes certificate and key.
+    pub fn write(&self, folder: &Path, place: Place) -> Result<(), StoreError> {
+        let [pem, key] = place.files(folder);
+        store::write_bytes(&pem, self.pem.as_bytes(), 0o644)?;
+        // Last, since the key marks the authority as complete.
+        store::write_bytes(&key, self.issuer.key().serialize_pem().as_bytes(), 0o600)
+    }
+
+    /// Returns certificate and key, for [`Authority::import`] on another server of the pool.
+    pub fn export(&self) -> String {
+        format!("{}{}", self.pem, self.issuer.key().serialize_pem())
+    }
+
+    /// Reads certificate and key from the text of [`Authority::export`]; returns the rest of it.
+    pub fn exported(text: &str) -> Result<(Self, &str), AuthorityError> {
+        const KEY_ENDS: &str = "-----END PRIVATE KEY-----";
+        let not = |what: String| AuthorityError::Import(what);
+        let begin = text.find("-----BEGIN PRIVATE KEY-----").ok_or_else(|| not("it has no key".into()))?;
+        let end = text.find(KEY_ENDS).map(|at| at + KEY_ENDS.len()).filter(|end| *end > begin);
+        let end = end.ok_or_else(|| not("its key has no end".into()))?;
+        let (pem, key_pem, rest) = (&text[..begin], &text[begin..end], &text[end..]);
+        let key = KeyPair::from_pem(key_pem).map_err(|e| not(e.to_string()))?;
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| not(e.to_string()))?;
+        let (_, certificate) = x509_parser::parse_x509_certificate(&der).map_err(|e| not(e.to_string()))?;
+        if certificate.public_key().raw != key.subject_public_key_info() || !certificate.is_ca() {
+            return Err(not("its certificate and key are not those of one authority".into()));
+        }
+        Ok((Self::new(pem.trim_start(), key)?, rest))
+    }
+
+    /// Reads certificate and key.
+    pub fn read(folder: &Path, place: Place) -> Result<Self, AuthorityError> {
+        Self::read_files(folder, place.files(folder))
+    }
+
+    /// Reads certificate and key from two files.
+    pub fn read_files(folder: &Path, [pem_path, key_path]: [PathBuf; 2]) -> Result<Self, AuthorityError> {
+        let unusable = |path: &Path, reason: String| AuthorityError::Unusable { path: path.into(), reason };
+        let read = |path: &Path| match fs::read_to_string(path) {
+            Ok(text) => Ok(text),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(AuthorityError::Missing(folder.into())),
+            Err(e) => Err(unusable(path, e.to_string())),
+        };
+        let (pem, key) = (read(&pem_path)?, read(&key_path)?);
+        let key = KeyPair::from_pem(&key).map_err(|e| unusable(&key_path, e.to_string()))?;
+        Self::new(&pem, key).map_err(|e| match e {
+            AuthorityError::Import(reason) => unusable(&pem_path, reason),
+            e => e,
+        })
+    }
+
+    /// Confirms another authority: returns a certificate that names it, and belongs to no key.
+    pub fn confirm(
+        &self,
+        other: &Authority,
+        unix: u64,
+        random: &dyn Random,
+    ) -> Result<String, AuthorityError> {
+        let mut params = CertificateParams::new(vec![join::authority(&other.fingerprint())])?;
+        named(&mut params, "confirmation of another authority", random);
+        validity(&mut params, unix, AUTHORITY_TTL);
+        params.use_authority_key_identifier_extension = true;
+        // No process keeps the key, so that no process can use the certificate for a connection.
+        Ok(params.signed_by(&KeyPair::generate()?, &self.issuer)?.pem())
+    }
 
     /// Signs a certificate request, of which only the public key is used.
     pub fn issue(
@@ -307,48 +335,49 @@ impl Authority {
         unix: u64,
         random: &dyn Random,
     ) -> Result<Issued, AuthorityError> {
-        let request = CertificateSigningRequestParams::from_pem(csr_pem)
-            .map_err(|e| AuthorityError::Request(e.to_string()))?;
         let mut names = vec![match order.role {
             Role::Client => join::client(order.name),
             Role::Administrator => join::administrator(order.name),
         }];
         names.extend(order.identity.map(join::identity));
+        let usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        self.sign(csr_pem, names, usages, (order.name, unix, order.life), random)
+    }
+
+    /// Signs a server's certificate request, of which only the public key is used.
+    pub fn issue_server(
+        &self,
+        name: &str,
+        csr_pem: &str,
+        unix: u64,
+        random: &dyn Random,
+    ) -> Result<Issued, AuthorityError> {
+        let names = vec![join::any_server(), join::server(name)];
+        let usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        self.sign(csr_pem, names, usages, (name, unix, SERVER_TTL), random)
+    }
+
+    fn sign(
+        &self,
+        csr_pem: &str,
+        names: Vec<String>,
+        usages: Vec<ExtendedKeyUsagePurpose>,
+        (name, unix, life): (&str, u64, Duration),
+        random: &dyn Random,
+    ) -> Result<Issued, AuthorityError> {
+        let request = CertificateSigningRequestParams::from_pem(csr_pem)
+            .map_err(|e| AuthorityError::Request(e.to_string()))?;
         let mut params = CertificateParams::new(names)?;
-        named(&mut params, order.name, random);
-        validity(&mut params, unix, order.life);
+        named(&mut params, name, random);
+        validity(&mut params, unix, life);
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = usages;
         let certificate = CertificateSigningRequestParams { params, public_key: request.public_key }
             .signed_by(&self.issuer)?;
         let der = certificate.der();
         let expires_unix = expiry(der).unwrap_or(0);
         Ok(Issued { pem: certificate.pem(), fingerprint: fingerprint(der), expires_unix })
-    }
-
-    /// Makes a key and a certificate for a server; returns them with the certificate's end.
-    pub fn server_key(
-        &self,
-        name: &str,
-        unix: u64,
-        random: &dyn Random,
-    ) -> Result<(CertifiedKey, u64), AuthorityError> {
-        let key = KeyPair::generate()?;
-        let mut params = CertificateParams::new(vec![join::any_server(), join::server(name)])?;
-        named(&mut params, name, random);
-        validity(&mut params, unix, SERVER_TTL);
-        params.use_authority_key_identifier_extension = true;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let certificate = params.signed_by(&key, &self.issuer)?;
-        let key = PrivateKeyDer::try_from(key.serialize_der())
-            .map_err(|e| rustls::Error::General(e.to_string()))?;
-        let chain = vec![certificate.der().clone(), self.der.clone()];
-        let provider = rustls::crypto::ring::default_provider();
-        let shown = CertifiedKey::from_der(chain, key, &provider)?;
-        Ok((shown, expiry(certificate.der()).unwrap_or(0)))
     }
 }
 
@@ -358,19 +387,21 @@ mod tests {
     use crate::certificate::holder;
     use crate::clock::SystemRandom;
 
+    const NOW: u64 = 1_900_000_000;
+
     #[test]
     fn is_made_once_and_signs_only_the_name_it_is_told() {
         let state = tempfile::tempdir().unwrap();
-        assert!(matches!(Authority::open(state.path()), Err(AuthorityError::Missing(_))));
-        let made = Authority::init(state.path(), "lab", &SystemRandom).unwrap();
+        assert!(matches!(AuthorityKey::read(state.path(), Place::Present), Err(AuthorityError::Missing(_))));
+        let made = AuthorityKey::init(state.path(), "lab", NOW, &SystemRandom).unwrap();
         assert!(matches!(
-            Authority::init(state.path(), "lab", &SystemRandom),
+            AuthorityKey::init(state.path(), "lab", NOW, &SystemRandom),
             Err(AuthorityError::Exists(_))
         ));
-        let again = Authority::open(state.path()).unwrap();
+        let again = AuthorityKey::read(state.path(), Place::Present).unwrap();
         assert_eq!(made.fingerprint(), again.fingerprint());
         use std::os::unix::fs::PermissionsExt;
-        let mode = fs::metadata(state.path().join("ca/authority.key")).unwrap().permissions().mode();
+        let mode = fs::metadata(state.path().join("authority.key")).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
 
         let key = KeyPair::generate().unwrap();
@@ -378,7 +409,7 @@ mod tests {
         wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
         let order = |role, name| Order { role, name, life: CLIENT_TTL, identity: None };
-        let now = SystemClock.unix();
+        let now = NOW;
         let issued = again.issue(&csr, &order(Role::Client, "vm-1"), now, &SystemRandom).unwrap();
         let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
         let text = String::from_utf8_lossy(&der).into_owned();
@@ -404,19 +435,23 @@ mod tests {
         ));
     }
 
+    fn import(folder: &Path, exported: &str) -> Result<AuthorityKey, AuthorityError> {
+        AuthorityKey::exported(exported)?.0.keep(folder)
+    }
+
     #[test]
     fn another_server_takes_it_over() {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let made = Authority::init(first.path(), "lab", &SystemRandom).unwrap();
+        let made = AuthorityKey::init(first.path(), "lab", NOW, &SystemRandom).unwrap();
         let exported = made.export();
-        let other = Authority::init(second.path(), "other", &SystemRandom).unwrap();
-        assert!(matches!(Authority::import(second.path(), &exported), Err(AuthorityError::Exists(_))));
+        let other = AuthorityKey::init(second.path(), "other", NOW, &SystemRandom).unwrap();
+        assert!(matches!(import(second.path(), &exported), Err(AuthorityError::Exists(_))));
         let third = tempfile::tempdir().unwrap();
         let mixed = format!("{}{}", made.pem(), other.issuer.key().serialize_pem());
         for bad in ["", "garbage", made.pem(), &exported[10..], mixed.as_str()] {
-            assert!(matches!(Authority::import(third.path(), bad), Err(AuthorityError::Import(_))), "{bad}");
+            assert!(matches!(import(third.path(), bad), Err(AuthorityError::Import(_))), "{bad}");
         }
-        let taken = Authority::import(third.path(), &exported).unwrap();
+        let taken = import(third.path(), &exported).unwrap();
         assert_eq!((taken.fingerprint(), taken.export()), (made.fingerprint(), exported));
     }
 }

@@ -1,6 +1,7 @@
 //! Join tokens, with which a new client may ask for a certificate.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
@@ -58,8 +59,36 @@ pub enum TokenError {
     },
 }
 
+/// A token as lists show it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenFacts {
+    /// Public id, in hex.
+    pub id: String,
+    /// Pattern of acceptable names.
+    pub pattern: String,
+    /// Number of clients that may still join with the token.
+    pub uses_left: u32,
+    /// Time of its creation, in seconds since 1970.
+    pub created_unix: u64,
+    /// End of its validity, in seconds since 1970.
+    pub expires_unix: u64,
+}
+
+impl TokenFacts {
+    /// Describes a token.
+    pub fn new(id: &str, record: &TokenRecord) -> Self {
+        Self {
+            id: id.into(),
+            pattern: record.pattern.clone(),
+            uses_left: record.uses_left,
+            created_unix: record.created_unix,
+            expires_unix: record.expires_unix,
+        }
+    }
+}
+
 /// All tokens of a pool, by id.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tokens {
     tokens: BTreeMap<String, TokenRecord>,
 }
@@ -95,11 +124,22 @@ impl Tokens {
         (token, record)
     }
 
-    /// Lists the ids and records of all known tokens, the newest last.
-    pub fn list(&self) -> Vec<(&str, &TokenRecord)> {
-        let mut all: Vec<_> = self.tokens.iter().map(|(id, record)| (id.as_str(), record)).collect();
-        all.sort_by_key(|(_, record)| record.created_unix);
-        all
+    /// Returns at most `most` tokens by id, those after an id.
+    pub fn list(&self, after: &str, most: usize) -> Vec<TokenFacts> {
+        let rest = self.tokens.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
+        rest.take(most).map(|(id, record)| TokenFacts::new(id, record)).collect()
+    }
+
+    /// Takes over tokens of another folder.
+    pub fn extend(&mut self, more: Self) {
+        self.tokens.extend(more.tokens);
+    }
+
+    /// Splits the tokens into parts of at most `most`.
+    pub fn parts(self, most: usize) -> Vec<Self> {
+        let mut all = self.tokens.into_iter();
+        let next = || Some(Self { tokens: all.by_ref().take(most).collect() });
+        std::iter::from_fn(next).take_while(|part| !part.tokens.is_empty()).collect()
     }
 
     /// Deletes the token whose id begins with `prefix`, and returns its id. `None`: no token does,

@@ -1,6 +1,6 @@
 //! The pool's authorities: one, and a second one during a rotation.
 //!
-//! A rotation adds the files `next.pem`, `next.key` and `rotation.json` to the folder `ca`. The
+//! A rotation adds the files `next.pem`, `next.key` and `rotation.json` to their folder. The
 //! document alone decides: a step is done once it is written or removed. A server that was killed
 //! completes or undoes the rest at its next start.
 
@@ -8,16 +8,18 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use data_encoding::HEXLOWER;
-use rustls::RootCertStore;
+use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
-use rustls::server::danger::ClientCertVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{CertificateError, RootCertStore};
 use serde::{Deserialize, Serialize};
 
-use super::ca::{Authority, AuthorityError, Place, folder};
+use super::ca::{Authority, AuthorityError, AuthorityKey, Place, make_folder};
 use super::lock::locked;
-use crate::certificate::CLOCK_SKEW_GRACE;
+use crate::certificate::{CLOCK_SKEW_GRACE, expiry};
 use crate::clock::Random;
 use crate::store::{self, StoreError};
 
@@ -80,34 +82,63 @@ impl From<StoreError> for NotRotated {
     }
 }
 
-/// The authorities at one time.
-pub struct Present {
+/// The authorities at one time: their certificates, or with their keys.
+pub struct Present<A = Authority> {
     rotation: Option<Note>,
-    signer: Authority,
-    other: Option<Authority>,
+    signer: A,
+    other: Option<A>,
     /// Certificates for clients: the signer's first, then confirmations.
     list: String,
     verifier: Arc<dyn ClientCertVerifier>,
 }
 
-impl Present {
+/// The authorities as the signer describes them to the server: certificates in PEM.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Described {
+    rotation: Option<Note>,
+    signer: String,
+    other: Option<String>,
+    list: String,
+}
+
+impl<A: AsRef<Authority>> Present<A> {
+    fn new(
+        rotation: Option<Note>,
+        signer: A,
+        other: Option<A>,
+        list: String,
+    ) -> Result<Self, AuthorityError> {
+        let mut roots = RootCertStore::empty();
+        for authority in [Some(&signer), other.as_ref()].into_iter().flatten() {
+            roots.add(authority.as_ref().der().clone())?;
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+            // The names of a moment are no help to clients, which have one certificate.
+            .clear_root_hint_subjects()
+            .allow_unauthenticated()
+            .build()
+            .map_err(|e| rustls::Error::General(e.to_string()))?;
+        Ok(Self { rotation, signer, other, list, verifier })
+    }
+
     /// Returns phase and begin of the rotation that is under way.
     pub fn rotation(&self) -> Option<(Phase, u64)> {
         self.rotation.map(|note| (note.phase, note.since_unix))
     }
 
     /// Returns the authority that signs certificates.
-    pub fn signer(&self) -> &Authority {
+    pub fn signer(&self) -> &A {
         &self.signer
     }
 
     /// Returns the authorities whose certificates are valid, the signing one first.
-    pub fn all(&self) -> impl DoubleEndedIterator<Item = &Authority> {
+    pub fn all(&self) -> impl DoubleEndedIterator<Item = &A> {
         [Some(&self.signer), self.other.as_ref()].into_iter().flatten()
     }
 
     /// Returns the old authority of the rotation, else the only one.
-    pub fn old(&self) -> &Authority {
+    pub fn old(&self) -> &A {
         match self.rotation {
             Some(Note { phase: Phase::Switched, .. }) => self.other.as_ref().unwrap_or(&self.signer),
             _ => &self.signer,
@@ -115,25 +146,30 @@ impl Present {
     }
 
     /// Returns the new authority of the rotation.
-    pub fn new_one(&self) -> Option<&Authority> {
+    pub fn new_one(&self) -> Option<&A> {
         match self.rotation?.phase {
             Phase::Begun => self.other.as_ref(),
             _ => Some(&self.signer),
         }
     }
 
+    /// Returns the valid authority with this fingerprint.
+    pub fn find(&self, fingerprint: &[u8; 32]) -> Option<&A> {
+        self.all().find(|authority| authority.as_ref().fingerprint() == *fingerprint)
+    }
+
     /// Returns the fingerprint, in hex, of the valid authority with this name.
     pub fn named(&self, name: Option<[u8; 32]>) -> Option<String> {
-        let authority = self.all().find(|authority| Some(authority.name()) == name)?;
-        Some(HEXLOWER.encode(&authority.fingerprint()))
+        let authority = self.all().find(|authority| Some(authority.as_ref().name()) == name)?;
+        Some(HEXLOWER.encode(&authority.as_ref().fingerprint()))
     }
 
     /// Returns the authority that signs for a client: the old one if `knows` denies the new one.
     ///
     /// A client that has been away, or is of an earlier version, would refuse a certificate of an
     /// authority that it does not trust.
-    pub fn signer_for(&self, knows: impl Fn(&str) -> bool) -> &Authority {
-        let known = |authority: &&Authority| knows(&HEXLOWER.encode(&authority.fingerprint()));
+    pub fn signer_for(&self, knows: impl Fn(&str) -> bool) -> &A {
+        let known = |authority: &&A| knows(&HEXLOWER.encode(&authority.as_ref().fingerprint()));
         self.all().find(known).unwrap_or(self.old())
     }
 
@@ -144,7 +180,7 @@ impl Present {
 
     /// Returns the certificates of the authorities, in PEM.
     pub fn certificates(&self) -> String {
-        self.all().map(Authority::pem).collect()
+        self.all().map(|authority| authority.as_ref().pem()).collect()
     }
 
     /// Returns the check of certificates of clients and administrators.
@@ -152,47 +188,78 @@ impl Present {
         &self.verifier
     }
 
+    /// Verifies a certificate of a client or an administrator, also an expired one.
+    pub fn verify(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.verifier.verify_client_cert(end_entity, intermediates, now);
+        let Err(rustls::Error::InvalidCertificate(
+            CertificateError::Expired | CertificateError::ExpiredContext { .. },
+        )) = verified
+        else {
+            return verified;
+        };
+        let Some(end) = expiry(end_entity) else { return verified };
+        let end = UnixTime::since_unix_epoch(Duration::from_secs(end));
+        self.verifier.verify_client_cert(end_entity, intermediates, end)
+    }
+
+    /// Describes the authorities without their keys.
+    pub fn describe(&self) -> Described {
+        let pem = |authority: &A| authority.as_ref().pem().to_owned();
+        Described {
+            rotation: self.rotation,
+            signer: pem(&self.signer),
+            other: self.other.as_ref().map(pem),
+            list: self.list.clone(),
+        }
+    }
+}
+
+impl TryFrom<Described> for Present {
+    type Error = AuthorityError;
+
+    fn try_from(described: Described) -> Result<Self, AuthorityError> {
+        let Described { rotation, signer, other, list } = described;
+        let other = other.map(|pem| Authority::from_pem(&pem)).transpose()?;
+        Self::new(rotation, Authority::from_pem(&signer)?, other, list)
+    }
+}
+
+impl Present<AuthorityKey> {
     /// Returns certificates and keys, for another server of the pool.
     pub fn export(&self) -> String {
         let ordered = [Some(self.old()), self.new_one()].into_iter().flatten();
-        ordered.map(Authority::export).collect()
+        ordered.map(AuthorityKey::export).collect()
     }
 
-    fn load(state_dir: &Path, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
-        let folder = folder(state_dir);
-        let rotation: Option<Note> = store::read(&document(&folder))?;
-        let at = |place| Authority::read(&folder, place);
+    fn load(folder: &Path, unix: u64, random: &dyn Random) -> Result<Self, AuthorityError> {
+        let rotation: Option<Note> = store::read(&document(folder))?;
+        let at = |place| AuthorityKey::read(folder, place);
         let (signer, other) = match rotation.map(|note| note.phase) {
             None => (at(Place::Present)?, None),
             Some(Phase::Begun) => (at(Place::Present)?, Some(at(Place::Next)?)),
             Some(Phase::Switched) => (at(Place::Next)?, Some(at(Place::Present)?)),
             Some(Phase::Finishing) => {
                 // Each of the two files may have its final name already.
-                let [next, present] = [Place::Next, Place::Present].map(|place| place.files(&folder));
+                let [next, present] = [Place::Next, Place::Present].map(|place| place.files(folder));
                 let files = next.into_iter().zip(present);
                 let mut files = files.map(|(next, present)| if next.exists() { next } else { present });
                 let pair = [files.next(), files.next()].map(Option::unwrap_or_default);
-                (Authority::read_files(&folder, pair)?, None)
+                (AuthorityKey::read_files(folder, pair)?, None)
             }
         };
         let rotation = rotation.filter(|note| note.phase != Phase::Finishing);
         let mut list = signer.pem().to_owned();
-        let mut roots = RootCertStore::empty();
-        roots.add(signer.der().clone())?;
         if let Some(other) = &other {
-            roots.add(other.der().clone())?;
             list += other.pem();
             list += &signer.confirm(other, unix, random)?;
             list += &other.confirm(&signer, unix, random)?;
         }
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
-            // The names of a moment are no help to clients, which have one certificate.
-            .clear_root_hint_subjects()
-            .allow_unauthenticated()
-            .build()
-            .map_err(|e| rustls::Error::General(e.to_string()))?;
-        Ok(Self { rotation, signer, other, list, verifier })
+        Self::new(rotation, signer, other, list)
     }
 }
 
@@ -231,60 +298,65 @@ fn remove(file: &Path) -> io::Result<()> {
 /// The authorities of the pool, on disk and in use.
 pub struct Authorities {
     folder: PathBuf,
-    state_dir: PathBuf,
     random: Arc<dyn Random>,
-    present: Mutex<Arc<Present>>,
+    present: Mutex<Arc<Present<AuthorityKey>>>,
     /// Held during a step.
     steps: Mutex<()>,
 }
 
-impl std::fmt::Debug for Authorities {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Authorities({})", self.folder.display())
-    }
-}
-
 impl Authorities {
-    /// Opens the authorities of an existing pool. The caller holds the lock of the state directory.
-    pub fn open(state_dir: &Path, unix: u64, random: Arc<dyn Random>) -> Result<Self, AuthorityError> {
-        let folder = folder(state_dir);
+    /// Opens the authorities of an existing pool. The caller holds the lock of the folder.
+    pub fn open(folder: &Path, unix: u64, random: Arc<dyn Random>) -> Result<Self, AuthorityError> {
         if folder.exists() {
-            settle(&folder)?;
+            settle(folder)?;
         }
-        let present = Mutex::new(Arc::new(Present::load(state_dir, unix, random.as_ref())?));
-        Ok(Self { folder, state_dir: state_dir.into(), random, present, steps: Mutex::default() })
+        let present = Mutex::new(Arc::new(Present::load(folder, unix, random.as_ref())?));
+        Ok(Self { folder: folder.into(), random, present, steps: Mutex::default() })
     }
 
     /// Reads the authorities, also those of a running server.
-    pub fn read(state_dir: &Path, unix: u64, random: &dyn Random) -> Result<Present, AuthorityError> {
-        Present::load(state_dir, unix, random)
+    pub fn read(
+        folder: &Path,
+        unix: u64,
+        random: &dyn Random,
+    ) -> Result<Present<AuthorityKey>, AuthorityError> {
+        Present::load(folder, unix, random)
     }
 
     /// Stores the authorities that another server exported, on a server that has none.
     ///
-    /// During a rotation, this server begins it, too.
-    pub fn import(state_dir: &Path, exported: &str, unix: u64) -> Result<Authority, AuthorityError> {
-        let (old, rest) = Authority::exported(exported)?;
+    /// During a rotation, this server begins it, too; `phase` is [`Phase::Begun`], or the phase of
+    /// the same server's authorities in another folder.
+    pub fn import(
+        folder: &Path,
+        exported: &str,
+        phase: Phase,
+        since_unix: u64,
+    ) -> Result<AuthorityKey, AuthorityError> {
+        let (old, rest) = AuthorityKey::exported(exported)?;
         let new = match rest.trim() {
             "" => None,
-            rest => Some(Authority::exported(rest)?.0),
+            rest => Some(AuthorityKey::exported(rest)?.0),
         };
-        let old = old.keep(state_dir)?;
-        if let Some(new) = new {
-            let folder = folder(state_dir);
-            new.write(&folder, Place::Next)?;
-            store::write(&document(&folder), &Note { phase: Phase::Begun, since_unix: unix })?;
+        if folder.join("authority.key").exists() {
+            return Err(AuthorityError::Exists(folder.into()));
         }
-        Ok(old)
+        if let Some(new) = new {
+            make_folder(folder)?;
+            new.write(folder, Place::Next)?;
+            store::write(&document(folder), &Note { phase, since_unix })?;
+        }
+        // Last, since its key marks the authority as complete.
+        old.keep(folder)
     }
 
     /// Returns the present authorities.
-    pub fn present(&self) -> Arc<Present> {
+    pub fn present(&self) -> Arc<Present<AuthorityKey>> {
         locked(&self.present).clone()
     }
 
     fn reload(&self, unix: u64) -> Result<(), NotRotated> {
-        let present = Present::load(&self.state_dir, unix, self.random.as_ref())?;
+        let present = Present::load(&self.folder, unix, self.random.as_ref())?;
         *locked(&self.present) = Arc::new(present);
         Ok(())
     }
@@ -317,7 +389,7 @@ impl Authorities {
             None => {
                 // Clients take the later of two authorities for the new one.
                 let later = present.signer.begins_unix() + CLOCK_SKEW_GRACE.as_secs() + 1;
-                Authority::generate(pool, unix.max(later), self.random.as_ref())?
+                AuthorityKey::generate(pool, unix.max(later), self.random.as_ref())?
             }
         };
         new.write(&self.folder, Place::Next)?;
@@ -368,12 +440,12 @@ impl Authorities {
 }
 
 /// Returns the new authority in the export of another server that has begun the rotation.
-fn theirs(present: &Present, exported: &str) -> Result<Authority, NotRotated> {
-    let (old, rest) = Authority::exported(exported)?;
+fn theirs(present: &Present<AuthorityKey>, exported: &str) -> Result<AuthorityKey, NotRotated> {
+    let (old, rest) = AuthorityKey::exported(exported)?;
     if old.fingerprint() != present.old().fingerprint() || rest.trim().is_empty() {
         return Err(NotRotated::Foreign);
     }
-    let (new, _) = Authority::exported(rest)?;
+    let (new, _) = AuthorityKey::exported(rest)?;
     let apart = new.name() != old.name() && new.begins_unix() > old.begins_unix();
     if apart { Ok(new) } else { Err(NotRotated::Foreign) }
 }
@@ -390,7 +462,7 @@ mod tests {
     impl Site {
         fn new() -> Self {
             let site = Self(tempfile::tempdir().unwrap());
-            Authority::init(site.0.path(), "lab", &SystemRandom).unwrap();
+            AuthorityKey::init(site.0.path(), "lab", NOW, &SystemRandom).unwrap();
             site
         }
 
@@ -400,14 +472,14 @@ mod tests {
         }
 
         fn files(&self) -> Vec<String> {
-            let entries = fs::read_dir(folder(self.0.path())).unwrap();
+            let entries = fs::read_dir(self.0.path()).unwrap();
             let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
             names.sort();
             names
         }
 
         fn at(&self, name: &str) -> PathBuf {
-            folder(self.0.path()).join(name)
+            self.0.path().join(name)
         }
     }
 
@@ -498,10 +570,9 @@ mod tests {
             }
             let read = Authorities::read(site.0.path(), NOW, &SystemRandom).unwrap();
             assert_eq!((read.signer().fingerprint(), read.all().count()), (new, 1), "{renamed:?}");
-            let (copy, from) = (Site(tempfile::tempdir().unwrap()), folder(site.0.path()));
-            fs::create_dir(folder(copy.0.path())).unwrap();
+            let copy = Site(tempfile::tempdir().unwrap());
             for file in site.files() {
-                fs::copy(from.join(&file), copy.at(&file)).unwrap();
+                fs::copy(site.at(&file), copy.at(&file)).unwrap();
             }
             let all = copy.open();
             assert!(!all.finish(NOW).unwrap());
@@ -517,7 +588,7 @@ mod tests {
         let (first, second) = (Site::new(), Site(tempfile::tempdir().unwrap()));
         let one = first.open();
         let alone = one.present().export();
-        Authorities::import(second.0.path(), &alone, NOW).unwrap();
+        Authorities::import(second.0.path(), &alone, Phase::Begun, NOW).unwrap();
         let two = second.open();
         assert!(matches!(two.begin("lab", Some(&alone), NOW), Err(NotRotated::Foreign)));
         one.begin("lab", None, NOW).unwrap();
@@ -541,9 +612,12 @@ mod tests {
 
         // A server that comes to the pool now begins with both.
         let third = Site(tempfile::tempdir().unwrap());
-        Authorities::import(third.0.path(), &both, NOW).unwrap();
+        Authorities::import(third.0.path(), &both, Phase::Begun, NOW).unwrap();
         let three = third.open();
         assert_eq!((new(&three), phase(&three)), (new(&one), Some(Phase::Begun)));
-        assert!(matches!(Authorities::import(third.0.path(), &both, NOW), Err(AuthorityError::Exists(_))));
+        assert!(matches!(
+            Authorities::import(third.0.path(), &both, Phase::Begun, NOW),
+            Err(AuthorityError::Exists(_))
+        ));
     }
 }

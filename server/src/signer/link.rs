@@ -1,0 +1,268 @@
+//! The server's and the command line's way to the signer: a socket, or a keeper in this process.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use gpusession_proto::join::JoinToken;
+use gpusession_proto::message;
+use serde::de::DeserializeOwned;
+
+use super::authorities::Present;
+use super::ca::{AuthorityError, Issued};
+use super::keeper::{Caller, Keeper, Places};
+use super::lock::locked;
+use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, USER, Why};
+use super::tokens::{TokenFacts, Tokens};
+use crate::clock::{SystemClock, SystemRandom};
+use crate::store::{self, Lock};
+
+/// Longest time for a connection, an operation and its answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A way to the signer.
+#[derive(Debug)]
+pub enum Link {
+    /// The keeper in this process; the lock of its folder, unless the caller has it.
+    Here(Box<Keeper>, Option<Lock>),
+    /// Socket of the signer's own process.
+    Socket(PathBuf),
+}
+
+/// Returns the folder of the signer whose socket is at `socket`.
+///
+/// systemd gives the signer's unit folders of one name below `/run` and `/var/lib`.
+pub fn folder_of(socket: &Path) -> Option<PathBuf> {
+    Some(Path::new("/var/lib").join(socket.parent()?.strip_prefix("/run").ok()?))
+}
+
+/// Returns the signer's files: those of its own process, or those inside the state directory.
+pub fn places(signer: Option<&Path>, state_dir: &Path) -> Places {
+    match signer.and_then(folder_of) {
+        Some(folder) => Places::own(&folder),
+        None => Places::inside(state_dir),
+    }
+}
+
+/// Returns the unit of the signer whose socket is at `socket`.
+fn unit_of(socket: &Path) -> String {
+    let folder = socket.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+    let folder = folder.unwrap_or("gpuserver-ca");
+    folder.strip_prefix("gpuserver-ca-").map_or_else(|| folder.into(), |name| format!("gpuserver-ca@{name}"))
+}
+
+impl Link {
+    /// Returns the server's link. `signer`: socket of the signer's own process.
+    ///
+    /// Without a socket, the caller holds the lock of the state directory.
+    pub fn of_server(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
+        if let Some(socket) = signer {
+            return Ok(Self::Socket(socket.into()));
+        }
+        let link = Self::here(Places::inside(state_dir), None)?;
+        link.ask(Operation::Name(name.into()))?;
+        Ok(link)
+    }
+
+    /// Returns the link of a command on this host.
+    ///
+    /// Where no signer listens yet, as after an installation, root opens its files.
+    pub fn of_command(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
+        let Some(socket) = signer else { return Self::of_server(None, state_dir, name) };
+        let silent = matches!(
+            UnixStream::connect(socket).map_err(|e| e.kind()),
+            Err(io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+        );
+        match folder_of(socket).filter(|_| silent && nix::unistd::geteuid().is_root()) {
+            Some(folder) => {
+                let lock = store::lock(&folder)?;
+                give_to_signer(&folder)?;
+                Self::here(Places::own(&folder), Some(lock))
+            }
+            None => Ok(Self::Socket(socket.into())),
+        }
+    }
+
+    fn here(places: Places, lock: Option<Lock>) -> Result<Self, Refused> {
+        let keeper = Keeper::open(places, Arc::new(SystemClock), Arc::new(SystemRandom))?;
+        Ok(Self::Here(Box::new(keeper), lock))
+    }
+
+    /// Has the signer do an operation.
+    pub fn ask(&self, operation: Operation) -> Outcome {
+        match self {
+            Self::Here(keeper, _) => keeper.perform(Caller::Root, operation),
+            Self::Socket(path) => ask(path, &operation).unwrap_or_else(|e| Err(away(path, &e))),
+        }
+    }
+
+    /// Lists the join tokens, the newest last.
+    pub fn tokens(&self) -> Result<Vec<TokenFacts>, Refused> {
+        let mut all: Vec<TokenFacts> = Vec::new();
+        loop {
+            let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
+            match self.ask(Operation::Tokens { after })? {
+                Done::Tokens(more) if more.is_empty() => break,
+                Done::Tokens(more) => all.extend(more),
+                other => return Err(unexpected(&other)),
+            }
+        }
+        all.sort_by_key(|token| token.created_unix);
+        Ok(all)
+    }
+
+    /// Returns the present authorities.
+    pub fn present(&self) -> Result<Present, Refused> {
+        match self.ask(Operation::Present)? {
+            Done::Present(described) => Ok(described.try_into()?),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Creates a join token.
+    pub fn create_token(
+        &self,
+        pattern: &str,
+        uses: u32,
+        ttl: Duration,
+    ) -> Result<(JoinToken, TokenFacts), Refused> {
+        let pattern = pattern.into();
+        match self.ask(Operation::TokenCreate { pattern, uses, ttl: ttl.as_secs() })? {
+            Done::Token { id, secret, authority, facts } => Ok((JoinToken { authority, id, secret }, facts)),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Revokes the join token whose id begins with `id`; returns the whole id, if one token fits.
+    pub fn revoke_token(&self, id: &str) -> Result<Option<String>, Refused> {
+        match self.ask(Operation::TokenRevoke { id: id.into() })? {
+            Done::Revoked(revoked) => Ok(revoked),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Has a certificate signed.
+    pub fn sign(&self, operation: Operation) -> Result<Issued, Refused> {
+        match self.ask(operation)? {
+            Done::Issued(issued) => Ok(issued),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Permits the running server an operation that the signer does for root alone.
+    ///
+    /// A server whose signer is inside its process needs no permission, and one of an earlier
+    /// version asks no signer.
+    pub fn permit(signer: Option<&Path>, operation: Privileged) -> Result<(), Refused> {
+        let Some(socket) = signer else { return Ok(()) };
+        match Self::Socket(socket.into()).ask(Operation::Permit(operation)) {
+            Err(refused) if refused.why != Why::Away => Err(refused),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Gives a folder that root made to the signer's user.
+fn give_to_signer(folder: &Path) -> Result<(), Refused> {
+    use std::os::unix::fs::PermissionsExt;
+    let user = nix::unistd::User::from_name(USER).ok().flatten();
+    let user = user.ok_or_else(|| {
+        let text = format!("the user {0} does not exist: systemd-sysusers gpuserver.conf creates it", USER);
+        Refused::new(Why::Failed, text)
+    })?;
+    let failed = |e: io::Error| Refused::new(Why::Failed, format!("{}: {e}", folder.display()));
+    for path in [folder.to_path_buf(), folder.join("lock")] {
+        nix::unistd::chown(&path, Some(user.uid), Some(user.gid)).map_err(|e| failed(e.into()))?;
+    }
+    // Everyone may read the authority's certificate.
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o711)).map_err(failed)
+}
+
+fn unexpected(done: &Done) -> Refused {
+    // The variant alone: its content may be secret.
+    let text = format!("the signer answered another question ({:?})", std::mem::discriminant(done));
+    Refused::new(Why::Failed, text)
+}
+
+fn away(socket: &Path, e: &io::Error) -> Refused {
+    let (socket, unit) = (socket.display(), unit_of(socket));
+    let text = format!("authority: the signer does not answer at {socket}: {e}; systemctl status {unit}");
+    Refused::new(Why::Away, text)
+}
+
+fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {
+    let bytes = message::encode(operation);
+    message::body_len([bytes[0], bytes[1], bytes[2], bytes[3]]).map_err(io::Error::other)?;
+    let mut socket = UnixStream::connect(path)?;
+    socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    socket.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    // A signer that refuses the caller may answer before it reads.
+    let sent = socket.write_all(&bytes);
+    receive(&mut socket).map_err(|e| sent.err().unwrap_or(e))
+}
+
+/// Reads one message.
+pub(super) fn receive<T: DeserializeOwned>(socket: &mut UnixStream) -> io::Result<T> {
+    let mut prefix = [0; 4];
+    socket.read_exact(&mut prefix)?;
+    let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
+    socket.read_exact(&mut body)?;
+    message::decode(&body).map_err(io::Error::other)
+}
+
+/// The server's handle of the signer, with the authorities of the last look.
+pub struct Signer {
+    link: Link,
+    present: Mutex<Arc<Present>>,
+}
+
+impl std::fmt::Debug for Signer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Signer({:?})", self.link)
+    }
+}
+
+impl Signer {
+    /// Asks the signer for the authorities.
+    pub fn open(link: Link) -> Result<Self, Refused> {
+        let present = Mutex::new(Arc::new(link.present()?));
+        Ok(Self { link, present })
+    }
+
+    /// Returns the way to the signer.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// Returns the present authorities.
+    pub fn present(&self) -> Arc<Present> {
+        locked(&self.present).clone()
+    }
+
+    /// Takes a step of a rotation; returns `false` if it was taken before.
+    pub fn rotate(&self, step: Step) -> Result<bool, Refused> {
+        let changed = match self.link.ask(Operation::Privileged(Privileged::Rotate(step)))? {
+            Done::Changed(changed) => changed,
+            other => return Err(unexpected(&other)),
+        };
+        *locked(&self.present) = Arc::new(self.link.present()?);
+        Ok(changed)
+    }
+
+    /// Has the signer work in a thread where it may wait.
+    pub async fn aside<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, Refused> + Send + 'static,
+    ) -> Result<T, Refused> {
+        let signer = self.clone();
+        let done = tokio::task::spawn_blocking(move || work(&signer)).await;
+        done.unwrap_or_else(|e| Err(Refused::new(Why::Failed, format!("internal error: {e}"))))
+    }
+}
+
+/// Reads join tokens of a state directory without a server.
+pub(super) fn read_tokens(file: &Path) -> Result<Tokens, AuthorityError> {
+    Ok(store::read(file)?)
+}

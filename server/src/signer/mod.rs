@@ -1,0 +1,18 @@
+//! The signer: the one part that holds the keys of the pool's authorities, and the join tokens.
+//!
+//! [`keeper`] checks and signs. A server that systemd runs reaches it in a process and a user of
+//! its own, `gpuserver-signer`, over [`socket`]; a server without root has it inside its process.
+//! Each connection to the socket carries one [`Operation`] and one [`Outcome`], as
+//! [`gpusession_proto::message`] encodes them.
+
+pub mod adopt;
+pub mod authorities;
+pub mod ca;
+pub mod keeper;
+pub mod link;
+mod lock;
+mod operation;
+pub mod socket;
+pub mod tokens;
+
+pub use operation::{Done, Operation, Outcome, Privileged, Refused, Step, USER, Why};
