@@ -246,7 +246,7 @@ class Site:
         """Writes the last journal entries of the services, for the diagnosis of a failure."""
         for host in [self.client, *self.servers]:
             with contextlib.suppress(BaseException):
-                text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver; systemctl --failed --no-legend").out
+                text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver -t gpuserver-signer; systemctl --failed --no-legend").out
                 out.write(f"    -- journal of {host.name}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
 
 

@@ -16,6 +16,13 @@ NCCL_DEBUG = "WARN"
 HF_HOME = "/srv/models"
 """
 
+AS_SERVER = "setpriv --reuid=gpuserver --regid=gpuserver --init-groups"
+# The state folder as versions without a signer left it.
+EARLIER = """systemctl stop gpuserver-ca.socket gpuserver-ca.service
+mkdir /var/lib/gpuserver/ca && mv /var/lib/gpuserver-ca/authority.* /var/lib/gpuserver/ca
+mv /var/lib/gpuserver-ca/tokens.json /var/lib/gpuserver && rm -r /var/lib/gpuserver-ca
+chown -R gpuserver: /var/lib/gpuserver"""
+
 
 def run(site, check):
     client, servers = site.client, site.servers
@@ -47,6 +54,21 @@ def run(site, check):
         servers[1].until("gpuserver clients | grep 'stolen.*revoked'", 20)
         assert servers[1].ok("stat -c %U /var/lib/gpuserver/*.json | sort -u") == "gpuserver"
         servers[1].ok("gpuserver clients forget stolen && systemctl stop gpuserver")
+    with check("the signer alone has the authority, and refuses processes of the server's user beside the server"):
+        assert servers[0].ok("stat -c '%U %a' /var/lib/gpuserver-ca/authority.key") == "gpuserver-ca 600"
+        servers[0].fails("ls /var/lib/gpuserver/ca /var/lib/gpuserver/tokens.json")
+        servers[0].fails(f"{AS_SERVER} cat /var/lib/gpuserver-ca/authority.key")
+        expect(servers[0].run(f"{AS_SERVER} gpuserver pool export 2>&1").out, "not the main process of gpuserver.service")
+        servers[0].ok("journalctl -u gpuserver-ca | grep 'signed for server gpu1'")
+    with check("a server of before, whose authority is in its own folder, moves it to the signer when it starts"):
+        before = servers[1].ok("sha256sum </var/lib/gpuserver-ca/authority.key")
+        servers[1].ok(EARLIER)
+        servers[1].ok("systemctl start gpuserver")
+        servers[1].until("gpuserver status", 20)
+        assert servers[1].ok("sha256sum </var/lib/gpuserver-ca/authority.key") == before
+        expect(servers[1].ok("gpuserver token list"), "nobody")
+        servers[1].fails("ls /var/lib/gpuserver/ca")
+        servers[1].ok("systemctl stop gpuserver")
     with check("a value set while the server runs is stored in a file of its own"):
         expect(servers[0].ok("gpuserver config set warm_workers 3 && gpuserver config get warm_workers --origin"), "90-runtime.toml")
         servers[0].ok("gpuserver config unset warm_workers")
