@@ -1,13 +1,10 @@
 //! The command line against the daemon's API on a private bus, with a simulated pool.
 
-#[path = "../../gpusessiond/tests/common/mod.rs"]
-mod common;
-
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 
-use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
 use gpusessiond::environment::{Audience, publish};

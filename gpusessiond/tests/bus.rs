@@ -5,16 +5,15 @@ mod bus {
     mod servers;
     mod sessions;
 }
-mod common;
 
 use std::collections::HashMap;
 use std::os::fd::FromRawFd as _;
 use std::time::Duration;
 
-use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusession_bus::{NAME, PATH, path_element};
 use gpusession_common::words::Class;
 use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
+use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusessiond::config::Config;
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{LeaseState, Leases as _};
@@ -718,8 +717,8 @@ async fn a_reload_is_shown_and_a_bad_one_changes_nothing() {
     let engine = engine(&[&sim]);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("gpusession.toml");
-    let settings = common::settings(&engine, &Config::default(), &path);
-    let _api = common::serve_settings(&bus, &engine, settings).await;
+    let settings = gpusession_test_daemon::settings(&engine, &Config::default(), &path);
+    let _api = gpusession_test_daemon::serve_settings(&bus, &engine, settings).await;
     let connection = bus.connect().await;
     let manager = manager(&connection).await;
     std::fs::write(&path, "[access]\nextra_leases = 3\n[[lease]]\nname = \"a\"\n").unwrap();

@@ -1,7 +1,5 @@
 //! The daemon as a program: configuration, notifications to systemd, sockets, exit.
 
-mod common;
-
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt as _;
@@ -9,8 +7,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use common::{PATIENCE, PrivateBus, ask, request};
 use gpusession_proto::grant::{Denial, Reply};
+use gpusession_test_daemon::{PATIENCE, PrivateBus, ask, request};
 
 const DAEMON: &str = env!("CARGO_BIN_EXE_gpusessiond");
 

@@ -1,20 +1,18 @@
 //! The grant socket, with real sockets and processes and a simulated pool.
 
-mod common;
-
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::{
-    GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
-};
 use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
 };
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
+use gpusession_test_daemon::{
+    GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
+};
 use gpusessiond::config::Config;
 use gpusessiond::grant::Limits;
 use gpusessiond::leases::sim::{KEY, SimServer};
@@ -23,7 +21,7 @@ use gpusessiond::pool::{PoolError, Trouble};
 
 #[test]
 fn helper_process() {
-    common::helper_main();
+    gpusession_test_daemon::helper_main();
 }
 
 fn quick() -> Config {

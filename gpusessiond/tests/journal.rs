@@ -1,19 +1,17 @@
 //! Message id and fields of each event that the daemon logs; administrators' tools rely on them.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use common::{GrantSocket, PATIENCE, ask_async, config, engine, request, until, want};
 use gpusession_proto::control::{Loss, PoolEvent, StateChange, Warning, pool_event};
 use gpusession_proto::grant::{self, Outage, Outcome, Reply, Want};
 use gpusession_proto::journal::{CATALOGS, Event, catalog};
 use gpusession_proto::login::{Open, Request};
 use gpusession_proto::message;
+use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, config, engine, request, until, want};
 use gpusessiond::access::Gate;
 use gpusessiond::environment::Audience;
 use gpusessiond::grant::Limits;

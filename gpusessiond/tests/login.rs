@@ -1,7 +1,5 @@
 //! The login socket, with real sockets and processes.
 
-mod common;
-
 use std::io::Read as _;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -9,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{PATIENCE, config, engine};
 use gpusession_proto::login::{MAX_REPLY, Open, Reply, Request};
+use gpusession_test_daemon::{PATIENCE, config, engine};
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
 use gpusessiond::environment::Audience;

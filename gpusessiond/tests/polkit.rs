@@ -2,13 +2,11 @@
 //!
 //! Needs root, since daemon and callers run as different users.
 
-mod common;
-
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use common::{DAEMON, PATIENCE, PrivateBus, config, engine, serve_on, settings, until, want};
+use gpusession_test_daemon::{DAEMON, PATIENCE, PrivateBus, config, engine, serve_on, settings, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
 use gpusessiond::leases::engine::Engine;

@@ -10,15 +10,11 @@
 //! All clients share this process. The server is another process, with 80 GPUs and no driver, and
 //! with its defaults except for limits.
 
-#[allow(dead_code, reason = "the tests use the rest")]
-#[path = "../tests/server/common.rs"]
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{Client, Server};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, RenewRequest, WatchRequest};
+use gpusession_test_server::{Client, Server};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tonic::transport::Identity;

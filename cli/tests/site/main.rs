@@ -5,8 +5,6 @@
 
 mod addresses;
 mod batch;
-#[path = "../../../gpusessiond/tests/common/mod.rs"]
-mod common;
 mod diagnosis;
 mod json;
 mod local;
@@ -20,14 +18,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Helper, PATIENCE, PrivateBus};
+use gpusession_test_daemon::{Helper, PATIENCE, PrivateBus};
 use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 #[test]
 fn helper_process() {
-    common::helper_main();
+    gpusession_test_daemon::helper_main();
 }
 
 /// Child process of a test that reports a fault of a simulated GPU; `SITE_FAULT` holds the fault.

@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 
-use crate::common::Helper;
 use crate::{Running, Site, programs, text};
+use gpusession_test_daemon::Helper;
 
 /// The part of systemd that the daemon uses: the descriptor store, and its unit's job.
 struct Systemd {

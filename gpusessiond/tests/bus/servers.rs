@@ -7,8 +7,8 @@ use gpusessiond::leases::{LeaseState, Leases as _};
 use gpusessiond::pool::{PoolError, Trouble};
 use zbus::OwnedObjectPath;
 
-use crate::common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use crate::{create, error_name, held, manager, next_signals, proxy, signals};
+use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 
 #[tokio::test]
 async fn servers_come_go_and_are_left() {

@@ -8,8 +8,8 @@ use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{Answer, Caller, Leases as _, WorkerRequest};
 use zbus::{OwnedObjectPath, OwnedVariant};
 
-use crate::common::{self, PATIENCE, PrivateBus, config, engine, serve};
 use crate::{create, error_name, leases, manager, next_signals, proxy, signals};
+use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve};
 
 #[tokio::test]
 async fn a_sessions_own_lease_is_found_and_released_with_it() {
@@ -18,7 +18,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     let mut config = config(&[1]);
     config.leases[0].class = Class::Session;
     let _api = serve(&bus, &engine, &config).await;
-    common::settings(&engine, &config, std::path::Path::new("/nonexistent")).apply().await;
+    gpusession_test_daemon::settings(&engine, &config, std::path::Path::new("/nonexistent")).apply().await;
     let connection = bus.connect().await;
     let manager = manager(&connection).await;
     let uid = nix::unistd::getuid().as_raw();

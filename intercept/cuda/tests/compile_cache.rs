@@ -1,11 +1,9 @@
 //! NVRTC's private table for compiled code, used as NVRTC uses it.
 
-mod common;
-
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 
-use common::library;
+use gpusession_test_support::cuda::library;
 
 const TABLE: u128 = 0xda9151d3_3ae6cc41_a5c04f26_d533e328;
 

@@ -1,11 +1,9 @@
 //! Symbols that programs find in the library.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use common::library_file;
+use gpusession_test_support::cuda::library_file;
 
 #[test]
 fn every_symbol_of_the_driver_is_exported_and_nothing_of_ours_but_the_marker() {

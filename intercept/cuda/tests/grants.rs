@@ -1,12 +1,10 @@
 //! Results of `cuInit` for each answer of the daemon.
 
-mod common;
-
 use std::process::Output;
 
-use common::{call, library, run};
 use gpusession_proto::grant::{Denial, Endpoint, Reply};
 use gpusession_proto::preface::Key;
+use gpusession_test_support::cuda::{call, library, run};
 
 gpusession_test_support::programs!(init);
 

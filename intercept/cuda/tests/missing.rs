@@ -1,9 +1,7 @@
 //! `GPUSESSION_TRACE=missing`: prints each call and table that is not supported, and how often a
 //! program used it.
 
-mod common;
-
-use common::{call, library, run};
+use gpusession_test_support::cuda::{call, library, run};
 
 gpusession_test_support::programs!(wants_much);
 

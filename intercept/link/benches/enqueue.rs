@@ -4,10 +4,6 @@
 //! measures bursts, and counts the thread's system calls.
 #![expect(clippy::disallowed_methods, reason = "a benchmark pauses between bursts")]
 
-#[path = "../tests/peer/mod.rs"]
-mod peer;
-mod syscalls;
-
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -15,7 +11,7 @@ use criterion::{Criterion, criterion_group};
 use gpusession_link::Link;
 use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
-use peer::link;
+use gpusession_test_link::peer::link;
 
 fn launch(link: &Link) {
     const CALLER: Caller = Caller { thread: 1, ctx: 1 };
@@ -40,13 +36,13 @@ fn bursts() -> Vec<u64> {
     let mut times = Vec::with_capacity(100 * 1000);
     for _ in 0..100 {
         std::thread::sleep(Duration::from_millis(2));
-        syscalls::mark();
+        gpusession_test_link::syscalls::mark();
         for _ in 0..1000 {
             let begun = Instant::now();
             launch(&link);
             times.push(begun.elapsed().as_nanos() as u64);
         }
-        syscalls::mark();
+        gpusession_test_link::syscalls::mark();
     }
     times
 }
@@ -61,5 +57,9 @@ fn main() {
     }
     benches();
     let mut again = Command::new(std::env::current_exe().expect("a program"));
-    syscalls::report("enqueue a launch", &mut bursts(), syscalls::count(again.arg(TRACED)));
+    gpusession_test_link::syscalls::report(
+        "enqueue a launch",
+        &mut bursts(),
+        gpusession_test_link::syscalls::count(again.arg(TRACED)),
+    );
 }

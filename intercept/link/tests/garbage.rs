@@ -1,7 +1,5 @@
 //! A broken worker or an impostor can only end a program's connection, with a reason.
 
-mod peer;
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
 use std::time::{Duration, Instant};
@@ -11,7 +9,7 @@ use gpusession_link::link::{Caller, LinkLost};
 use gpusession_proto::frame::{HEADER, Header, MAX_BODY, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface;
-use peer::link;
+use gpusession_test_link::peer::link;
 use zerocopy::IntoBytes as _;
 
 const CALLER: Caller = Caller { thread: 1, ctx: 1 };
@@ -92,7 +90,7 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
         let _ = socket.shutdown(Shutdown::Write);
         while socket.read(&mut [0; 4096]).is_ok_and(|n| n > 0) {}
     });
-    let opened = Link::open(&endpoint, Box::new(peer::Quiet), |_| {});
+    let opened = Link::open(&endpoint, Box::new(gpusession_test_link::peer::Quiet), |_| {});
     let Err(LinkLost(reason)) = opened else { panic!("a link") };
     reason
 }

@@ -14,7 +14,7 @@ use rustls::{ServerConfig, ServerConnection};
 use tonic::Code;
 use tonic::transport::Identity;
 
-use crate::common::{Server, eventually, example};
+use gpusession_test_server::{Server, eventually, example};
 
 /// Creates an administrator and returns the file with the certificate.
 pub fn administrator(server: &Server, name: &str) -> PathBuf {

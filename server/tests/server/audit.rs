@@ -3,7 +3,7 @@
 use gpusession_proto::control::ReleaseRequest;
 use nix::sys::signal::Signal;
 
-use crate::common::{Server, eventually};
+use gpusession_test_server::{Server, eventually};
 
 fn events(server: &Server, words: &[&str]) -> Vec<(String, String, String)> {
     let rows = server.json(&[&["audit"], words].concat())["audit"].as_array().unwrap().clone();

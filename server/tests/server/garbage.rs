@@ -15,8 +15,8 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use tonic::transport::Identity;
 use tonic::{Code, Request};
 
-use crate::common::{Client, LONG, Server, rest};
 use crate::renew;
+use gpusession_test_server::{Client, LONG, Server, rest};
 
 /// A client's end of a TLS connection to the control port.
 fn tls(server: &Server, identity: Option<&(String, String)>) -> StreamOwned<ClientConnection, TcpStream> {

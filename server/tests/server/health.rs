@@ -9,7 +9,7 @@ use nix::sys::ptrace;
 use nix::unistd::Pid;
 use tonic::Code;
 
-use crate::common::{Server, alive, eventually, rest};
+use gpusession_test_server::{Server, alive, eventually, rest};
 
 const GPUS: [&str; 2] =
     ["GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"];

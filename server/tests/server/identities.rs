@@ -23,7 +23,7 @@ use rustls::pki_types::pem::PemObject;
 use tonic::transport::{Channel, Identity};
 use tonic::{Code, Status};
 
-use crate::common::{LONG, Server};
+use gpusession_test_server::{LONG, Server};
 
 const DAY: u64 = 24 * 3600;
 

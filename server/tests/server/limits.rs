@@ -11,9 +11,9 @@ use gpusession_proto::preface;
 use tonic::Code;
 use zerocopy::IntoBytes;
 
-use crate::common::{Client, Server, eventually, rest};
 use crate::renew;
 use crate::sharing::{details, named, refused_by};
+use gpusession_test_server::{Client, Server, eventually, rest};
 
 #[tokio::test]
 async fn every_limit_refuses_by_name() {

@@ -3,7 +3,6 @@
 
 mod administration;
 mod audit;
-mod common;
 mod fences;
 mod garbage;
 mod health;
@@ -24,7 +23,6 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{LONG, Server, alive, eventually, exists, rest};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{
@@ -32,6 +30,7 @@ use gpusession_proto::control::{
 };
 use gpusession_proto::join;
 use gpusession_proto::preface;
+use gpusession_test_server::{LONG, Server, alive, eventually, exists, rest};
 use nix::sys::signal::Signal;
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use rustls::client::ResolvesClientCert;

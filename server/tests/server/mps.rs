@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use tonic::Code;
 
-use crate::common::{Client, LONG, Server, alive, eventually, example, rest};
+use gpusession_test_server::{Client, LONG, Server, alive, eventually, example, rest};
 
 const SHARING: &str = "sharing = \"mps\"\npark_after = 0\nwarn_after = 0";
 

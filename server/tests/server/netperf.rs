@@ -11,8 +11,8 @@ use gpusession_proto::ticket::Ticket;
 use tonic::Code;
 use zerocopy::IntoBytes;
 
-use crate::common::{Server, alive, eventually, rest};
 use crate::workers::Site;
+use gpusession_test_server::{Server, alive, eventually, rest};
 
 /// An endpoint as its client knows it.
 struct Endpoint<'a> {

@@ -13,8 +13,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
 
-use crate::common::{Client, Server, alive, eventually, rest};
 use crate::{pid, renew};
+use gpusession_test_server::{Client, Server, alive, eventually, rest};
 
 /// The part of systemd that a unit uses: notifications and the descriptor store.
 #[derive(Clone)]

@@ -19,7 +19,7 @@ use rustls::pki_types::pem::PemObject as _;
 use serde_json::{Value, json};
 
 use crate::administration::{administrator, from_afar};
-use crate::common::{LONG, Server, eventually};
+use gpusession_test_server::{LONG, Server, eventually};
 
 /// A machine of the pool; its folder outlives its daemon.
 struct Machine {

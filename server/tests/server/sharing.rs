@@ -12,23 +12,11 @@ use nix::sys::signal::{Signal, kill};
 use prost::Message as _;
 use tonic::{Code, Status};
 
-use crate::common::{Client, Server, eventually, rest};
 use crate::renew;
+use gpusession_test_server::{Client, Server, eventually, rest};
 
 pub(crate) fn details(status: &Status) -> control::Refusal {
     control::Refusal::decode(status.details()).expect("details")
-}
-
-impl Server {
-    pub(crate) fn set(&self, key: &str, value: &str) {
-        let output = self.verb(&["config", "set", key, value]);
-        assert!(output.status.success(), "{output:?}");
-    }
-
-    pub(crate) fn unset(&self, key: &str) {
-        let output = self.verb(&["config", "unset", key]);
-        assert!(output.status.success(), "{output:?}");
-    }
 }
 
 pub(crate) async fn named(client: &mut Client, id: &str, gpus: u32) -> Result<Lease, Status> {

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use rcgen::{CertificateParams, KeyPair};
 use tonic::transport::Identity;
 
-use crate::common::Server;
+use gpusession_test_server::Server;
 
 #[tokio::test]
 async fn encryption_off_is_for_trusted_peers() {

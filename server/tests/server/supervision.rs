@@ -10,8 +10,8 @@ use nix::unistd::Pid;
 use tonic::Code;
 use zerocopy::IntoBytes;
 
-use crate::common::{Server, alive, eventually, rest};
 use crate::pid;
+use gpusession_test_server::{Server, alive, eventually, rest};
 
 #[tokio::test]
 async fn a_killed_worker_is_replaced_and_others_go_on() {

@@ -18,7 +18,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use zerocopy::IntoBytes;
 
-use crate::common::{Client, Server, eventually};
+use gpusession_test_server::{Client, Server, eventually};
 
 /// Number of clients at the same time.
 const CLIENTS: u64 = 4;

@@ -3,20 +3,12 @@
 //! The program launches in bursts that fit into a stream's queue, and waits after each. The bench
 //! also counts the system calls of the thread within the bursts.
 
-#[allow(dead_code, reason = "shared with the tests of the wire")]
-#[path = "../tests/harness/mod.rs"]
-mod harness;
-#[path = "../../../intercept/cuda/tests/common/mod.rs"]
-mod program;
-#[path = "../../../intercept/link/benches/syscalls/mod.rs"]
-mod syscalls;
-
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
 use gpusession_proto::grant::Reply;
-use harness::{Machine, Worker};
+use gpusession_test_worker::{Machine, Worker};
 
 const PROGRAM: &str = "program";
 const KERNEL: &std::ffi::CStr = c"
@@ -27,9 +19,10 @@ const KERNEL: &std::ffi::CStr = c"
 
 /// The program: prints the nanoseconds of each launch, one a line.
 fn launches() {
-    let library = program::library();
-    let call =
-        |name: &str, arguments: &[u64]| assert_eq!(program::call(&library, name, arguments), 0, "{name}");
+    let library = gpusession_test_support::cuda::library();
+    let call = |name: &str, arguments: &[u64]| {
+        assert_eq!(gpusession_test_support::cuda::call(&library, name, arguments), 0, "{name}")
+    };
     let (mut ctx, mut module, mut function) = (0u64, 0u64, 0u64);
     call("cuInit", &[0]);
     call("cuDevicePrimaryCtxRetain", &[&raw mut ctx as u64, 0]);
@@ -47,7 +40,7 @@ fn launches() {
     call("cuLaunchKernel", &launch);
     for _ in 0..100 {
         call("cuCtxSynchronize", &[]);
-        syscalls::mark();
+        gpusession_test_link::syscalls::mark();
         for _ in 0..500 {
             let begun = Instant::now();
             // SAFETY: a kernel with these parameters, which outlive the call.
@@ -55,7 +48,7 @@ fn launches() {
             times.push(begun.elapsed().as_nanos() as u64);
             assert_eq!(status, 0);
         }
-        syscalls::mark();
+        gpusession_test_link::syscalls::mark();
     }
     call("cuCtxSynchronize", &[]);
     times.iter().for_each(|time| println!("{time}"));
@@ -73,11 +66,14 @@ fn main() {
     };
     let granted = |worker: &Worker| vec![Reply::Granted(vec![worker.endpoint(false)])];
     let (measured, traced) = (Worker::start(&machine), Worker::start(&machine));
-    let (output, _) = program::beside_daemon(granted(&measured), |socket| command(socket).output());
+    let (output, _) =
+        gpusession_test_support::cuda::beside_daemon(granted(&measured), |socket| command(socket).output());
     let output = output.expect("it runs");
     assert!(output.status.success(), "{output:?}");
     let said = String::from_utf8(output.stdout).expect("text");
     let mut times: Vec<u64> = said.lines().map(|line| line.parse().expect("a number")).collect();
-    let (calls, _) = program::beside_daemon(granted(&traced), |socket| syscalls::count(&mut command(socket)));
-    syscalls::report("cuLaunchKernel", &mut times, calls);
+    let (calls, _) = gpusession_test_support::cuda::beside_daemon(granted(&traced), |socket| {
+        gpusession_test_link::syscalls::count(&mut command(socket))
+    });
+    gpusession_test_link::syscalls::report("cuLaunchKernel", &mut times, calls);
 }

@@ -1,21 +1,18 @@
 //! The server's helpers on the simulated driver: the monitor, and the one that parks a worker.
 
-#[allow(dead_code)]
-mod harness;
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use gpusession_proto::frame::op;
 use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, FromMonitor, Query, ToMonitor, uuid_bytes};
-use harness::{MIB, Machine, WINDOW, Worker};
+use gpusession_test_worker::{MIB, Machine, WINDOW, Worker};
 
 struct Monitor(Child, Option<ChildStdin>, ChildStdout);
 
 impl Monitor {
     fn start(machine: &Machine) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"))
+        let mut child = Command::new(gpusession_test_worker::program())
             .arg("--monitor")
             .arg(machine.driver())
             .arg("require")
@@ -132,7 +129,7 @@ fn a_helper_parks_a_worker_after_it_gave_up_its_rights() {
     let client = worker.client(false);
     client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
     client.put(WINDOW, b"kept");
-    let mut helper = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"))
+    let mut helper = Command::new(gpusession_test_worker::program())
         .arg("--park")
         .arg(machine.driver())
         .args(["require", &worker.pid().to_string(), "10000"])

@@ -1,20 +1,13 @@
 //! Idle time of a lease with several programs, on the simulated driver.
 
-// Other tests use the rest of both.
-#[allow(dead_code)]
-mod harness;
-#[allow(dead_code)]
-#[path = "harness/supervised.rs"]
-mod supervised;
-
 use std::time::Duration;
 
 use gpuserver::accounting::Wanted;
 use gpuserver::clock::Clock as _;
 use gpuserver::idle::{Act, Clock, Seen, Timeouts};
 use gpusession_proto::frame::op;
-use harness::{LEASE, MIB, WINDOW};
-use supervised::{Site, eventually};
+use gpusession_test_worker::supervised::{Site, eventually};
+use gpusession_test_worker::{LEASE, MIB, WINDOW};
 
 const PARK_AFTER: Duration = Duration::from_secs(1800);
 

@@ -1,19 +1,12 @@
 //! Workers of one lease under the server's own supervisor, on the simulated driver.
 
-// Other tests use the rest of both.
-#[allow(dead_code)]
-mod harness;
-#[allow(dead_code)]
-#[path = "harness/supervised.rs"]
-mod supervised;
-
 use std::time::Duration;
 
 use gpuserver::accounting::Wanted;
 use gpuserver::supervise::{Event, Phase, TakeError};
 use gpusession_proto::frame::op;
-use harness::{Client, LEASE, MIB, WINDOW};
-use supervised::{GPU, Site, eventually};
+use gpusession_test_worker::supervised::{GPU, Site, eventually};
+use gpusession_test_worker::{Client, LEASE, MIB, WINDOW};
 
 const OUT_OF_MEMORY: i32 = 2;
 

@@ -1,16 +1,11 @@
 //! Programs with several leases: each lease has a worker, and the program sees all devices.
 
-#[allow(dead_code, reason = "shared with the tests of the wire")]
-mod harness;
-#[path = "../../../intercept/cuda/tests/common/mod.rs"]
-mod program;
-
 use std::net::TcpListener;
 use std::sync::Arc;
 
 use gpusession_proto::grant::{Endpoint, Reply};
-use harness::{MIB, Machine, Options, Worker};
-use program::{Cuda, KERNEL, at};
+use gpusession_test_support::cuda::{Cuda, KERNEL, at};
+use gpusession_test_worker::{MIB, Machine, Options, Worker};
 
 const INVALID_VALUE: i32 = 1;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -42,7 +37,7 @@ fn ordinal_of(cuda: &Cuda, address: u64) -> u32 {
 
 /// Returns bytes without repetition.
 fn pattern(len: usize) -> Vec<u8> {
-    let mut random = harness::Random::new(7);
+    let mut random = gpusession_test_worker::Random::new(7);
     (0..len).map(|_| random.next() as u8).collect()
 }
 
@@ -416,8 +411,8 @@ fn sees_what_is_visible() {
     let wanted = std::env::var("SEEN").expect("set by the test");
     let wanted: Vec<usize> = wanted.split(',').filter_map(|n| n.parse().ok()).collect();
     if wanted.is_empty() {
-        let library = program::library();
-        assert_eq!(program::call(&library, "cuInit", &[0]), NO_DEVICE);
+        let library = gpusession_test_support::cuda::library();
+        assert_eq!(gpusession_test_support::cuda::call(&library, "cuInit", &[0]), NO_DEVICE);
         return;
     }
     let cuda = Cuda::begin();
@@ -435,8 +430,8 @@ fn sees_what_is_visible() {
 }
 
 fn finds_one_gone() {
-    let library = program::library();
-    assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
+    let library = gpusession_test_support::cuda::library();
+    assert_eq!(gpusession_test_support::cuda::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
 }
 
 // --- The tests.
@@ -473,7 +468,7 @@ impl Site {
 }
 
 fn succeeds(name: &str, endpoints: Vec<Endpoint>, variables: &[(&str, String)]) -> String {
-    let (output, _) = program::run(name, vec![Reply::Granted(endpoints)], variables);
+    let (output, _) = gpusession_test_support::cuda::run(name, vec![Reply::Granted(endpoints)], variables);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let out = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && out.contains("1 passed"), "{out}\n{said}");

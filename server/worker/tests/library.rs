@@ -3,11 +3,6 @@
 //! The worker uses the simulated driver with one of its nastier switches.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
-#[allow(dead_code, reason = "shared with the tests of the wire")]
-mod harness;
-#[path = "../../../intercept/cuda/tests/common/mod.rs"]
-mod program;
-
 use std::ffi::CStr;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -21,11 +16,11 @@ use std::time::{Duration, Instant};
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::grant::Reply;
 use gpusession_proto::supervise::FromWorker;
+use gpusession_test_support::cuda::{Cuda, KERNEL, at};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
-use harness::{KEY, MIB, Machine, Options, Random, WINDOW, Worker};
+use gpusession_test_worker::{KEY, MIB, Machine, Options, Random, WINDOW, Worker};
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect};
-use program::{Cuda, KERNEL, at};
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -304,9 +299,13 @@ fn copies_a_batch_that_changes() {
 }
 
 fn finds_no_window() {
-    let library = program::library();
-    assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
-    assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY, "the same each time");
+    let library = gpusession_test_support::cuda::library();
+    assert_eq!(gpusession_test_support::cuda::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
+    assert_eq!(
+        gpusession_test_support::cuda::call(&library, "cuInit", &[0]),
+        SYSTEM_NOT_READY,
+        "the same each time"
+    );
 }
 
 fn allocates_where_each_third_fails() {
@@ -539,7 +538,7 @@ fn granted(worker: &Worker) -> Reply {
 
 /// Runs one of the programs above, which must succeed; returns the library's output.
 fn succeeds(name: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> String {
-    let (output, _) = program::run(name, replies, variables);
+    let (output, _) = gpusession_test_support::cuda::run(name, replies, variables);
     said(&output)
 }
 
@@ -625,7 +624,8 @@ fn an_instruction_that_is_not_known_is_named() {
 #[test]
 fn a_server_that_lies_about_a_kernel_reads_nothing_of_the_program() {
     let (_machine, worker) = worker(&[("SIMGPU_PARAM_SIZE", "4096")]);
-    let (output, _) = program::run("launches_for_a_lying_server", vec![granted(&worker)], &[]);
+    let (output, _) =
+        gpusession_test_support::cuda::run("launches_for_a_lying_server", vec![granted(&worker)], &[]);
     let said = said(&output);
     assert!(said.contains("kernel increment: server test describes its parameters otherwise"), "{said}");
 }
@@ -633,8 +633,11 @@ fn a_server_that_lies_about_a_kernel_reads_nothing_of_the_program() {
 #[test]
 fn a_worker_that_is_killed_is_lost_for_good() {
     let (_machine, worker) = worker(&[]);
-    let (output, asked) =
-        program::run("loses_its_worker", vec![granted(&worker)], &[("WORKER", worker.pid().to_string())]);
+    let (output, asked) = gpusession_test_support::cuda::run(
+        "loses_its_worker",
+        vec![granted(&worker)],
+        &[("WORKER", worker.pid().to_string())],
+    );
     let said = said(&output);
     assert!(said.contains("gpusession: connection to test lost"), "the server is named: {said}");
     assert_eq!(asked, 1, "a program's memory is gone: no other worker takes its place");
@@ -740,7 +743,7 @@ fn runs_through_breaks(name: &str, units: u64, seed: u64, grace: u32) -> u32 {
     let mut endpoint = worker.endpoint(false);
     endpoint.addresses = vec![relay.address.to_string()];
     let why = [("GPUSESSION_TRACE", "why".to_string())];
-    let (output, _) = program::run(name, vec![Reply::Granted(vec![endpoint])], &why);
+    let (output, _) = gpusession_test_support::cuda::run(name, vec![Reply::Granted(vec![endpoint])], &why);
     let said = said(&output);
     assert!(output.status.success(), "{said}");
     assert!(said.contains("the connection is back after"), "{said}");
@@ -774,7 +777,7 @@ fn a_program_in_an_outage_ends_when_the_daemon_says_that_its_lease_has() {
     endpoint.addresses = vec![relay.address.to_string()];
     let replies = vec![Reply::Granted(vec![endpoint]), Reply::Ended("lease l1 has ended: released".into())];
     let begun = Instant::now();
-    let (output, asked) = program::run("loses_its_lease", replies, &[]);
+    let (output, asked) = gpusession_test_support::cuda::run("loses_its_lease", replies, &[]);
     let said = said(&output);
     assert!(output.status.success(), "{said}");
     assert!(said.contains("gpusession: connection to test lost: lease l1 has ended: released"), "{said}");
@@ -794,7 +797,8 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     let mut thief = stolen.stranger(0);
     thief.greet(&stolen.ticket().seal(&KEY));
     assert_eq!(thief.frame().map(|(header, _)| header.ctx.get()), Some(0), "admitted");
-    let (output, asked) = program::run("just_works", vec![granted(&stolen), granted(&spare)], &[]);
+    let (output, asked) =
+        gpusession_test_support::cuda::run("just_works", vec![granted(&stolen), granted(&spare)], &[]);
     let said = said(&output);
     assert!(said.contains("already serves a process: ticket used twice"), "{said}");
     assert_eq!(asked, 2, "libcuda asks for another worker");
@@ -804,6 +808,6 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
     assert!(other.heard.0.lock().expect("a list").is_empty());
     // Without another worker the owner receives the reason.
-    let refused = harness::Client::open(&stolen.endpoint(false)).err().expect("a refusal");
+    let refused = gpusession_test_worker::Client::open(&stolen.endpoint(false)).err().expect("a refusal");
     assert!(refused.0.contains("ticket used twice"), "{refused}");
 }

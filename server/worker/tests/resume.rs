@@ -1,9 +1,6 @@
 //! A worker whose client comes back after a break, and others that claim to be it.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other threads")]
 
-#[allow(dead_code, reason = "shared with other tests")]
-mod harness;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -14,7 +11,7 @@ use gpusession_proto::frame::op;
 use gpusession_proto::preface::FLAG_RESUME;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
-use harness::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
+use gpusession_test_worker::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
 
 fn start(machine: &std::sync::Arc<Machine>, resume_grace_s: u32) -> Worker {
     Worker::start_with(machine, &Options { resume_grace_s, ..Options::default() })
@@ -311,7 +308,7 @@ fn an_idle_program_with_bulk_lanes_comes_back() {
         let before = relay.connections();
         relay.cut();
         // All lanes connect again without a call of the program.
-        let until = Instant::now() + harness::PATIENCE;
+        let until = Instant::now() + gpusession_test_worker::PATIENCE;
         while relay.connections() < before + 17 {
             assert!(Instant::now() < until, "{} of 17 connections", relay.connections() - before);
             std::thread::yield_now();

@@ -1,14 +1,5 @@
 //! Programs of one lease that share memory, under the server's own supervisor.
 
-// Other tests use the rest of these.
-#[allow(dead_code)]
-mod harness;
-#[path = "../../../intercept/cuda/tests/common/mod.rs"]
-mod program;
-#[allow(dead_code)]
-#[path = "harness/supervised.rs"]
-mod supervised;
-
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -17,12 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 
 use gpusession_proto::grant::Reply;
-use harness::{LEASE, MIB};
+use gpusession_test_support::cuda::{Cuda, KERNEL, at};
+use gpusession_test_worker::supervised::{Site, eventually};
+use gpusession_test_worker::{LEASE, MIB};
 use nix::fcntl::{FcntlArg, FdFlag, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
-use program::{Cuda, KERNEL, at};
-use supervised::{Site, eventually};
 
 const INVALID_VALUE: i32 = 1;
 const UNKNOWN: i32 = 999;
@@ -619,7 +610,7 @@ fn imports_in_another_lease() {
 /// Runs programs with these leases, of which the first one must succeed.
 fn succeeds(site: &Site, name: &str, leases: &[&str], variables: &[(&str, String)]) -> String {
     let replies = leases.iter().zip(1..).map(|(lease, pid)| Reply::Granted(vec![site.endpoint(lease, pid)]));
-    let (output, _) = program::run(name, replies.collect(), variables);
+    let (output, _) = gpusession_test_support::cuda::run(name, replies.collect(), variables);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let out = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{name}: {out}\n{said}");

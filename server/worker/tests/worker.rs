@@ -1,7 +1,6 @@
 //! Worker processes on the simulated driver: services for good clients, refusals for bad ones.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
-mod harness;
 /// Tests of one subject each.
 mod worker {
     mod hostile;
@@ -21,7 +20,7 @@ use gpusession_proto::handle;
 use gpusession_proto::preface::{self, FLAG_TLS};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, ToWorker};
 use gpusession_proto::ticket::Ticket;
-use harness::{
+use gpusession_test_worker::{
     CALLER, Client, KEY, LATER, MIB, Machine, Options, PATIENCE, REFUSED, Random, Raw, WINDOW, WINDOW_SIZE,
     Worker, event, exists, frame, stream,
 };

@@ -13,12 +13,12 @@ use gpusession_proto::preface::{self, Code, FLAG_TLS, Refusal};
 use gpusession_proto::supervise::{FromWorker, STAGING, ToWorker};
 use zerocopy::IntoBytes;
 
-use crate::harness::{
-    KEY, MIB, Machine, PATIENCE, Random, Raw, WINDOW, Worker, event, exists, frame, frame_of, stream,
-};
 use crate::{
     INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, OUT_OF_MEMORY, lane, no_wait, pattern,
     send_chunk, works,
+};
+use gpusession_test_worker::{
+    KEY, MIB, Machine, PATIENCE, Random, Raw, WINDOW, Worker, event, exists, frame, frame_of, stream,
 };
 
 #[test]

@@ -5,8 +5,8 @@ use std::time::Duration;
 use gpusession_proto::frame::{FIRST_UP_LANE, op};
 use zerocopy::IntoBytes;
 
-use crate::harness::{MIB, Machine, Raw, WINDOW, Worker, frame_of, stream};
 use crate::{lane, no_wait, pattern, send_chunk};
+use gpusession_test_worker::{MIB, Machine, Raw, WINDOW, Worker, frame_of, stream};
 
 /// `CUstreamBatchMemOpParams`: a wait until the window's first word is at least 1, and its write.
 const WAIT_FOR_FLAG: [u64; 6] = [1, WINDOW, 1, 0, 0, 0];

@@ -8,7 +8,7 @@ use gpusession_test_support::{Artefact, artefact};
 use nix::libc;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
-use crate::common::{Server, eventually};
+use gpusession_test_server::{Server, eventually};
 
 /// Prepares a server with real workers on the simulated driver.
 async fn prepare(lines: &str) -> Server {

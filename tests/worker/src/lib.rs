@@ -3,6 +3,8 @@
 //! The supervisor hands over connections as `gpuserver` does. The clients break the protocol where
 //! a test needs that.
 
+pub mod supervised;
+
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -50,15 +52,20 @@ pub fn event(slot: u32) -> u64 {
     handle::make(handle::EVENT, 0, 1, slot)
 }
 
-/// The simulated driver that was built together with this test.
-fn simulated_driver() -> PathBuf {
+/// Returns a file that cargo built together with the running test.
+fn built(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test knows where it is");
     test.ancestors()
         .skip(1)
         .take(2)
-        .map(|folder| folder.join("libsimgpu.so"))
-        .find(|library| library.exists())
-        .expect("libsimgpu.so beside the tests: a dev-dependency builds it")
+        .map(|folder| folder.join(name))
+        .find(|file| file.exists())
+        .unwrap_or_else(|| panic!("{name} beside the tests: cargo builds it for the worker's tests"))
+}
+
+/// Returns the worker's program.
+pub fn program() -> PathBuf {
+    built("gpuserver-worker")
 }
 
 /// A machine with simulated GPUs, and the folder with all its files.
@@ -73,7 +80,7 @@ impl Machine {
             format!("gpusession-worker-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let folder = std::env::temp_dir().join(name);
         std::fs::create_dir(&folder).expect("a temporary folder");
-        std::os::unix::fs::symlink(simulated_driver(), folder.join("libcuda.so.1")).expect("a link in it");
+        std::os::unix::fs::symlink(built("libsimgpu.so"), folder.join("libcuda.so.1")).expect("a link in it");
         Arc::new(Self { folder })
     }
 
@@ -160,7 +167,7 @@ fn spawn(machine: &Machine, driver: &[(&str, String)]) -> (Child, OwnedFd) {
     keep_low_descriptors();
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
         .expect("a supervision socket");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"));
+    let mut command = Command::new(program());
     command
         .env_clear()
         .env("SIMGPU_MACHINE", machine.name())

@@ -1,5 +1,4 @@
 //! Helpers of the integration tests: a private bus, a simulated pool, processes that request GPUs.
-#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -93,7 +92,7 @@ impl PrivateBus {
             std::fs::write(services.join("org.gpusession1.service"), text).unwrap();
         }
         let policy =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/system.d/org.gpusession1.conf");
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../units/dbus-1/system.d/org.gpusession1.conf");
         let configuration = folder.path().join("bus.conf");
         let uid = nix::unistd::getuid();
         let text = format!(

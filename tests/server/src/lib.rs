@@ -137,6 +137,18 @@ impl Server {
         self.command(words).output().expect("gpuserver runs")
     }
 
+    /// Sets a key of the running server.
+    pub fn set(&self, key: &str, value: &str) {
+        let output = self.verb(&["config", "set", key, value]);
+        assert!(output.status.success(), "{output:?}");
+    }
+
+    /// Removes what `set` has set.
+    pub fn unset(&self, key: &str) {
+        let output = self.verb(&["config", "unset", key]);
+        assert!(output.status.success(), "{output:?}");
+    }
+
     /// Runs a verb with `--json`, and checks the schema.
     pub fn json(&self, words: &[&str]) -> serde_json::Value {
         let output = self.command(words).arg("--json").output().expect("gpuserver runs");

@@ -1,5 +1,4 @@
 //! The library as programs load it; each program runs in its own process (`programs!`).
-#![allow(dead_code, reason = "each test file uses a part")]
 
 use std::ffi::CStr;
 use std::io::{Read, Write};
@@ -195,7 +194,7 @@ pub fn beside_daemon<T>(replies: Vec<Reply>, body: impl FnOnce(&Path) -> T) -> (
 /// Runs a program beside such a daemon; returns its output and the number of requests for workers.
 pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> (Output, usize) {
     beside_daemon(replies, |socket| {
-        gpusession_test_support::program(program)
+        crate::program(program)
             .env("GPUSESSION_SOCKET", socket)
             .env("GPUSESSION_TRACE", "why,missing,summary")
             .env_remove("GPUSESSION_TRACE_FILE")

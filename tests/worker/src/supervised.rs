@@ -19,7 +19,7 @@ use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
 
-use crate::harness::{Client, KEY, LEASE, MIB, Machine, PATIENCE};
+use crate::{Client, KEY, LEASE, MIB, Machine, PATIENCE};
 
 pub const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
 
@@ -66,7 +66,7 @@ impl Site {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let options = Options {
-            program: env!("CARGO_BIN_EXE_gpuserver-worker").into(),
+            program: crate::program(),
             driver: machine.driver(),
             cache: None,
             warm_workers,

@@ -1,0 +1,4 @@
+//! Helpers for tests and benchmarks of links.
+
+pub mod peer;
+pub mod syscalls;
