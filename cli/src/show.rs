@@ -174,12 +174,9 @@ fn validity(identity: &Identity, now: u64) -> String {
     }
 }
 
-/// Formats `gpusession status`; `reason` is why a program started in this shell gets no GPU.
-///
-/// `now`: microseconds since the epoch.
-pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
-    let mut out = String::new();
-    let headline = match described.state.as_str() {
+/// Describes the daemon's state in a line.
+fn headline(described: &Described) -> String {
+    match described.state.as_str() {
         "ready" if described.gpus_wanted == 0 => "ready: no lease is configured".to_owned(),
         "ready" => format!("ready: {} GPU(s) leased", described.gpus_leased),
         "starting" => {
@@ -187,29 +184,11 @@ pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
         }
         "offline" => "offline: no GPU server answers".to_owned(),
         _ => format!("degraded: {} of {} GPU(s) leased", described.gpus_leased, described.gpus_wanted),
-    };
-    let _ = writeln!(out, "gpusession {} is {headline}", described.version);
-    if let Some(identity) = &described.identity {
-        let _ = writeln!(out, "{}", validity(identity, now));
     }
-    if let Some(reason) = reason {
-        let _ = writeln!(out, "no GPU for programs started in this shell: {reason}");
-    }
-    if !described.leases.is_empty() {
-        out.push('\n');
-        let mut rows = vec![];
-        for lease in &described.leases {
-            rows.push(vec![
-                format!("  {}", lease.name_or_id()),
-                state_words(lease),
-                gpus(lease),
-                if lease.server.is_empty() { String::new() } else { format!("on {}", lease.server) },
-                format!("for {}", who(lease)),
-                transport(lease),
-            ]);
-        }
-        out.push_str(&table(&rows));
-    }
+}
+
+/// Lists what keeps programs from GPUs, a line each.
+fn troubles(described: &Described) -> Vec<String> {
     let mut trouble = Vec::new();
     for lease in &described.leases {
         trouble.extend(lease.failures.iter().rev().map(|failure| failed(lease, failure)));
@@ -254,6 +233,37 @@ pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
     if described.servers.is_empty() {
         trouble.push("no pool: `gpusession join --server HOST TOKEN` joins one".into());
     }
+    trouble
+}
+
+/// Formats `gpusession status`; `reason` is why a program started in this shell gets no GPU.
+///
+/// `now`: microseconds since the epoch.
+pub fn status(described: &Described, reason: Option<&str>, now: u64) -> String {
+    let mut out = String::new();
+    let _ = writeln!(out, "gpusession {} is {}", described.version, headline(described));
+    if let Some(identity) = &described.identity {
+        let _ = writeln!(out, "{}", validity(identity, now));
+    }
+    if let Some(reason) = reason {
+        let _ = writeln!(out, "no GPU for programs started in this shell: {reason}");
+    }
+    if !described.leases.is_empty() {
+        out.push('\n');
+        let mut rows = vec![];
+        for lease in &described.leases {
+            rows.push(vec![
+                format!("  {}", lease.name_or_id()),
+                state_words(lease),
+                gpus(lease),
+                if lease.server.is_empty() { String::new() } else { format!("on {}", lease.server) },
+                format!("for {}", who(lease)),
+                transport(lease),
+            ]);
+        }
+        out.push_str(&table(&rows));
+    }
+    let trouble = troubles(described);
     if !trouble.is_empty() {
         out.push('\n');
         for line in trouble {

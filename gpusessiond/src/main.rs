@@ -30,7 +30,7 @@ use gpusessiond::units::control_address;
 use nix::sys::socket::{SockType, getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
@@ -513,6 +513,16 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         _ = terminate.recv() => 0,
         _ = interrupt.recv() => 0,
     };
+    end(bus, &engine, code, (&mut terminate, &mut interrupt)).await
+}
+
+/// Gives all leases back, or keeps them for the next daemon; returns the exit status.
+async fn end(
+    bus: Bus,
+    engine: &Engine,
+    code: u8,
+    (terminate, interrupt): (&mut Signal, &mut Signal),
+) -> Result<u8> {
     if restarting(&bus.connection).await {
         notify(&[NotifyState::Stopping, NotifyState::Status("restarting; leases are kept")]);
         info!("stopping for a restart: leases and programs are kept");
@@ -521,7 +531,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     }
     let _ = std::fs::remove_file(paths::audience_file());
     tokio::select! {
-        () = stop(&engine) => {}
+        () = stop(engine) => {}
         _ = terminate.recv() => return Ok(FORCED),
         _ = interrupt.recv() => return Ok(FORCED),
     }

@@ -75,6 +75,83 @@ fn number(t: &str) -> String {
     }
 }
 
+/// The parts of a function's text.
+struct Text<'a> {
+    declarations: Vec<String>,
+    route: String,
+    checks: String,
+    words: String,
+    answers: String,
+    /// Parameter with the stream of the call's work.
+    stream: Option<&'a str>,
+}
+
+/// Returns the text of a function.
+fn assemble(name: &str, wait: bool, text: &Text<'_>) -> String {
+    let Text { declarations, route, checks, words, answers, stream } = text;
+    let twin = gpusession_calls::per_thread_variant(name);
+    let head = match twin {
+        Some(twin) => format!("fn {name} / {twin} [default] "),
+        None => format!("fn {name}"),
+    };
+    // A call without a per-thread variant always uses the legacy default stream.
+    let default = match (twin, stream) {
+        (None, Some(_)) => "        let default = crate::streams::Default::Legacy;\n",
+        (Some(_), None) => "        let _ = default;\n",
+        _ => "",
+    };
+    let run = if wait {
+        let take = if answers.is_empty() { "" } else { "        let mut r = reply.reader();\n" };
+        let bind = if answers.is_empty() { "" } else { "let reply = " };
+        format!(
+            "        {bind}client.call(op::{name}, |w| {{\n{words}        }})?;\n{take}{answers}        Ok(())\n"
+        )
+    } else {
+        let worked = stream.map_or(String::new(), |s| format!("        r#{s}.worked(seq);\n"));
+        let bind = if stream.is_some() { "let seq = " } else { "" };
+        format!(
+            "        {bind}client.post(op::{name}, |w| {{\n{words}        }})?;\n{worked}        client.take_late_error()\n"
+        )
+    };
+    let run = if declarations.is_empty() { run.replace("|w| {\n        }", "|_| {}") } else { run };
+    format!(
+        "driver! {{\n    {head}({}) {{\n{default}{route}{checks}{run}    }}\n}}\n",
+        declarations.join(", ")
+    )
+}
+
+/// Returns the type of a parameter.
+fn type_of(kind: Kind) -> String {
+    match kind {
+        Kind::Scalar(t) => t.to_string(),
+        Kind::Handle(_) | Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
+        Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
+        Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) | Kind::ArrayOptional(..) => {
+            "*const c_void".into()
+        }
+    }
+}
+
+/// Returns the line that translates a structure's names of objects into those of the client's
+/// worker.
+fn own(p: &Param) -> String {
+    let n = p.name;
+    match p.role {
+        Role::Object => format!("        let r#{n} = &objects::own(client, r#{n})?[..];\n"),
+        Role::Resource => format!("        let r#{n} = &objects::resource(client, r#{n})?[..];\n"),
+        _ => String::new(),
+    }
+}
+
+/// Returns the expression that translates names in an answer into those that the program knows.
+fn told(p: &Param) -> String {
+    match p.role {
+        Role::Location(at) => format!("&objects::told_location(client, string(&mut r)?, {at})?"),
+        Role::Resource => "&objects::told_resource(client, string(&mut r)?)?".into(),
+        _ => "string(&mut r)?".into(),
+    }
+}
+
 fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut declarations = Vec::new();
     let mut route = Route::default();
@@ -84,27 +161,8 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut stream = None;
     for p in params {
         let n = p.name;
-        let ty = match p.kind {
-            Kind::Scalar(t) => t.to_string(),
-            Kind::Handle(_) | Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
-            Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
-            Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) | Kind::ArrayOptional(..) => {
-                "*const c_void".into()
-            }
-        };
-        declarations.push(format!("r#{n}: {ty}"));
-        // Translates a structure's names of objects into those of the client's worker.
-        let own = match p.role {
-            Role::Object => format!("        let r#{n} = &objects::own(client, r#{n})?[..];\n"),
-            Role::Resource => format!("        let r#{n} = &objects::resource(client, r#{n})?[..];\n"),
-            _ => String::new(),
-        };
-        // Translates names in an answer into those that the program knows.
-        let told = match p.role {
-            Role::Location(at) => format!("&objects::told_location(client, string(&mut r)?, {at})?"),
-            Role::Resource => "&objects::told_resource(client, string(&mut r)?)?".into(),
-            _ => "string(&mut r)?".into(),
-        };
+        declarations.push(format!("r#{n}: {}", type_of(p.kind)));
+        let (own, told) = (own(p), told(p));
         match p.kind {
             Kind::Scalar(_) if p.role == Role::Device => {
                 route.with(&format!("(other, r#{n})"), &format!("clients::device(r#{n})"));
@@ -198,34 +256,5 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
     if !route.known {
         route.is("clients::get()?");
     }
-    let route = route.lines;
-    let twin = gpusession_calls::per_thread_variant(name);
-    let head = match twin {
-        Some(twin) => format!("fn {name} / {twin} [default] "),
-        None => format!("fn {name}"),
-    };
-    // A call without a per-thread variant always uses the legacy default stream.
-    let default = match (twin, stream) {
-        (None, Some(_)) => "        let default = crate::streams::Default::Legacy;\n",
-        (Some(_), None) => "        let _ = default;\n",
-        _ => "",
-    };
-    let run = if wait {
-        let take = if answers.is_empty() { "" } else { "        let mut r = reply.reader();\n" };
-        let bind = if answers.is_empty() { "" } else { "let reply = " };
-        format!(
-            "        {bind}client.call(op::{name}, |w| {{\n{words}        }})?;\n{take}{answers}        Ok(())\n"
-        )
-    } else {
-        let worked = stream.map_or(String::new(), |s| format!("        r#{s}.worked(seq);\n"));
-        let bind = if stream.is_some() { "let seq = " } else { "" };
-        format!(
-            "        {bind}client.post(op::{name}, |w| {{\n{words}        }})?;\n{worked}        client.take_late_error()\n"
-        )
-    };
-    let run = if params.is_empty() { run.replace("|w| {\n        }", "|_| {}") } else { run };
-    format!(
-        "driver! {{\n    {head}({}) {{\n{default}{route}{checks}{run}    }}\n}}\n",
-        declarations.join(", ")
-    )
+    assemble(name, wait, &Text { declarations, route: route.lines, checks, words, answers, stream })
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
@@ -30,7 +30,7 @@ use crate::connections::{Guarded, Holders, Place, shown};
 use crate::discovery::{self, DiscoveryError, Probe};
 use crate::gpu_lock::{self, GpuLocks};
 use crate::isolation;
-use crate::lease::Gpu;
+use crate::lease::{Gpu, Lease};
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::net::accept_loop;
@@ -140,42 +140,20 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let (control_address, data_address) = (facts.control, facts.data);
     let registry = Arc::new(registry);
     let identity = (signer, shown);
-    let pool =
-        Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), identity, clock, random)?);
+    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor, identity, clock, random)?);
     let started = format!("gpuserver {}, isolation {}", env!("CARGO_PKG_VERSION"), supervisor.isolation());
     pool.audit().note(audit::Event { detail: started, ..audit::own("server-started") });
     stop.asked = Some(pool.asked_to_stop());
-    if let Some(why) = pool.registry().draining().await {
-        warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
-    }
-    pool.ended(&lost, "since the restart, one of its GPUs is not served, or is shared in another way");
-    pool.record_unseen_ends().await;
-    health::check_compute_modes(&pool).await;
-    pool.resume().await;
+    take_up(&pool, &lost).await;
 
-    let may_be_clear: data::MayBeClear = Arc::new(move |ip| config.may_be_clear(ip));
     let (closing, closed) = watch::channel(false);
-    // None of these tasks ends by itself, except the data port's after `closing`.
-    let mut tasks = JoinSet::new();
-    tasks.spawn(data::serve(
-        ports.data,
-        (supervisor.clone(), pool.endpoints().clone()),
-        may_be_clear,
-        closed.clone(),
-    ));
-    tasks.spawn(admin::serve(admin_socket, pool.clone()));
-    tasks.spawn(housekeeping(pool.clone()));
-    tasks.spawn(pool.clone().tell_of_workers());
-    if let Some(cache) = cache {
-        tasks.spawn(keep_small(cache));
-    }
-    tasks.spawn(health::watch(pool.clone(), monitor));
-    tasks.spawn(pool.clone().serve_parking());
-    if let Some(metrics) = ports.metrics {
+    let Ports { control, data, metrics } = ports;
+    let mut tasks = start_tasks(&pool, config, data, admin_socket, cache, closed.clone());
+    if let Some(metrics) = metrics {
         info!("metrics on http://{}/metrics", metrics.local_addr()?);
         tasks.spawn(metrics::serve(metrics, pool.clone()));
     }
-    let control = tokio::spawn(serve_control(ports.control, tls, pool.clone(), closed));
+    let control = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
     let status = status(&pool).await;
     info!("ready on {control_address}, data on {data_address}: {status}");
@@ -195,6 +173,41 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     audited.audit().close().await;
     let _ = std::fs::remove_file(&admin_path);
     end
+}
+
+/// Takes up the leases of an earlier run; `lost` are those that this server cannot serve.
+async fn take_up(pool: &Arc<Pool>, lost: &[Lease]) {
+    if let Some(why) = pool.registry().draining().await {
+        warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
+    }
+    pool.ended(lost, "since the restart, one of its GPUs is not served, or is shared in another way");
+    pool.record_unseen_ends().await;
+    health::check_compute_modes(pool).await;
+    pool.resume().await;
+}
+
+/// Starts the server's tasks. None ends by itself, except the data port's after `closed`.
+fn start_tasks(
+    pool: &Arc<Pool>,
+    config: Config,
+    data: TcpListener,
+    admin_socket: UnixListener,
+    cache: Option<Cache>,
+    closed: watch::Receiver<bool>,
+) -> JoinSet<()> {
+    let may_be_clear: data::MayBeClear = Arc::new(move |ip| config.may_be_clear(ip));
+    let mut tasks = JoinSet::new();
+    let served = (pool.supervisor().clone(), pool.endpoints().clone());
+    tasks.spawn(data::serve(data, served, may_be_clear, closed));
+    tasks.spawn(admin::serve(admin_socket, pool.clone()));
+    tasks.spawn(housekeeping(pool.clone()));
+    tasks.spawn(pool.clone().tell_of_workers());
+    if let Some(cache) = cache {
+        tasks.spawn(keep_small(cache));
+    }
+    tasks.spawn(health::watch(pool.clone(), pool.monitor().clone()));
+    tasks.spawn(pool.clone().serve_parking());
+    tasks
 }
 
 /// Logs the configuration with which the server starts.

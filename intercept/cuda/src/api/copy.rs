@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use gpusession_proto::frame::{INLINE_MAX, op};
+use gpusession_proto::frame::{INLINE_MAX, Writer, op};
 use gpusession_proto::handle;
 
 use crate::client::unavailable;
@@ -312,6 +312,80 @@ pub(super) fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     }
 }
 
+/// Returns row and layer of each row of a copy.
+fn rows(cuboid: &Cuboid) -> impl Iterator<Item = (usize, usize)> + use<> {
+    let (height, depth) = (cuboid.height, cuboid.depth);
+    (0..depth).flat_map(move |z| (0..height).map(move |y| (y, z)))
+}
+
+/// Sends a copy from the program's memory with its rows, packed; `body` writes the frame's head.
+fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: bool) -> Result {
+    let (client, width) = (stream.client, host.width);
+    let len = width * host.height * host.depth;
+    let mut packed = Vec::with_capacity(len);
+    for (y, z) in rows(host) {
+        // SAFETY: by the call's contract the box lies in the program's memory.
+        packed.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
+        });
+    }
+    if len <= INLINE_MAX {
+        let seq = client.post(op::COPY_BOX, |w| {
+            body(w);
+            w.bytes(&packed);
+        })?;
+        stream.worked(seq);
+    } else {
+        let seq = copies::bulk_post(client, op::COPY_BOX, body, &packed)?;
+        stream.worked(seq);
+    }
+    if wait {
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// Runs a copy into the program's memory, whose rows come packed; `body` writes the frame's head.
+fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>)) -> Result {
+    let (client, width) = (stream.client, host.width);
+    let len = width * host.height * host.depth;
+    let mut packed = vec![0u8; len];
+    let bulk = len > INLINE_MAX;
+    if bulk {
+        client.link.lanes().map_err(unavailable)?;
+    }
+    let down = &client.link.down;
+    let target = packed.as_mut_ptr() as usize;
+    let begun = client
+        .link
+        .begin_call(op::COPY_BOX, client.caller(), |w| {
+            body(w);
+            if bulk {
+                // SAFETY: `packed` lives until `finish_download` below has ended the
+                // transfer.
+                down.expect(
+                    w.seq(),
+                    unsafe { gpusession_link::lanes::HostRange::new(target, len) },
+                    stream.on(),
+                    false,
+                    Vec::new(),
+                );
+            }
+        })
+        .map_err(unavailable)?;
+    let seq = begun.seq;
+    copies::finish_download(stream, begun, len, |bytes| packed.copy_from_slice(bytes))?;
+    // Data of earlier copies into the same memory must have landed before.
+    stream.wait_landed(seq)?;
+    for ((y, z), row) in rows(host).zip(packed.chunks_exact(width)) {
+        // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
+        // ours.
+        unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), host.target.row(y, z) as *mut u8, width) };
+    }
+    stream.synced(seq);
+    Ok(())
+}
+
 /// Runs a copy whose device memory belongs to the stream's lease.
 fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
@@ -321,14 +395,13 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         return Ok(());
     }
     stream.usable()?;
-    let rows = || (0..depth).flat_map(|z| (0..height).map(move |y| (y, z)));
     let direction = match cuboid.host_sides() {
         (true, true) => {
             if stream.capture().is_some() {
                 return copies::in_order(cuboid, stream);
             }
             stream.drain()?;
-            for (y, z) in rows() {
+            for (y, z) in rows(&cuboid) {
                 // SAFETY: by the call's contract both boxes lie in the program's memory; `copy`
                 // allows an overlap.
                 unsafe {
@@ -365,7 +438,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         cuboid.target = cuboid.target.packed(width, height);
     }
     let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
-    let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
+    let body = |w: &mut Writer<'_>| {
         w.bytes(&words);
         w.word(stream.handle);
         w.word(direction);
@@ -376,66 +449,8 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             let seq = client.post(op::COPY_BOX, body)?;
             stream.worked(seq);
         }
-        1 => {
-            let mut packed = Vec::with_capacity(len);
-            for (y, z) in rows() {
-                // SAFETY: by the call's contract the box lies in the program's memory.
-                packed.extend_from_slice(unsafe {
-                    std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
-                });
-            }
-            if len <= INLINE_MAX {
-                let seq = client.post(op::COPY_BOX, |w| {
-                    body(w);
-                    w.bytes(&packed);
-                })?;
-                stream.worked(seq);
-            } else {
-                let seq = copies::bulk_post(client, op::COPY_BOX, body, &packed)?;
-                stream.worked(seq);
-            }
-            if wait {
-                stream.synchronize()?;
-            }
-        }
-        _ => {
-            let mut packed = vec![0u8; len];
-            let bulk = len > INLINE_MAX;
-            if bulk {
-                client.link.lanes().map_err(unavailable)?;
-            }
-            let down = &client.link.down;
-            let target = packed.as_mut_ptr() as usize;
-            let begun = client
-                .link
-                .begin_call(op::COPY_BOX, client.caller(), |w| {
-                    body(w);
-                    if bulk {
-                        // SAFETY: `packed` lives until `finish_download` below has ended the
-                        // transfer.
-                        down.expect(
-                            w.seq(),
-                            unsafe { gpusession_link::lanes::HostRange::new(target, len) },
-                            stream.on(),
-                            false,
-                            Vec::new(),
-                        );
-                    }
-                })
-                .map_err(unavailable)?;
-            let seq = begun.seq;
-            copies::finish_download(stream, begun, len, |bytes| packed.copy_from_slice(bytes))?;
-            // Data of earlier copies into the same memory must have landed before.
-            stream.wait_landed(seq)?;
-            for ((y, z), row) in rows().zip(packed.chunks_exact(width)) {
-                // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
-                // ours.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(row.as_ptr(), host.target.row(y, z) as *mut u8, width)
-                };
-            }
-            stream.synced(seq);
-        }
+        1 => upload(&host, stream, body, wait)?,
+        _ => download(&host, stream, body)?,
     }
     client.take_late_error()
 }

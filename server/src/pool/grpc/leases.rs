@@ -29,24 +29,7 @@ pub(super) async fn allocate(
     let from = peer(&request).and_then(Peer::remote);
     let reached = peer(&request).and_then(Peer::local);
     let wish = request.into_inner();
-    bounded(
-        [
-            &wish.request_id,
-            &wish.model,
-            &wish.sharing,
-            &wish.priority,
-            &wish.user,
-            &wish.who,
-            &wish.why,
-            &wish.boot_id,
-            &wish.machine_id,
-            &wish.on_idle,
-        ]
-        .into_iter()
-        .chain(&wish.devices)
-        .chain(&wish.sticky),
-        &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
-    )?;
+    check(&wish)?;
     pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
     let (sharing, priority, on_idle, idle_timeout) = terms(&wish)?;
     let allowed = pool.limits_of(&client, &wish.user);
@@ -124,6 +107,28 @@ pub(super) async fn allocate(
     };
     let (lease, gpus) = run_detached(task).await??;
     Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+}
+
+/// Refuses a request with texts or lists that are too long.
+fn check(wish: &wire::AllocateRequest) -> Result<(), Status> {
+    bounded(
+        [
+            &wish.request_id,
+            &wish.model,
+            &wish.sharing,
+            &wish.priority,
+            &wish.user,
+            &wish.who,
+            &wish.why,
+            &wish.boot_id,
+            &wish.machine_id,
+            &wish.on_idle,
+        ]
+        .into_iter()
+        .chain(&wish.devices)
+        .chain(&wish.sticky),
+        &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
+    )
 }
 
 /// Allocates a lease, and makes it known to everyone who has to know it.
