@@ -38,7 +38,7 @@ fn ordinal_of(cuda: &Cuda, address: u64) -> u32 {
 /// Returns bytes without repetition.
 fn pattern(len: usize) -> Vec<u8> {
     let mut random = gpusession_test_worker::Random::new(7);
-    (0..len).map(|_| random.next() as u8).collect()
+    (0..len).map(|_| random.draw() as u8).collect()
 }
 
 gpusession_test_support::programs!(

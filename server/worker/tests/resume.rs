@@ -209,7 +209,7 @@ fn fate(seed: u64, connection: u32) -> Fate {
     const CUT_CONNECTIONS: u32 = 90;
     let mut random = Random::new(seed << 16 | u64::from(connection) | 1 << 40);
     for _ in 0..8 {
-        random.next();
+        random.draw();
     }
     let place = Place::ALL[random.below(Place::ALL.len() as u64) as usize];
     let unit = random.below(7) as u32;
@@ -235,7 +235,7 @@ fn moves_bulk_data(client: &Client, rounds: u64, random: &mut Random) {
             let at = 8 * random.below(ROOM / 16);
             let len = (random.below(5 * MIB) + 65_537) as usize;
             let bytes: Vec<u8> =
-                (0..len.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(len).collect();
+                (0..len.div_ceil(8)).flat_map(|_| random.draw().to_le_bytes()).take(len).collect();
             put_bulk(client, WINDOW + at, &bytes);
             device[at as usize..at as usize + len].copy_from_slice(&bytes);
         }

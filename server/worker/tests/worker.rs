@@ -38,7 +38,7 @@ const INVALID_HANDLE: i32 = 400;
 /// Returns bytes that differ at every place.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
-    (0..len.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(len).collect()
+    (0..len.div_ceil(8)).flat_map(|_| random.draw().to_le_bytes()).take(len).collect()
 }
 
 /// Copies to the device on the lanes.

@@ -743,7 +743,7 @@ impl Random {
         Self(seed)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
@@ -751,6 +751,6 @@ impl Random {
     }
 
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        self.draw() % n
     }
 }

@@ -706,7 +706,7 @@ fn random_frames_never_hang_a_worker() {
         let (mut expected, mut answered) = (0, 0);
         if rounds % 16 == 0 {
             expected = 1;
-            sent = pattern(1 + random.below(5000) as usize, random.next());
+            sent = pattern(1 + random.below(5000) as usize, random.draw());
         } else {
             for seq in guest.seq + 1..guest.seq + 1 + random.below(60) {
                 let mut bytes = sensible(&mut random, seq);
@@ -717,7 +717,7 @@ fn random_frames_never_hang_a_worker() {
                     for _ in 0..1 + random.below(3) {
                         let from = if random.below(16) == 0 { 0 } else { 4 };
                         let at = from + random.below((bytes.len() - from) as u64) as usize;
-                        bytes[at] = random.next() as u8;
+                        bytes[at] = random.draw() as u8;
                     }
                 }
                 sent.extend_from_slice(&bytes);
