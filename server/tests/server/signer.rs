@@ -14,7 +14,7 @@ use rcgen::{CertificateParams, KeyPair};
 use tonic::Code;
 
 use crate::administration::administrator;
-use crate::common::{Server, eventually, exists};
+use gpusession_test_server::{Server, eventually, exists};
 
 /// User of the server. The tests need root, for two users.
 const SERVER: u32 = 65534;
