@@ -357,10 +357,11 @@ fn a_link_that_cannot_come_back_is_lost_for_all_threads_at_once() {
 fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     let worker = Worker::start(Duration::from_secs(1));
     // Each further connection breaks within its handshake.
-    let cut = |unit| Some(Cut { unit, place: Place::After, reset: true });
+    let cut = |unit, place| Some(Cut { unit, place, reset: true });
     let relay = Relay::start(worker.address, move |connection| match connection {
-        0 => Fate { up: cut(4), ..Fate::default() },
-        _ => Fate { up: cut(0), ..Fate::default() },
+        // The worker gets no whole call, which it would answer before the reset arrives.
+        0 => Fate { up: cut(4, Place::BeforeLast), ..Fate::default() },
+        _ => Fate { up: cut(0, Place::After), ..Fate::default() },
     });
     let (link, heard) = open(relay.address);
     link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
