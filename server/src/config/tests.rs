@@ -31,6 +31,29 @@ fn message(text: &str) -> String {
 }
 
 #[test]
+fn a_server_of_the_host_has_the_signer_of_its_instance() {
+    let around = Surroundings {
+        env: &|_| None,
+        host_name: "h".into(),
+        ephemeral: None,
+        nvidia_driver: false,
+        signer_unit: true,
+    };
+    let signer = |file: &str| from_text(Path::new(file), "", &around).map(|config| config.keys.signer);
+    for (file, socket) in [
+        ("/etc/gpusession/gpuserver.toml", Some("/run/gpuserver-ca/sign.sock")),
+        ("/etc/gpusession/gpuserver-a.toml", Some("/run/gpuserver-ca-a/sign.sock")),
+        ("/home/alice/gpuserver.toml", None),
+    ] {
+        assert_eq!(signer(file).unwrap(), socket.map(Into::into), "{file}");
+    }
+    for taken in ["/etc/gpusession/gpuserver-ca.toml", "/etc/gpusession/gpuserver-ca-a.toml"] {
+        let refused = signer(taken).unwrap_err().to_string();
+        assert!(refused.contains("signer") && refused.contains(taken), "{refused}");
+    }
+}
+
+#[test]
 fn an_instance_has_folders_of_its_own() {
     let around = Surroundings {
         env: &|_| None,
