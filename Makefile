@@ -65,7 +65,7 @@ fuzz:
 
 programs:
 	@.ci/setup build programs
-	@$(MAKE) --no-print-directory -s -C tests/programs
+	@$(MAKE) --no-print-directory -s -j$(shell nproc) -C tests/programs
 
 docs:
 	$(CARGO) run --locked -q -p gpusession-calls --example coverage >docs/coverage.md.new
