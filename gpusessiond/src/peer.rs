@@ -1,7 +1,7 @@
 //! The processes at the other end of a socket, and the socket files.
 
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
@@ -51,34 +51,13 @@ pub fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 pub fn peer(stream: &UnixStream) -> io::Result<Peer> {
     let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
     let pid = u32::try_from(credentials.pid()).unwrap_or(0);
-    let pidfd = match peer_pidfd(stream) {
+    // From Linux 6.5 on without a race on reused pids.
+    let pidfd = match getsockopt(stream, sockopt::PeerPidfd) {
         Ok(fd) => Some(fd),
         Err(_) if pid > 0 => pidfd_open(pid).ok(),
         Err(_) => None,
     };
     Ok(Peer { uid: credentials.uid(), pid, pidfd })
-}
-
-/// Returns a pidfd of the process at the other end, without a race on reused pids (Linux 6.5).
-fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
-    let mut fd: libc::c_int = -1;
-    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option writes one int into `fd`, whose size is in `length`; both outlive the
-    // call.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERPIDFD,
-            (&raw mut fd).cast(),
-            &raw mut length,
-        )
-    };
-    if result != 0 || fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Returns the paths of a process's control groups, in all hierarchies.

@@ -44,6 +44,7 @@ pub mod mps;
 pub mod net;
 pub mod netperf;
 pub mod peer_slots;
+mod pidfd;
 pub mod pool;
 pub use gpusession_proto::log_throttle;
 pub mod refusal;

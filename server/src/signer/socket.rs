@@ -2,14 +2,13 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use gpusession_proto::message;
-use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt};
 use tracing::{debug, warn};
@@ -17,6 +16,7 @@ use tracing::{debug, warn};
 use super::keeper::{Caller, Keeper};
 use super::link::receive;
 use super::operation::{Operation, Outcome, Refused, Why};
+use crate::pidfd::pidfd_open;
 
 /// Bound on each read and write of a connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -99,7 +99,8 @@ fn caller(socket: &UnixStream, served: &Served) -> io::Result<Result<Caller, Str
         return Ok(Err(format!("pid {pid} is of uid {uid}")));
     }
     let Some(unit) = &served.unit else { return Ok(Ok(Caller::Server)) };
-    let pidfd = pidfd(socket, pid)?;
+    // From Linux 6.5 on without a race on reused pids.
+    let pidfd = getsockopt(socket, sockopt::PeerPidfd).or_else(|_| pidfd_open(pid.unsigned_abs()))?;
     let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The process still exists, so that its number was of no other one.
@@ -111,33 +112,6 @@ fn caller(socket: &UnixStream, served: &Served) -> io::Result<Result<Caller, Str
         true => Ok(Ok(Caller::Server)),
         false => Ok(Err(format!("pid {pid} is not the main process of {unit}"))),
     }
-}
-
-/// Returns a pidfd of the peer, from Linux 6.5 on without a race on its number.
-fn pidfd(socket: &UnixStream, pid: i32) -> io::Result<OwnedFd> {
-    let mut fd: libc::c_int = -1;
-    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option writes one int into `fd`, whose size is in `length`; both outlive the
-    // call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERPIDFD,
-            (&raw mut fd).cast(),
-            &raw mut length,
-        )
-    };
-    if result != 0 || fd < 0 {
-        // SAFETY: pidfd_open has two integers, and refers to no memory.
-        let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        fd = i32::try_from(opened).unwrap_or(-1);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Returns `true` if `/proc/PID/cgroup` is of the server's own group in this unit.

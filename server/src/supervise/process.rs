@@ -2,7 +2,7 @@
 //! group of its own.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::ExitStatus;
 
@@ -11,6 +11,8 @@ use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::Child;
+
+use crate::pidfd::pidfd_open;
 
 /// Process of a worker, with its pidfd.
 #[derive(Debug)]
@@ -98,14 +100,4 @@ pub fn is_gone(pid: u32) -> bool {
         Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => false,
         _ => !lives(pid),
     }
-}
-
-fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes a pid and flags and touches no memory of ours.
-    let fd = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, pid as nix::libc::c_int, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as nix::libc::c_int) })
 }
