@@ -9,8 +9,8 @@ use super::answer::{administrators, clients, config, gpus, leases, rotation, sta
 use crate::accounting::Wanted;
 use crate::audit;
 use crate::pool::Pool;
-use crate::pool::rotation::Step;
 use crate::refusal::Refusal;
+use crate::signer::{Privileged, Step};
 
 /// A request of an administrator.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -304,12 +304,26 @@ impl Ask {
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
             Self::Tokens => tokens::list(pool).await,
             Self::TokenRevoke { id } => tokens::revoke(pool, id).await,
-            Self::RotateBegin { exported } => rotation::step(pool, Step::Begin(exported)).await,
+            Self::RotateBegin { exported } => rotation::step(pool, Step::Begin(exported), false).await,
             Self::RotateStatus => rotation::status(pool),
-            Self::RotateSwitch { force } => rotation::step(pool, Step::Switch(force)).await,
-            Self::RotateFinish { force } => rotation::step(pool, Step::Finish(force)).await,
-            Self::RotateAbort => rotation::step(pool, Step::Abort).await,
+            Self::RotateSwitch { force } => rotation::step(pool, Step::Switch, force).await,
+            Self::RotateFinish { force } => rotation::step(pool, Step::Finish, force).await,
+            Self::RotateAbort => rotation::step(pool, Step::Abort, false).await,
         }
+    }
+
+    /// Returns the operation that the signer does for root alone, if the answer needs one.
+    pub fn privileged(&self) -> Option<Privileged> {
+        Some(match self {
+            Self::AdministratorCreate { name, csr_pem } => {
+                Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() }
+            }
+            Self::RotateBegin { exported } => Privileged::Rotate(Step::Begin(exported.clone())),
+            Self::RotateSwitch { .. } => Privileged::Rotate(Step::Switch),
+            Self::RotateFinish { .. } => Privileged::Rotate(Step::Finish),
+            Self::RotateAbort => Privileged::Rotate(Step::Abort),
+            _ => return None,
+        })
     }
 
     /// Returns a refusal if this request is not answered over the network.

@@ -17,8 +17,8 @@ use crate::audit;
 use crate::clock::{Clock, SystemClock};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
+use crate::signer::Operation;
 use crate::signer::link::Link;
-use crate::signer::{Operation, Privileged};
 use crate::store;
 use clap::Subcommand;
 
@@ -98,9 +98,6 @@ fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
 
 /// Performs a verb for administrators, on the files if no server runs.
 fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
-    if let Ask::AdministratorCreate { name, csr_pem } = ask {
-        server.permit(Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() })?;
-    }
     if let Some(value) = running(server, ask)? {
         return Ok(value);
     }
@@ -110,12 +107,12 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     let mut all: Administrators = store::read(&path)?;
     let now = SystemClock.unix();
     let value = match ask {
-        Ask::AdministratorCreate { name, csr_pem } => {
+        Ask::AdministratorCreate { name, .. } => {
             all.may_issue(name).map_err(|e| not_issued(&e))?;
             let link: Link = own_link(config)?;
             let present = link.present().map_err(|e| unsigned(&e))?;
-            let order = Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() };
-            let issued = link.sign(Operation::Privileged(order)).map_err(|e| unsigned(&e))?;
+            let order = ask.privileged().map(Operation::Privileged).context("internal error: no order")?;
+            let issued = link.sign(order).map_err(|e| unsigned(&e))?;
             all.issued(name, &issued, now, &present.signer().fingerprint());
             let (certificate_pem, authority_pem) = (issued.pem, present.certificates());
             serde_json::to_value(AdministratorView { certificate_pem, authority_pem })?

@@ -11,7 +11,6 @@ use super::target::{Target, must_run};
 use crate::admin::Ask;
 use crate::admin::answer::rotation::RotationView;
 use crate::certificate::day;
-use crate::signer::{Privileged, Step};
 
 /// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;
@@ -65,16 +64,6 @@ pub(super) fn rotate(out: &mut Output<'_>, server: &Target, verb: &RotateVerb) -
         RotateVerb::Finish { force } => Ask::RotateFinish { force: *force },
         RotateVerb::Abort => Ask::RotateAbort,
     };
-    let step = match &ask {
-        Ask::RotateBegin { exported } => Some(Step::Begin(exported.clone())),
-        Ask::RotateSwitch { .. } => Some(Step::Switch),
-        Ask::RotateFinish { .. } => Some(Step::Finish),
-        Ask::RotateAbort => Some(Step::Abort),
-        _ => None,
-    };
-    if let Some(step) = step {
-        server.permit(Privileged::Rotate(step))?;
-    }
     out.answer("rotation", must_run(server, &ask)?, text)
 }
 

@@ -12,8 +12,9 @@ use crate::admin::answer::config::{ConfigRow, LimitRow};
 use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::leases::{LeaseRow, QueueRow};
 use crate::admin::answer::status::{PsRow, StatusView};
-use crate::admin::answer::tokens::{TokenRow, TokenView};
+use crate::admin::answer::tokens::TokenView;
 use crate::certificate::day;
+use crate::signer::tokens::TokenFacts;
 
 /// Creates a table without lines.
 pub fn table(header: &[&str]) -> Table {
@@ -536,7 +537,7 @@ pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver token list`.
-pub fn tokens(out: &mut dyn Write, rows: Vec<TokenRow>) -> anyhow::Result<()> {
+pub fn tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["ID", "NAMES", "USES LEFT", "CREATED", "EXPIRES"]);
     for row in rows {

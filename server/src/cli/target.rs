@@ -10,7 +10,6 @@ use super::remote::Remote;
 use crate::admin::answer::unsigned;
 use crate::admin::{self, Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
-use crate::signer::Privileged;
 use crate::signer::link::Link;
 use crate::store::{self, StoreError};
 
@@ -80,15 +79,6 @@ impl Target {
             .collect()
     }
 
-    /// Permits the server of this host an operation that the signer does for root alone.
-    pub(super) fn permit(&self, operation: Privileged) -> anyhow::Result<()> {
-        let signer = match &self.config {
-            Ok(config) if self.remote.is_none() => config.signer.as_deref(),
-            _ => None,
-        };
-        Ok(Link::permit(signer, operation).map_err(|e| unsigned(&e))?)
-    }
-
     pub(super) fn config(&self) -> Result<&Config, ConfigError> {
         self.config.as_ref().map_err(Clone::clone)
     }
@@ -98,6 +88,9 @@ impl Target {
 pub(super) fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
     if let Some(remote) = &server.remote {
         return remote.ask(ask).map(Some);
+    }
+    if let (Some(operation), Ok(config)) = (ask.privileged(), &server.config) {
+        Link::permit(config.signer.as_deref(), operation).map_err(|e| unsigned(&e))?;
     }
     let path = &server.socket;
     match admin::ask(path, ask) {

@@ -8,7 +8,7 @@ use super::pool::own_link;
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
-use crate::admin::answer::tokens::{TokenView, no_token, token_rows, token_ttl};
+use crate::admin::answer::tokens::{TokenView, no_token, token_ttl};
 use crate::admin::answer::unsigned;
 use crate::audit;
 use crate::config::Config;
@@ -78,7 +78,7 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
             let revoked = link.revoke_token(id).map_err(|e| unsigned(&e))?;
             json!({ "id": revoked.ok_or_else(|| no_token(id))? })
         }
-        _ => return Ok(serde_json::to_value(token_rows(link.tokens().map_err(|e| unsigned(&e))?))?),
+        _ => return Ok(serde_json::to_value(link.tokens().map_err(|e| unsigned(&e))?)?),
     };
     audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
     Ok(made)

@@ -10,6 +10,17 @@ use gpusession_common::words::Sharing;
 use super::*;
 use crate::limits::{Bound, IDLE_TIMES, LIMITS, Scope};
 
+/// A host without NVIDIA's driver, systemd and variables.
+fn around() -> Surroundings<'static> {
+    Surroundings {
+        env: &|_| None,
+        host_name: "h".into(),
+        ephemeral: None,
+        nvidia_driver: false,
+        signer_unit: false,
+    }
+}
+
 fn parse(text: &str) -> Result<Config, ConfigError> {
     let env = |name: &str| match name {
         "SITE" => Some("lab".to_string()),
@@ -20,8 +31,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
         env: &env,
         host_name: "Gpu1.example.org".into(),
         ephemeral: Some((32768, 60999)),
-        nvidia_driver: false,
-        signer_unit: false,
+        ..around()
     };
     from_text(Path::new("t.toml"), text, &around)
 }
@@ -32,13 +42,7 @@ fn message(text: &str) -> String {
 
 #[test]
 fn a_server_of_the_host_has_the_signer_of_its_instance() {
-    let around = Surroundings {
-        env: &|_| None,
-        host_name: "h".into(),
-        ephemeral: None,
-        nvidia_driver: false,
-        signer_unit: true,
-    };
+    let around = Surroundings { signer_unit: true, ..around() };
     let signer = |file: &str| from_text(Path::new(file), "", &around).map(|config| config.keys.signer);
     for (file, socket) in [
         ("/etc/gpusession/gpuserver.toml", Some("/run/gpuserver-ca/sign.sock")),
@@ -55,13 +59,7 @@ fn a_server_of_the_host_has_the_signer_of_its_instance() {
 
 #[test]
 fn an_instance_has_folders_of_its_own() {
-    let around = Surroundings {
-        env: &|_| None,
-        host_name: "h".into(),
-        ephemeral: None,
-        nvidia_driver: false,
-        signer_unit: false,
-    };
+    let around = around();
     for (file, state, runtime) in [
         ("/etc/gpusession/gpuserver.toml", "/var/lib/gpuserver", "/run/gpuserver"),
         ("/etc/gpusession/gpuserver-a.toml", "/var/lib/gpuserver-a", "/run/gpuserver-a"),
@@ -317,13 +315,7 @@ fn each_gpu_is_shared_as_the_configuration_says() {
 fn drop_ins_win_in_the_order_of_their_names() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("gpuserver-a.toml");
-    let around = Surroundings {
-        env: &|_| None,
-        host_name: "h".into(),
-        ephemeral: None,
-        nvidia_driver: true,
-        signer_unit: false,
-    };
+    let around = Surroundings { nvidia_driver: true, ..around() };
     let said = load(&file, true, &around).unwrap_err().to_string();
     assert!(said.starts_with(&format!("{}: cannot be read: ", file.display())), "{said}");
     assert!(said.ends_with("create it, or name another file with -c"), "{said}");

@@ -11,26 +11,13 @@ use tracing::{error, info};
 use super::clients::ClientView;
 use super::{Pool, locked};
 use crate::signer::authorities::{Phase, Present};
-use crate::signer::{self, Refused as NotRotated};
+use crate::signer::{Refused as NotRotated, Step};
 use crate::store::StoreError;
 
 /// Time since its latest call for which a rotation waits for a client, in seconds.
 pub const LIVE_WINDOW: u64 = 30 * 24 * 3600;
 /// Most names in the text of a refusal.
 const MAX_NAMED: usize = 10;
-
-/// A step of a rotation.
-#[derive(Debug, Clone)]
-pub enum Step {
-    /// Make the new authority, or take it from the export of another server.
-    Begin(Option<String>),
-    /// Let the new authority sign, also without clients that lack it.
-    Switch(bool),
-    /// Drop the old authority, also with clients that still have its certificates.
-    Finish(bool),
-    /// Drop the new authority.
-    Abort,
-}
 
 /// Reason why a step was not taken.
 #[derive(Debug, thiserror::Error)]
@@ -134,42 +121,38 @@ impl Pool {
 
     /// Takes a step of a rotation; returns `false` if it was taken before.
     ///
-    /// A server that is killed at any point can repeat the step.
-    pub async fn rotate(self: &Arc<Self>, step: Step) -> Result<bool, Refused> {
+    /// `force` takes it also if clients lose the pool by it. A server that is killed at any point
+    /// can repeat the step.
+    pub async fn rotate(self: &Arc<Self>, step: Step, force: bool) -> Result<bool, Refused> {
         let lacking = |lack, phase| {
             let status = self.rotation();
             let right = status.rotation.is_some_and(|(now, _)| now == phase);
             let clients: Vec<_> = status.clients.into_iter().filter(|c| c.live).map(|c| c.name).collect();
             if right && !clients.is_empty() { Err(Refused::Lacking { clients, lack }) } else { Ok(()) }
         };
-        match step {
-            Step::Switch(false) => lacking("do not trust the new authority", Phase::Begun)?,
-            Step::Finish(false) => lacking("have no certificate of the new authority", Phase::Switched)?,
+        match &step {
+            Step::Switch if !force => lacking("do not trust the new authority", Phase::Begun)?,
+            Step::Finish if !force => lacking("have no certificate of the new authority", Phase::Switched)?,
             Step::Begin(_) => {
                 locked(&self.clients).assume_seen(self.unix());
                 self.client_file.changed();
                 self.store_clients().await?;
             }
-            Step::Switch(true) | Step::Finish(true) | Step::Abort => {}
+            Step::Switch | Step::Finish | Step::Abort => {}
         }
-        let taken = match &step {
-            Step::Begin(exported) => signer::Step::Begin(exported.clone()),
-            Step::Switch(_) => signer::Step::Switch,
-            Step::Finish(_) => signer::Step::Finish,
-            Step::Abort => signer::Step::Abort,
-        };
+        let finished = step == Step::Finish;
         let (certificate, unix) = (self.certificate.clone(), self.unix());
         let (changed, kept) = self
             .signer
             .aside(move |signer| {
-                let changed = signer.rotate(taken)?;
+                let changed = signer.rotate(step)?;
                 Ok((changed, changed.then(|| certificate.keep(unix)).flatten()))
             })
             .await?;
         if let Some(Err(e)) = kept {
             error!("the server's certificate: not made: {e}; trying again in an hour");
         }
-        if matches!(step, Step::Finish(_)) {
+        if finished {
             self.drop_administrators().await?;
         }
         if changed {

@@ -59,13 +59,13 @@ pub enum TokenError {
     },
 }
 
-/// A token as lists show it.
+/// A token as `gpuserver token list` shows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenFacts {
     /// Public id, in hex.
     pub id: String,
-    /// Pattern of acceptable names.
-    pub pattern: String,
+    /// Pattern of the client names that can join with it.
+    pub name_pattern: String,
     /// Number of clients that may still join with the token.
     pub uses_left: u32,
     /// Time of its creation, in seconds since 1970.
@@ -79,7 +79,7 @@ impl TokenFacts {
     pub fn new(id: &str, record: &TokenRecord) -> Self {
         Self {
             id: id.into(),
-            pattern: record.pattern.clone(),
+            name_pattern: record.pattern.clone(),
             uses_left: record.uses_left,
             created_unix: record.created_unix,
             expires_unix: record.expires_unix,

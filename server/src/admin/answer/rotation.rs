@@ -8,8 +8,9 @@ use serde_json::Value;
 
 use super::{internal, show, unsigned};
 use crate::pool::Pool;
-use crate::pool::rotation::{Refused, Step};
+use crate::pool::rotation::Refused;
 use crate::refusal::Refusal;
+use crate::signer::Step;
 
 /// Answer to `gpuserver pool rotate`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -69,8 +70,8 @@ pub(in crate::admin) fn status(pool: &Pool) -> Result<Value, Refusal> {
     view(pool, false)
 }
 
-pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step) -> Result<Value, Refusal> {
-    let changed = pool.rotate(step).await.map_err(|e| match &e {
+pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step, force: bool) -> Result<Value, Refusal> {
+    let changed = pool.rotate(step, force).await.map_err(|e| match &e {
         Refused::Lacking { .. } => Refusal::new("clients-lack-authority", e.to_string()),
         Refused::Step(refused) => unsigned(refused),
         Refused::Store(_) => internal(&e),

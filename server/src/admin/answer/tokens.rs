@@ -12,21 +12,6 @@ use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::signer::tokens::TokenFacts;
 
-/// A row of `gpuserver token list`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct TokenRow {
-    /// Public id of the token.
-    pub id: String,
-    /// Pattern of the client names that can join with it.
-    pub name_pattern: String,
-    /// Number of clients that can still join with it.
-    pub uses_left: u32,
-    /// Creation, in seconds since 1970.
-    pub created_unix: u64,
-    /// Expiry, in seconds since 1970.
-    pub expires_unix: u64,
-}
-
 /// Answer to `gpuserver token create`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TokenView {
@@ -48,7 +33,7 @@ impl TokenView {
         Self {
             token: token.to_text(),
             id: facts.id,
-            name_pattern: facts.pattern,
+            name_pattern: facts.name_pattern,
             uses: facts.uses_left,
             expires_unix: facts.expires_unix,
         }
@@ -68,7 +53,7 @@ pub(in crate::admin) async fn create(
 
 pub(in crate::admin) async fn list(pool: &Pool) -> Result<Value, Refusal> {
     let tokens = pool.tokens().await.map_err(|e| unsigned(&e))?;
-    show(serde_json::to_value(token_rows(tokens)))
+    show(serde_json::to_value(tokens))
 }
 
 pub(in crate::admin) async fn revoke(pool: &Pool, id: String) -> Result<Value, Refusal> {
@@ -90,16 +75,4 @@ pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
     parse_duration(text).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
     })
-}
-
-/// Returns the rows of `gpuserver token list`.
-pub fn token_rows(tokens: Vec<TokenFacts>) -> Vec<TokenRow> {
-    let row = |facts: TokenFacts| TokenRow {
-        id: facts.id,
-        name_pattern: facts.pattern,
-        uses_left: facts.uses_left,
-        created_unix: facts.created_unix,
-        expires_unix: facts.expires_unix,
-    };
-    tokens.into_iter().map(row).collect()
 }
