@@ -163,7 +163,6 @@ style:
 	@tests/style/floors --self-test
 	@tests/style/floors
 	@tests/style/links
-	@tests/style/sizes --self-test
 	@tests/style/sizes
 	@tests/style/dependencies
 	@python3 -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(wildcard tests/*/*.py tests/*/*/*.py)

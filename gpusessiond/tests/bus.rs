@@ -118,6 +118,7 @@ async fn a_lease_that_fills_up_is_not_waited_for_at_boot() {
 }
 
 #[tokio::test]
+#[expect(clippy::too_many_lines, reason = "one life of a lease, as a watcher sees it")]
 async fn objects_lists_and_properties() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 3));
     let engine = engine(&[&sim]);

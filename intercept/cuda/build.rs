@@ -152,6 +152,7 @@ fn told(p: &Param) -> String {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one `match` over the kinds of parameters")]
 fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut declarations = Vec::new();
     let mut route = Route::default();

@@ -12,6 +12,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Operation numbers.
+#[expect(clippy::too_many_lines, reason = "generated")]
 pub mod op {
     include!(concat!(env!("OUT_DIR"), "/operations.rs"));
 }

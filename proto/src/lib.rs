@@ -43,6 +43,6 @@ pub use gpusession_login as login;
 /// The control plane, generated from `proto/gpusession/v1/pool.proto`.
 #[cfg(feature = "control")]
 pub mod control {
-    #![allow(missing_docs, clippy::all)]
+    #![allow(missing_docs, clippy::all, clippy::too_many_lines)]
     tonic::include_proto!("gpusession.v1");
 }

@@ -44,6 +44,7 @@ impl Device {
     }
 
     /// Returns an attribute's value; `None` if the attribute does not exist.
+    #[expect(clippy::too_many_lines, reason = "one `match` over the attributes")]
     pub fn attribute(&self, id: u32) -> Option<i32> {
         let c = config();
         Some(match id {

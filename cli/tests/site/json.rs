@@ -77,6 +77,7 @@ fn with_rare_events(mut status: Value) -> Value {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one list of verbs and their answers")]
 fn every_verb_prints_what_the_page_describes() {
     let mut site = Site::with_simulated_gpus();
     std::fs::remove_dir_all(site.path("server/ca")).unwrap();

@@ -39,6 +39,7 @@ impl Supervisor {
         }
     }
 
+    #[expect(clippy::too_many_lines, reason = "one `match` over the messages")]
     fn on_message(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
         let State { workers, leases, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };

@@ -131,6 +131,7 @@ fn tell(message: &FromWorker) {
     let _ = send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL);
 }
 
+#[expect(clippy::too_many_lines, reason = "one `match` over the messages")]
 fn serve() {
     let mut start = None;
     // The connections stay open, as in a real worker.

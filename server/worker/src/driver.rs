@@ -298,6 +298,7 @@ functions! {
 }
 
 /// Functions that generated code calls (see `build.rs`).
+#[expect(clippy::too_many_lines, reason = "generated")]
 mod generated {
     use super::{Handle, Status, Symbols, c_void, function};
 

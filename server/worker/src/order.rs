@@ -107,6 +107,7 @@ impl Touched {
 }
 
 /// Determines the objects of a frame that matter for the order between client threads.
+#[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
 pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
     let mut touched = Touched::default();
     let mut r = Reader::new(&frame.body);

@@ -285,6 +285,7 @@ pub fn binary(op: &str, mods: &[&str], ty: Ty) -> Option<Fn2> {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
 pub fn ternary(op: &str, mods: &[&str], ty: Ty) -> Option<Fn3> {
     let r = rounding(mods);
     let has = |m: &str| mods.contains(&m);

@@ -45,6 +45,7 @@ fn dst_pair(b: &mut Builder, op: &Operand) -> Res<(u32, u32)> {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one `match` over the instructions")]
 pub fn instruction(b: &mut Builder, inst: &Inst) -> Res<()> {
     let parts: Vec<&str> = inst.op.split('.').collect();
     let (name, mods) = (parts[0], &parts[1..]);

@@ -313,6 +313,7 @@ impl Warp {
         false
     }
 
+    #[expect(clippy::too_many_lines, reason = "one `match` over the instructions")]
     fn step(&mut self, env: &Env, block: &mut BlockState, g: &mut Group) -> Result<Flow, Fault> {
         let Some(instr) = env.program.code.get(g.pc as usize) else { return Err(Fault::BadPc) };
         let top = g.top();

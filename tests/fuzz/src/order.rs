@@ -294,6 +294,7 @@ impl<'p> Order<'p> {
     }
 
     /// Applies a step if it is valid; otherwise nothing changes.
+    #[expect(clippy::too_many_lines, reason = "one `match` over the actions")]
     pub fn apply(&mut self, step: &Step) -> Result<(), Conflict> {
         let thread = step.thread;
         let now = self.now(thread);

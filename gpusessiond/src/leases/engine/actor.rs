@@ -122,6 +122,7 @@ impl Actor {
         }
     }
 
+    #[expect(clippy::too_many_lines, reason = "one `match` over the messages")]
     fn handle(&mut self, message: Message) {
         let now = self.now();
         match message {

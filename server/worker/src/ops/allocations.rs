@@ -121,6 +121,7 @@ pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result
 }
 
 /// Replays a generated call, and counts what it allocates or frees.
+#[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
 pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let operation = frame.header.op.get();
     let mut replay = |answer: &mut Answer| -> Done { generated::dispatch(session, operation, r, answer) };

@@ -9,7 +9,7 @@ use crate::session::Session;
 pub use source::dispatch;
 
 /// The generated code uses one form of cast and of block for every type.
-#[allow(clippy::unnecessary_cast)]
+#[allow(clippy::unnecessary_cast, clippy::too_many_lines)]
 mod source {
     use super::*;
     include!(concat!(env!("OUT_DIR"), "/replay.rs"));

@@ -108,6 +108,7 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
 fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answer: &mut Answer) -> Done {
     let call = &session.driver.call;
     let mut r = frame.reader();
