@@ -402,8 +402,8 @@ impl Server {
 
     /// Asks, after `turn`, until there is a final answer or the waiting time is over.
     ///
-    /// `None` if the caller was `gone` meanwhile. A question that was put is always heard to its
-    /// end: its answer may hold workers, which the caller of this function returns.
+    /// `None` if the caller was `gone` meanwhile. It awaits each answer of the lease manager, since
+    /// a dropped answer would leave its workers counted.
     async fn ask(
         &self,
         caller: &Caller,
