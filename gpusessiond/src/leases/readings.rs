@@ -1,13 +1,20 @@
 //! NVML readings of the GPUs that a process would get.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpusession_proto::control;
 use gpusession_proto::grant::Denial;
 use gpusession_proto::readings::{Answer, Device, Fault, Process, Query, View, uuid_bytes};
 
-use crate::pool::{PoolServer, Trouble};
+use tokio::time::{Instant, sleep};
 
+use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// Time for which a query waits for its machine's turn; the library waits longer.
+const RATE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause between two attempts.
+const RATE_INTERVAL: Duration = Duration::from_millis(100);
 /// `NVML_ERROR_INVALID_ARGUMENT`: the query names a device that the process does not have.
 const INVALID_ARGUMENT: u32 = 2;
 
@@ -15,6 +22,24 @@ const INVALID_ARGUMENT: u32 = 2;
 pub struct Place {
     pub lease: control::Lease,
     pub server: Arc<dyn PoolServer>,
+}
+
+/// Queries a server; waits while this machine has exhausted its rate there.
+///
+/// A program would take a refusal for a lost GPU, or for a link that is down.
+async fn patiently(
+    server: &Arc<dyn PoolServer>,
+    asked: control::ReadingsRequest,
+) -> Result<control::ReadingsReply, PoolError> {
+    let until = Instant::now() + RATE_TIMEOUT;
+    loop {
+        match server.readings(asked.clone()).await {
+            Err(e) if e.trouble == Trouble::LimitExceeded && Instant::now() < until => {
+                sleep(RATE_INTERVAL).await;
+            }
+            reply => return reply,
+        }
+    }
 }
 
 /// Queries the servers, each about its own devices only.
@@ -33,7 +58,7 @@ pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denia
             })
             .unzip();
         let asked = control::ReadingsRequest { lease: lease.id.clone(), queries: mine };
-        let reply = server.readings(asked).await.map_err(|e| match e.trouble {
+        let reply = patiently(&server, asked).await.map_err(|e| match e.trouble {
             Trouble::Protocol => (Denial::ProtocolMismatch, e.message),
             _ => (Denial::NotReady, e.message),
         })?;
@@ -69,4 +94,24 @@ pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denia
         }
     }
     Ok(view)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::leases::sim::SimServer;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_query_waits_while_its_machine_has_no_rate_left() {
+        let server = SimServer::new("gpu-a", 1);
+        let lease =
+            server.allocate(control::AllocateRequest { gpus: 1, ..Default::default() }).await.unwrap();
+        let ask = |refusals| {
+            server.with(|state| state.refuses_readings = refusals);
+            ask(vec![Place { lease: lease.clone(), server: Arc::new(server.clone()) }], Vec::new())
+        };
+        assert_eq!(ask(20).await.unwrap().devices.len(), 1);
+        let (denial, reason) = ask(u32::MAX).await.unwrap_err();
+        assert_eq!((denial, reason.as_str()), (Denial::NotReady, "the client asks more often"));
+    }
 }

@@ -60,6 +60,8 @@ pub struct SimState {
     pub waiting: Vec<u32>,
     /// Calls for workers fail with this error.
     pub refuses_workers: Option<PoolError>,
+    /// Number of requests for readings that come too soon.
+    pub refuses_readings: u32,
     counter: u64,
     watchers: Vec<mpsc::Sender<control::PoolEvent>>,
 }
@@ -297,6 +299,10 @@ impl PoolServer for SimServer {
 
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
         self.call(|state| {
+            if let Some(left) = state.refuses_readings.checked_sub(1) {
+                state.refuses_readings = left;
+                return Err(PoolError::new(Trouble::LimitExceeded, "the client asks more often"));
+            }
             let lease = state.leases.iter().position(|(id, ..)| *id == request.lease);
             let place = lease.ok_or_else(|| PoolError::new(Trouble::NoSuchLease, "no such lease"))?;
             let count = state.leases[place].1;

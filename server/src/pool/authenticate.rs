@@ -112,6 +112,13 @@ impl Pool {
         self.client_within(request, " keeps").await
     }
 
+    /// As [`Pool::client`], for readings of GPUs.
+    ///
+    /// Their rate counts separately, so that monitoring costs no program its worker.
+    pub(super) async fn reader<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+        self.client_within(request, " reads").await
+    }
+
     /// Returns the client behind a request for a newer certificate, and its present certificate.
     ///
     /// An expired certificate serves for the configured `renew_grace`.

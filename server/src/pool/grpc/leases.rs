@@ -350,7 +350,7 @@ pub(super) async fn readings(
     pool: &Arc<Pool>,
     request: Request<wire::ReadingsRequest>,
 ) -> Result<Response<wire::ReadingsReply>, Status> {
-    let client = pool.client(&request).await?;
+    let client = pool.reader(&request).await?;
     locked(&pool.clients).heard(&client, pool.clock.now());
     let wish = request.into_inner();
     bounded([&wish.lease], &[])?;
