@@ -102,6 +102,15 @@ pub fn map(file: &File, len: usize, fixed: Option<*mut u8>) -> Option<*mut u8> {
     (p != libc::MAP_FAILED).then_some(p.cast())
 }
 
+/// Maps a part of a memory file, which begins at a whole page, at any address.
+pub fn map_part(file: &File, at: u64, len: usize) -> Option<*mut u8> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping.
+    let p =
+        unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), at as i64) };
+    (p != libc::MAP_FAILED).then_some(p.cast())
+}
+
 const PAGE: usize = 4096;
 
 /// The records of an event of several processes: number of the last one, number of the last

@@ -8,6 +8,7 @@
 #![recursion_limit = "256"]
 
 pub mod abi;
+pub mod arena;
 pub mod capture;
 pub mod checkpoint;
 pub mod config;
@@ -29,6 +30,7 @@ pub mod pool;
 pub mod proc_address;
 pub mod ptx;
 pub mod registry;
+pub mod shared_pool;
 pub mod stream;
 pub mod submit;
 pub mod usage;

@@ -3,10 +3,12 @@
 //! Device addresses are reserved and inaccessible to the host; their bytes lie elsewhere. Pinned
 //! and managed memory is host memory at its own address.
 
+use crate::arena::{Arena, GRANULARITY, SMALL};
 use crate::config::Config;
 use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::ipc;
 use crate::ptx::exec::{MemView, Span};
+use crate::shared_pool::{Part, SharedPool};
 use crate::usage::Usage;
 use parking_lot::Mutex;
 use std::alloc::Layout;
@@ -16,8 +18,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-pub const GRANULARITY: u64 = 2 << 20;
-const SMALL: u64 = 512;
 const PAGE: usize = 4096;
 
 /// The bytes of one or more allocations, and their origin.
@@ -27,6 +27,8 @@ pub struct Backing {
     origin: Origin,
     /// The file that other processes map by a legacy handle.
     file: Mutex<Option<File>>,
+    /// Part of a pool that this process shares, which ends with the backing.
+    part: Option<(Arc<SharedPool>, Part)>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -43,6 +45,10 @@ unsafe impl Send for Backing {}
 unsafe impl Sync for Backing {}
 
 impl Backing {
+    fn new(ptr: *mut u8, len: usize, origin: Origin) -> Backing {
+        Backing { ptr, len, origin, file: Mutex::default(), part: None }
+    }
+
     fn heap(len: usize, poison: Option<u8>) -> Result<Arc<Backing>> {
         let layout = Layout::from_size_align(len.max(1), SMALL as usize).map_err(|_| OUT_OF_MEMORY)?;
         // SAFETY: the layout has a size.
@@ -54,13 +60,13 @@ impl Backing {
             // SAFETY: `len` bytes were just allocated.
             unsafe { ptr.write_bytes(byte, len) };
         }
-        Ok(Arc::new(Backing { ptr, len: len.max(1), origin: Origin::Heap, file: Mutex::default() }))
+        Ok(Arc::new(Backing::new(ptr, len.max(1), Origin::Heap)))
     }
 
     fn mapped(len: usize) -> Result<Arc<Backing>> {
         let len = len.max(1).next_multiple_of(PAGE);
         let ptr = map(0, len, libc::PROT_READ | libc::PROT_WRITE, 0).ok_or(OUT_OF_MEMORY)?;
-        Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped, file: Mutex::default() }))
+        Ok(Arc::new(Backing::new(ptr as *mut u8, len, Origin::Mapped)))
     }
 
     fn poisoned(self: Arc<Backing>, poison: Option<u8>) -> Arc<Backing> {
@@ -74,12 +80,22 @@ impl Backing {
     /// Maps a file, which other processes may map as well.
     fn of_file(file: &File, len: usize) -> Result<Arc<Backing>> {
         let ptr = ipc::map(file, len, None).ok_or(OUT_OF_MEMORY)?;
-        Ok(Arc::new(Backing { ptr, len, origin: Origin::Mapped, file: Mutex::default() }))
+        Ok(Arc::new(Backing::new(ptr, len, Origin::Mapped)))
+    }
+
+    /// Maps a part of a pool; the pool's own process frees it in the end.
+    fn of_part(pool: &Arc<SharedPool>, part: Part) -> Result<Arc<Backing>> {
+        let mut backing = Backing::new(pool.map(part)?, part.pages() as usize, Origin::Mapped);
+        backing.part = (!pool.imported).then(|| (pool.clone(), part));
+        Ok(Arc::new(backing))
     }
 }
 
 impl Drop for Backing {
     fn drop(&mut self) {
+        if let Some((pool, part)) = &self.part {
+            pool.give(*part);
+        }
         match self.origin {
             Origin::Heap => {
                 if let Ok(layout) = Layout::from_size_align(self.len, SMALL as usize) {
@@ -139,8 +155,10 @@ pub enum Kind {
         flags: u32,
     },
     Mapped(Arc<Physical>),
+    /// Memory of a pool, and the part of it that other processes may import.
     Pool {
         pool: usize,
+        part: Option<Part>,
     },
     /// A variable of a module.
     Variable,
@@ -158,7 +176,8 @@ pub struct Allocation {
     pub kind: Kind,
     /// Unique in the process (`BUFFER_ID`).
     pub id: u64,
-    /// One bit per device that may access it; only for mapped memory.
+    /// One bit per device that may access it; only for mapped memory, and for further devices of
+    /// memory of a pool.
     pub access: AtomicU64,
     backing: Arc<Backing>,
     offset: usize,
@@ -209,54 +228,6 @@ pub struct Piece {
     pub ptr: *mut u8,
     pub len: usize,
     pub keep: Arc<Allocation>,
-}
-
-/// Free address ranges of one window.
-struct Arena {
-    start: u64,
-    end: u64,
-    free: BTreeMap<u64, u64>,
-}
-
-impl Arena {
-    fn new(start: u64, size: u64) -> Arena {
-        Arena { start, end: start + size, free: BTreeMap::from([(start, size)]) }
-    }
-
-    fn alloc(&mut self, size: u64) -> Option<u64> {
-        let align = if size >= GRANULARITY { GRANULARITY } else { SMALL };
-        let size = size.next_multiple_of(SMALL);
-        let (start, len, at) = self.free.iter().find_map(|(&start, &len)| {
-            let at = start.next_multiple_of(align);
-            (at + size <= start + len).then_some((start, len, at))
-        })?;
-        self.free.remove(&start);
-        if at > start {
-            self.free.insert(start, at - start);
-        }
-        if start + len > at + size {
-            self.free.insert(at + size, start + len - at - size);
-        }
-        Some(at)
-    }
-
-    fn release(&mut self, at: u64, size: u64) {
-        let (mut at, mut size) = (at, size.next_multiple_of(SMALL));
-        if let Some((&before, &len)) = self.free.range(..at).next_back()
-            && before + len == at
-        {
-            self.free.remove(&before);
-            (at, size) = (before, size + len);
-        }
-        if let Some(len) = self.free.remove(&(at + size)) {
-            size += len;
-        }
-        self.free.insert(at, size);
-    }
-
-    fn holds(&self, at: u64) -> bool {
-        (self.start..self.end).contains(&at)
-    }
 }
 
 #[derive(Default)]
@@ -401,7 +372,15 @@ impl Space {
         Ok(())
     }
 
-    fn in_arena(&self, device: u32, context: usize, size: u64, kind: Kind) -> Result<Arc<Allocation>> {
+    /// Allocates device memory, in `backing` if that exists already.
+    fn in_arena(
+        &self,
+        device: u32,
+        context: usize,
+        size: u64,
+        kind: Kind,
+        backing: Option<Arc<Backing>>,
+    ) -> Result<Arc<Allocation>> {
         if size == 0 {
             return Err(INVALID_VALUE);
         }
@@ -411,31 +390,15 @@ impl Space {
         let charged = size.next_multiple_of(SMALL);
         self.charge(device, charged)?;
         let made = (|| {
-            let backing = match kind {
+            let backing = match (backing, &kind) {
+                (Some(backing), _) => backing,
                 // Whole pages, which a legacy handle may put into a file later.
-                Kind::Device if self.config.export_memory => {
+                (None, Kind::Device) if self.config.export_memory => {
                     Backing::mapped(size as usize)?.poisoned(self.config.poison)
                 }
                 _ => Backing::heap(size as usize, self.config.poison)?,
             };
-            let mut inner = self.inner.lock();
-            let pool = matches!(kind, Kind::Pool { .. });
-            let arenas = if pool { &mut inner.pools } else { &mut inner.arenas };
-            let base = arenas[device as usize].alloc(size).ok_or(OUT_OF_MEMORY)?;
-            let a = Allocation {
-                base,
-                size,
-                device,
-                context,
-                kind,
-                id: 0,
-                access: AtomicU64::new(0),
-                backing,
-                offset: 0,
-                charged,
-                freed: AtomicBool::new(false),
-            };
-            Ok(self.insert(&mut inner, a))
+            self.place(device, context, size, kind, backing, charged)
         })();
         if made.is_err() {
             self.usage.give(self.cards[device as usize], charged);
@@ -443,16 +406,77 @@ impl Space {
         made
     }
 
-    pub fn device(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
-        self.in_arena(device, context, size, Kind::Device)
+    /// Finds an address for device memory.
+    fn place(
+        &self,
+        device: u32,
+        context: usize,
+        size: u64,
+        kind: Kind,
+        backing: Arc<Backing>,
+        charged: u64,
+    ) -> Result<Arc<Allocation>> {
+        let mut inner = self.inner.lock();
+        let pool = matches!(kind, Kind::Pool { .. });
+        let arenas = if pool { &mut inner.pools } else { &mut inner.arenas };
+        let base = arenas[device as usize].alloc(size).ok_or(OUT_OF_MEMORY)?;
+        let a = Allocation {
+            base,
+            size,
+            device,
+            context,
+            kind,
+            id: 0,
+            access: AtomicU64::new(0),
+            backing,
+            offset: 0,
+            charged,
+            freed: AtomicBool::new(false),
+        };
+        Ok(self.insert(&mut inner, a))
     }
 
-    pub fn pool(&self, device: u32, context: usize, size: u64, pool: usize) -> Result<Arc<Allocation>> {
-        self.in_arena(device, context, size, Kind::Pool { pool })
+    pub fn device(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
+        self.in_arena(device, context, size, Kind::Device, None)
+    }
+
+    /// Allocates from a pool, whose memory is in `shared` if other processes may use it.
+    pub fn pool(
+        &self,
+        device: u32,
+        context: usize,
+        size: u64,
+        pool: usize,
+        shared: Option<&Arc<SharedPool>>,
+    ) -> Result<Arc<Allocation>> {
+        let Some(shared) = shared else {
+            return self.in_arena(device, context, size, Kind::Pool { pool, part: None }, None);
+        };
+        if size > self.config.memory {
+            return Err(OUT_OF_MEMORY);
+        }
+        let part = shared.take(size)?;
+        let backing = Backing::of_part(shared, part).inspect_err(|_| shared.give(part))?;
+        let backing = backing.poisoned(self.config.poison);
+        self.in_arena(device, context, size, Kind::Pool { pool, part: Some(part) }, Some(backing))
+    }
+
+    /// Maps a part of another process's pool at a free address.
+    pub fn pool_part(
+        &self,
+        device: u32,
+        context: usize,
+        pool: usize,
+        shared: &Arc<SharedPool>,
+        part: Part,
+    ) -> Result<Arc<Allocation>> {
+        let backing = Backing::of_part(shared, part)?;
+        let kind = Kind::Pool { pool, part: Some(part) };
+        self.place(device, context, part.size, kind, backing, 0)
     }
 
     pub fn variable(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
-        self.in_arena(device, context, size.max(1), Kind::Variable)
+        self.in_arena(device, context, size.max(1), Kind::Variable, None)
     }
 
     fn on_host(
@@ -508,12 +532,7 @@ impl Space {
         if overlaps(&inner.map, at, size) {
             return Err(crate::errors::HOST_MEMORY_ALREADY_REGISTERED);
         }
-        let backing = Arc::new(Backing {
-            ptr: at as *mut u8,
-            len: size as usize,
-            origin: Origin::Borrowed,
-            file: Mutex::default(),
-        });
+        let backing = Arc::new(Backing::new(at as *mut u8, size as usize, Origin::Borrowed));
         let kind = Kind::Registered { flags };
         let a = Allocation {
             base: at,
@@ -622,7 +641,8 @@ impl Space {
                 Kind::Mapped(_) => a.access.load(Ordering::Relaxed),
                 Kind::Host { .. } | Kind::Registered { .. } | Kind::Managed => u64::MAX,
                 _ => {
-                    inner.peers.iter().filter(|p| p.1 == a.device).fold(1 << a.device, |m, p| m | (1 << p.0))
+                    let own = 1 << a.device | a.access.load(Ordering::Relaxed);
+                    inner.peers.iter().filter(|p| p.1 == a.device).fold(own, |m, p| m | (1 << p.0))
                 }
             };
             view.spans.push(Span {
@@ -637,6 +657,15 @@ impl Space {
         let view = Arc::new(view);
         inner.view = Some(view.clone());
         view
+    }
+
+    /// Gives further devices access to memory of a pool, or takes it; `devices` has a bit for each.
+    pub fn set_pool_access(&self, of: usize, devices: u64) {
+        let mut inner = self.inner.lock();
+        for a in inner.map.values().filter(|a| matches!(a.kind, Kind::Pool { pool, .. } if pool == of)) {
+            a.access.store(devices, Ordering::Relaxed);
+        }
+        inner.view = None;
     }
 
     pub fn set_peer(&self, from: u32, to: u32, on: bool) {
@@ -727,6 +756,11 @@ impl Space {
         })
     }
 
+    /// Returns the device that a number in the machine names.
+    pub fn device_of(&self, card: u32) -> Option<u32> {
+        self.cards.iter().position(|known| *known == card).map(|device| device as u32)
+    }
+
     /// Imports memory that another process created and exported; `properties` gets its device.
     pub fn import(&self, file: File, properties: impl Fn(u32) -> [u8; 32]) -> Result<Arc<Physical>> {
         let len = file.metadata().map_err(|_| UNKNOWN)?.len();
@@ -737,7 +771,7 @@ impl Space {
         }
         file.read_exact_at(&mut card, size).map_err(|_| UNKNOWN)?;
         let card = u32::from_le_bytes(card);
-        let device = self.cards.iter().position(|known| *known == card).ok_or(UNKNOWN)? as u32;
+        let device = self.device_of(card).ok_or(UNKNOWN)?;
         let properties = properties(device);
         let backing = Backing::of_file(&file, size as usize)?;
         Ok(self.physical(device, size, properties, backing, None, false))
@@ -745,28 +779,13 @@ impl Space {
 
     /// Maps memory of another process at a free address.
     pub fn open(&self, file: &File, size: u64, card: u32, context: usize) -> Result<Arc<Allocation>> {
-        let device = self.cards.iter().position(|known| *known == card).ok_or(INVALID_VALUE)?;
+        let device = self.device_of(card).ok_or(INVALID_VALUE)?;
         let long = file.metadata().is_ok_and(|known| known.len() >= size);
         if size == 0 || !long {
             return Err(INVALID_VALUE);
         }
         let backing = Backing::of_file(file, (size as usize).next_multiple_of(PAGE))?;
-        let mut inner = self.inner.lock();
-        let base = inner.arenas[device].alloc(size).ok_or(OUT_OF_MEMORY)?;
-        let a = Allocation {
-            base,
-            size,
-            device: device as u32,
-            context,
-            kind: Kind::Opened,
-            id: 0,
-            access: AtomicU64::new(0),
-            backing,
-            offset: 0,
-            charged: 0,
-            freed: AtomicBool::new(false),
-        };
-        Ok(self.insert(&mut inner, a))
+        self.place(device, context, size, Kind::Opened, backing, 0)
     }
 
     pub fn map(&self, at: u64, size: u64, offset: u64, physical: Arc<Physical>) -> Result {
@@ -851,16 +870,6 @@ mod tests {
         // No other process needs the file.
         let _ = std::fs::remove_file(crate::usage::path(&config));
         space
-    }
-
-    #[test]
-    fn arenas_merge_what_is_freed() {
-        let mut a = Arena::new(GRANULARITY, 4 * GRANULARITY);
-        let (x, y) = (a.alloc(100).unwrap(), a.alloc(GRANULARITY).unwrap());
-        assert_eq!((x, y), (GRANULARITY, 2 * GRANULARITY));
-        a.release(x, 100);
-        a.release(y, GRANULARITY);
-        assert_eq!(a.free, BTreeMap::from([(GRANULARITY, 4 * GRANULARITY)]));
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! Allocation, host memory, pointer attributes.
 
 use super::{out, out_opt, slice};
+use crate::arena::GRANULARITY;
 use crate::capture::forbid_unsafe;
 use crate::context::{CONTEXTS, current, working};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::memory::{Allocation, GRANULARITY, Kind};
+use crate::memory::{Allocation, Kind};
 use crate::registry::handle;
 use crate::submit;
 use std::sync::Arc;
@@ -36,6 +37,9 @@ fn free(at: u64) -> Result {
         return Err(INVALID_VALUE);
     }
     ctx.synchronize()?;
+    if super::pool::still_imported(&a) {
+        return Ok(());
+    }
     super::pool::forget(&a);
     space.remove(at, |x| x.id == a.id).map(drop).ok_or(INVALID_VALUE)
 }
@@ -81,7 +85,7 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             14 => out(to.cast(), u64::from(config().export_memory && matches!(a.kind, Kind::Mapped(_))))?,
             15 => out(to.cast(), 0u32)?,
             16 => out(to.cast(), 3u32)?,
-            17 => out(to.cast(), if let Kind::Pool { pool } = a.kind { pool } else { 0 })?,
+            17 => out(to.cast(), if let Kind::Pool { pool, .. } = a.kind { pool } else { 0 })?,
             18 => out(to.cast(), (mapping.1 - mapping.0) as usize)?,
             19 => out(to.cast(), mapping.0)?,
             20 => out(to.cast(), a.id)?,

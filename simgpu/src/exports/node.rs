@@ -208,7 +208,7 @@ unsafe fn alloc(p: *mut [u64; 15]) -> Result<NodeKind> {
             return Err(INVALID_VALUE);
         }
         let device = driver()?.device(device)?.ordinal;
-        let memory = driver()?.space.pool(device, handle(&current()?), (*p)[13], 0)?;
+        let memory = driver()?.space.pool(device, handle(&current()?), (*p)[13], 0, None)?;
         (*p)[14] = memory.base;
         Ok(NodeKind::Alloc(GraphMemory::new(memory)))
     }

@@ -1,18 +1,23 @@
 //! Stream-ordered allocation.
 
-use super::{out, read};
-use crate::abi::{Location, PoolProps};
+use super::vmm::POSIX_FD;
+use super::{out, read, slice};
+use crate::abi::{AccessDesc, Location, PoolProps};
 use crate::capture;
-use crate::driver::driver;
+use crate::context::working;
+use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
 use crate::graph::{GraphMemory, NodeKind};
 use crate::memory::{Allocation, Kind};
 use crate::op::Op;
 use crate::registry::{Registry, handle};
+use crate::shared_pool::{ExportData, SharedPool};
 use crate::submit;
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,6 +27,16 @@ struct Pool {
     attributes: Mutex<HashMap<u32, u64>>,
     used: AtomicU64,
     high: AtomicU64,
+    /// One bit for each further device with access to its memory.
+    access: AtomicU64,
+    /// Its file, if other processes may import it, or if it is another process's.
+    shared: Option<Arc<SharedPool>>,
+}
+
+impl Pool {
+    fn imported(&self) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.imported)
+    }
 }
 
 static POOLS: Registry<Pool> = Registry::new();
@@ -30,13 +45,20 @@ static DEVICE_POOLS: Mutex<Option<HashMap<u32, DevicePools>>> = Mutex::new(None)
 
 type DevicePools = (Arc<Pool>, Arc<Pool>);
 
-fn new_pool(device: u32, default: bool) -> Arc<Pool> {
+/// Base of each imported address and how often it is imported, by pool file and place in it.
+static IMPORTED: Mutex<Option<Imported>> = Mutex::new(None);
+
+type Imported = HashMap<(u64, u64), (u64, u32)>;
+
+fn new_pool(device: u32, default: bool, shared: Option<Arc<SharedPool>>) -> Arc<Pool> {
     let p = Arc::new(Pool {
         device,
         default,
         attributes: Mutex::new(HashMap::from([(1, 1), (2, 1), (3, 1), (4, 0)])),
         used: AtomicU64::new(0),
         high: AtomicU64::new(0),
+        access: AtomicU64::new(0),
+        shared,
     });
     POOLS.insert(p.clone());
     p
@@ -46,7 +68,7 @@ fn with_device<R>(device: i32, f: impl FnOnce(&mut DevicePools) -> R) -> Result<
     let ordinal = driver()?.device(device)?.ordinal;
     let mut all = DEVICE_POOLS.lock();
     let entry = all.get_or_insert_default().entry(ordinal).or_insert_with(|| {
-        let p = new_pool(ordinal, true);
+        let p = new_pool(ordinal, true, None);
         (p.clone(), p)
     });
     Ok(f(entry))
@@ -55,6 +77,11 @@ fn with_device<R>(device: i32, f: impl FnOnce(&mut DevicePools) -> R) -> Result<
 fn pool(h: usize) -> Result<Arc<Pool>> {
     driver()?;
     POOLS.find(h).ok_or(INVALID_VALUE)
+}
+
+/// Returns a pool of this process: others have no attributes and allocate nothing.
+fn own_pool(h: usize) -> Result<Arc<Pool>> {
+    pool(h).and_then(|p| if p.imported() { Err(INVALID_VALUE) } else { Ok(p) })
 }
 
 fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Result<u64> {
@@ -68,7 +95,8 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
     if !in_capture {
         capture::forbid_unsafe()?;
     }
-    let a = driver()?.space.pool(p.device, s.context, bytes as u64, handle(p))?;
+    let a = driver()?.space.pool(p.device, s.context, bytes as u64, handle(p), p.shared.as_ref())?;
+    reach(p)?;
     if in_capture {
         let base = a.base;
         capture::capture_node(&s, NodeKind::Alloc(GraphMemory::new(a)))?;
@@ -82,10 +110,59 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
 
 /// Subtracts an allocation that is being freed from its pool's account.
 pub fn forget(a: &Allocation) {
-    if let Kind::Pool { pool } = a.kind
+    if let Kind::Pool { pool, .. } = a.kind
         && let Some(p) = POOLS.find(pool)
+        && !p.imported()
     {
         p.used.fetch_sub(a.size, Ordering::SeqCst);
+    }
+}
+
+/// Gives new memory of a pool to the devices that have access to the pool.
+fn reach(p: &Arc<Pool>) -> Result {
+    let devices = p.access.load(Ordering::SeqCst);
+    if devices != 0 {
+        driver()?.space.set_pool_access(handle(p), devices);
+    }
+    Ok(())
+}
+
+/// Ends one import of an address; returns `true` if others of it remain.
+pub fn still_imported(a: &Allocation) -> bool {
+    let mut imported = IMPORTED.lock();
+    let imported = imported.get_or_insert_default();
+    let Some((&name, (_, count))) = imported.iter_mut().find(|(_, (base, _))| *base == a.base) else {
+        return false;
+    };
+    *count -= 1;
+    let others = *count > 0;
+    if !others {
+        imported.remove(&name);
+    }
+    others
+}
+
+/// Imports the memory that data of another process describes, once.
+fn import_pointer(h: usize, data: &ExportData) -> Result<u64> {
+    let ctx = working()?;
+    let p = pool(h)?;
+    let shared = p.shared.as_ref().filter(|shared| shared.imported).ok_or(INVALID_VALUE)?;
+    let part = shared.find(data).ok_or(INVALID_VALUE)?;
+    let space = &driver()?.space;
+    let mut imported = IMPORTED.lock();
+    let imported = imported.get_or_insert_default();
+    // A context ends with memory that was imported in it.
+    imported.retain(|_, (base, _)| space.find(*base).is_some());
+    match imported.entry((shared.number, part.at)) {
+        Entry::Occupied(mut known) => {
+            known.get_mut().1 += 1;
+            Ok(known.get().0)
+        }
+        Entry::Vacant(new) => {
+            let a = space.pool_part(p.device, handle(&ctx), h, shared, part)?;
+            reach(&p)?;
+            Ok(new.insert((a.base, 1)).0)
+        }
     }
 }
 
@@ -105,7 +182,7 @@ export! {
     }
 
     fn cuDeviceSetMemPool(device: i32, h: usize) {
-        let p = pool(h)?;
+        let p = own_pool(h)?;
         if p.device as i32 != device {
             return Err(INVALID_VALUE);
         }
@@ -121,7 +198,7 @@ export! {
     }
 
     fn cuMemSetMemPool(location: *const Location, _kind: u32, h: usize) {
-        let p = pool(h)?;
+        let p = own_pool(h)?;
         if p.device as i32 != on_device(location)? {
             return Err(INVALID_VALUE);
         }
@@ -136,11 +213,12 @@ export! {
         if p.allocType != 1 || p.location.kind != 1 {
             return Err(INVALID_VALUE);
         }
-        if p.handleTypes != 0 {
+        if p.handleTypes != 0 && !(p.handleTypes == POSIX_FD && config().export_memory) {
             return Err(errors::NOT_SUPPORTED);
         }
-        let device = driver()?.device(p.location.id)?.ordinal;
-        out(to, handle(&new_pool(device, false)))
+        let device = driver()?.device(p.location.id)?;
+        let shared = if p.handleTypes == 0 { None } else { Some(SharedPool::create(device.card)?) };
+        out(to, handle(&new_pool(device.ordinal, false, shared)))
     }
 
     fn cuMemPoolDestroy(h: usize) {
@@ -156,10 +234,10 @@ export! {
         POOLS.remove(h).map(drop)
     }
 
-    fn cuMemPoolTrimTo(h: usize, _keep: usize) { pool(h).map(drop) }
+    fn cuMemPoolTrimTo(h: usize, _keep: usize) { own_pool(h).map(drop) }
 
     fn cuMemPoolSetAttribute(h: usize, id: u32, value: *const u8) {
-        let p = pool(h)?;
+        let p = own_pool(h)?;
         match id {
             1..=3 => {
                 p.attributes.lock().insert(id, read(value.cast::<u32>())? as u64);
@@ -175,7 +253,7 @@ export! {
     }
 
     fn cuMemPoolGetAttribute(h: usize, id: u32, value: *mut u8) {
-        let p = pool(h)?;
+        let p = own_pool(h)?;
         match id {
             1..=3 => out(value.cast::<i32>(), p.attributes.lock()[&id] as i32),
             4 => out(value.cast::<u64>(), p.attributes.lock()[&id]),
@@ -185,12 +263,72 @@ export! {
         }
     }
 
-    fn cuMemPoolSetAccess(h: usize, _list: *const u8, _n: usize) { pool(h).map(drop) }
+    fn cuMemPoolSetAccess(h: usize, list: *const AccessDesc, n: usize) {
+        let p = pool(h)?;
+        for desc in slice(list, n)? {
+            let device = driver()?.device(on_device(&raw const desc.location)?)?.ordinal;
+            if desc.flags == 0 {
+                // A pool's own device keeps its access.
+                if device == p.device {
+                    return Err(INVALID_VALUE);
+                }
+                p.access.fetch_and(!(1 << device), Ordering::SeqCst);
+            } else if device != p.device {
+                if !config().peers {
+                    return Err(INVALID_VALUE);
+                }
+                p.access.fetch_or(1 << device, Ordering::SeqCst);
+            }
+        }
+        driver()?.space.set_pool_access(h, p.access.load(Ordering::SeqCst));
+        Ok(())
+    }
 
     fn cuMemPoolGetAccess(flags: *mut u32, h: usize, location: *const Location) {
         let p = pool(h)?;
-        let device = on_device(location)?;
-        out(flags, if p.device as i32 == device { 3 } else { 0 })
+        let device = driver()?.device(on_device(location)?)?.ordinal;
+        let reached = p.device == device || p.access.load(Ordering::SeqCst) >> device & 1 == 1;
+        out(flags, if reached { 3 } else { 0 })
+    }
+
+    fn cuMemPoolExportToShareableHandle(to: *mut i32, h: usize, kind: u32, flags: u64) {
+        let p = own_pool(h)?;
+        let shared = p.shared.as_ref().filter(|_| kind == POSIX_FD && flags == 0 && !to.is_null());
+        out(to, shared.ok_or(INVALID_VALUE)?.descriptor()?.into_raw_fd())
+    }
+
+    fn cuMemPoolImportFromShareableHandle(to: *mut usize, from: usize, kind: u32, flags: u64) {
+        working()?;
+        if kind != POSIX_FD || flags != 0 || to.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        if !config().export_memory {
+            return Err(errors::NOT_SUPPORTED);
+        }
+        // SAFETY: an invalid descriptor only makes the call fail.
+        let fd = libc::fcntl(from as i32, libc::F_DUPFD_CLOEXEC, 3);
+        if fd < 0 {
+            return Err(errors::UNKNOWN);
+        }
+        // SAFETY: the descriptor was just created.
+        let (shared, card) = SharedPool::import(std::fs::File::from_raw_fd(fd))?;
+        let device = driver()?.space.device_of(card).ok_or(errors::UNKNOWN)?;
+        out(to, handle(&new_pool(device, false, Some(shared))))
+    }
+
+    fn cuMemPoolExportPointer(to: *mut ExportData, at: u64) {
+        let a = driver()?.space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
+        let Kind::Pool { pool, part: Some(part) } = a.kind else { return Err(INVALID_VALUE) };
+        // The pool may be destroyed before its memory.
+        let p = POOLS.find(pool).filter(|p| !p.imported()).ok_or(INVALID_VALUE)?;
+        out(to, p.shared.as_ref().ok_or(INVALID_VALUE)?.data(part))
+    }
+
+    fn cuMemPoolImportPointer(to: *mut u64, h: usize, data: *const ExportData) {
+        if to.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        out(to, import_pointer(h, &read(data)?)?)
     }
 
     fn cuMemAllocAsync | cuMemAllocAsync_ptsz (at: *mut u64, bytes: usize, stream: usize) {
@@ -200,7 +338,7 @@ export! {
     }
 
     fn cuMemAllocFromPoolAsync | cuMemAllocFromPoolAsync_ptsz (at: *mut u64, bytes: usize, h: usize, stream: usize) {
-        out(at, allocate(bytes, &pool(h)?, stream, PER_THREAD)?)
+        out(at, allocate(bytes, &own_pool(h)?, stream, PER_THREAD)?)
     }
 
     fn cuMemFreeAsync | cuMemFreeAsync_ptsz (at: u64, stream: usize) {
@@ -224,6 +362,9 @@ export! {
             if !memory.live.swap(false, Ordering::SeqCst) {
                 return Err(INVALID_VALUE);
             }
+            return submit::submit(&s, Op::Empty).map(drop);
+        }
+        if still_imported(&a) {
             return submit::submit(&s, Op::Empty).map(drop);
         }
         if a.freed.swap(true, Ordering::SeqCst) {

@@ -2,11 +2,12 @@
 
 use super::{out, read, slice};
 use crate::abi::{AccessDesc, AllocationProp, Location};
+use crate::arena::GRANULARITY;
 use crate::context::working;
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::memory::{GRANULARITY, Kind, Physical};
+use crate::memory::{Kind, Physical};
 use crate::registry::Registry;
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::atomic::Ordering;
 static PHYSICAL: Registry<Physical> = Registry::new();
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
-const POSIX_FD: u32 = 1;
+pub const POSIX_FD: u32 = 1;
 
 fn device_of(location: Location) -> Result<u32> {
     if location.kind != 1 {
