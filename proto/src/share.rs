@@ -15,11 +15,15 @@ pub enum Kind {
     Memory = 1,
     /// An event, as counters in shared host memory.
     Event = 2,
+    /// A memory pool, whose memory comes as [`Pointer`](Self::Pointer)s.
+    Pool = 3,
+    /// Memory of a pool, for processes that have imported the pool.
+    Pointer = 4,
 }
 
 impl Kind {
     fn of(byte: u8) -> Option<Self> {
-        [Self::Memory, Self::Event].into_iter().find(|kind| *kind as u8 == byte)
+        [Self::Memory, Self::Event, Self::Pool, Self::Pointer].into_iter().find(|kind| *kind as u8 == byte)
     }
 }
 
@@ -129,6 +133,10 @@ mod tests {
         let token = Token { name, offset: 512, size: 3 << 20 };
         let bytes = token.bytes();
         assert_eq!(Token::parse(&bytes), Some(token));
+        for kind in [Kind::Event, Kind::Pool, Kind::Pointer] {
+            let other = Token { name: Name { kind, ..name }, ..token };
+            assert_eq!(Token::parse(&other.bytes()), Some(other));
+        }
         for at in 0..8 {
             let mut other = bytes;
             other[at] ^= 0x80;

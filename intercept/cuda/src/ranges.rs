@@ -20,6 +20,9 @@ pub enum Kind {
     Mapped,
     /// A pool's memory (`cuMemAllocAsync`).
     Pool,
+    /// Memory of another process's pool (`cuMemPoolImportPointer`), under its device's primary
+    /// context.
+    Imported,
     /// Memory of a graph's node, which exists while launches of the graph have allocated it.
     Graph,
     /// A module's variable.
@@ -177,7 +180,9 @@ pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let goes = |r: &Range| {
         r.ctx == ctx
             && match r.kind {
-                Kind::Device | Kind::Pool | Kind::Graph | Kind::Global | Kind::Managed => true,
+                Kind::Device | Kind::Pool | Kind::Imported | Kind::Graph | Kind::Global | Kind::Managed => {
+                    true
+                }
                 Kind::Host(_) | Kind::Registered(_) => with_host,
                 // These outlive their context.
                 Kind::Opened | Kind::Mapped | Kind::ManagedVariable => false,

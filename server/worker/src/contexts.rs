@@ -8,7 +8,7 @@ use gpusession_proto::frame::Writer;
 use gpusession_proto::handle;
 use gpusession_proto::supervise::DeviceLimit;
 
-use crate::driver::{Driver, Handle, Status, check, check_connected, status};
+use crate::driver::{Driver, Handle, POSIX_FD, Status, check, check_connected, status};
 use crate::executor::Executor;
 use crate::handles::{Object, Table, kind};
 
@@ -16,6 +16,8 @@ use crate::handles::{Object, Table, kind};
 const POSIX_FD_SUPPORTED: i32 = 103;
 /// `CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED`
 const IPC_EVENT_SUPPORTED: i32 = 125;
+/// `CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES`
+const POOL_HANDLE_TYPES: i32 = 119;
 /// Number of device attributes to query, from 1, with room for those of newer drivers.
 const ATTRIBUTES: i32 = 192;
 /// Number of `CUlimit` values sent at the start, with room for those of newer drivers.
@@ -338,8 +340,11 @@ impl Contexts {
                 let mut value = 0;
                 // SAFETY: as above.
                 let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut value, attribute, device) };
-                if attribute == IPC_EVENT_SUPPORTED && !shares {
-                    value = 0;
+                match attribute {
+                    IPC_EVENT_SUPPORTED if !shares => value = 0,
+                    // No other kind of handle can name a pool on the client's machine.
+                    POOL_HANDLE_TYPES => value &= if shares { POSIX_FD } else { 0 },
+                    _ => {}
                 }
                 // An attribute that this driver does not know must differ from one that is 0.
                 w.word(if got == 0 { u64::from(value as u32) } else { u64::MAX });

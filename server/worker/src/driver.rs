@@ -35,6 +35,9 @@ pub const MARKER: &[u8] = b"gpusession_marker\0";
 /// address.
 pub const REGISTER_MAPPED: u32 = 1 | 2;
 
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+pub const POSIX_FD: i32 = 1;
+
 /// Returns `Ok` for success.
 pub fn check(status: Status) -> Result<(), Status> {
     if status == 0 { Ok(()) } else { Err(status) }
@@ -148,6 +151,10 @@ functions! {
     cuMemExportToShareableHandle(*mut c_void, u64, i32, u64);
     cuMemImportFromShareableHandle(*mut u64, *mut c_void, i32);
     cuMemRetainAllocationHandle(*mut u64, *mut c_void);
+    cuMemPoolExportToShareableHandle(*mut c_void, u64, i32, u64);
+    cuMemPoolImportFromShareableHandle(*mut u64, *mut c_void, i32, u64);
+    cuMemPoolExportPointer(*mut c_void, Address);
+    cuMemPoolImportPointer(*mut Address, u64, *mut c_void);
     cuMemSetAccess(Address, usize, *const c_void, usize);
     cuMemHostRegister_v2(*mut c_void, usize, u32);
     cuMemHostUnregister(*mut c_void);

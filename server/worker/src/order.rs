@@ -17,7 +17,11 @@ pub fn may_block(frame: &Frame) -> bool {
         op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
         op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
         // Waits for another worker.
-        op::SHARE_IMPORT | op::SHARE_OPEN | op::SHARE_EVENT_OPEN => true,
+        op::SHARE_IMPORT
+        | op::SHARE_OPEN
+        | op::SHARE_EVENT_OPEN
+        | op::SHARE_POOL_IMPORT
+        | op::SHARE_POINTER_IMPORT => true,
         _ => false,
     }
 }

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{Writer, op};
 
+use super::pool;
 use crate::client::{Client, string, unavailable, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
@@ -94,6 +95,12 @@ fn free(address: u64) -> Result {
             free_of_graph(client, address, 0).map(|_| ())
         });
     }
+    if let Some(range) = ranges::find(address).filter(|r| r.base == address && r.kind == Kind::Imported) {
+        return with_owner(&range, |client| {
+            client.call(op::CTX_SYNC, |_| {})?;
+            pool::free(client, address, 0).map(|_| ())
+        });
+    }
     let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
         .ok_or(INVALID_VALUE)?;
     with_owner(&range, |client| free_of(client, &range))
@@ -139,6 +146,7 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     modules::forget_context(ctx);
     streams::forget_context(ctx);
     let gone = ranges::forget_context(ctx, wait);
+    pool::forget(&gone);
     POSTPONED
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
@@ -477,6 +485,10 @@ driver! {
         }
         if range.kind == Kind::Graph {
             stream.worked(free_of_graph(client, address, stream.handle)?);
+            return client.take_late_error();
+        }
+        if range.kind == Kind::Imported {
+            stream.worked(pool::free(client, address, stream.handle)?);
             return client.take_late_error();
         }
         ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;

@@ -17,6 +17,7 @@ pub mod link;
 pub mod memory;
 pub mod misc;
 pub mod module;
+pub mod pool;
 pub mod reference;
 pub mod share;
 pub mod stream;

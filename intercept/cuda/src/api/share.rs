@@ -31,7 +31,7 @@ use crate::window::GRANULE;
 use crate::{clients, handles, streams, thread};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
-const POSIX_FD: u32 = 1;
+pub const POSIX_FD: u32 = 1;
 
 /// Returns the seals that forbid any change of a memory file.
 fn seals() -> SealFlag {
@@ -39,7 +39,7 @@ fn seals() -> SealFlag {
 }
 
 /// Makes a descriptor of a token.
-fn seal(token: &[u8; Token::LEN]) -> io::Result<File> {
+pub fn seal(token: &[u8; Token::LEN]) -> io::Result<File> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let file = File::from(memfd_create(c"gpusession-memory", flags)?);
     file.write_all_at(token, 0)?;
@@ -47,10 +47,10 @@ fn seal(token: &[u8; Token::LEN]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reads the token of a descriptor.
+/// Reads the token of a descriptor of an object of this kind.
 ///
 /// For any other descriptor, returns the driver's error (H100, driver 580).
-fn unseal(descriptor: i32) -> Result<[u8; Token::LEN]> {
+pub fn unseal(descriptor: i32, kind: share::Kind) -> Result<[u8; Token::LEN]> {
     // SAFETY: the call makes a copy, or fails for a number that is no open descriptor.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 3) };
     if copy < 0 {
@@ -64,7 +64,7 @@ fn unseal(descriptor: i32) -> Result<[u8; Token::LEN]> {
     let complete = SealFlag::from_bits_truncate(sealed).contains(seals())
         && file.metadata().is_ok_and(|known| known.len() == Token::LEN as u64)
         && file.read_exact_at(&mut token, 0).is_ok()
-        && Token::parse(&token).is_some();
+        && Token::parse(&token).is_some_and(|token| token.name.kind == kind);
     if complete { Ok(token) } else { Err(UNKNOWN) }
 }
 
@@ -72,7 +72,7 @@ fn unseal(descriptor: i32) -> Result<[u8; Token::LEN]> {
 ///
 /// `ask` sends the request to one of them. Returns the client of the lease that has the object, and
 /// the worker's reply.
-fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'static Client, Reply)> {
+pub fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'static Client, Reply)> {
     let first = clients::get()?;
     let others = clients::all()?.filter(|client| client.number != first.number);
     for client in std::iter::once(first).chain(others) {
@@ -82,18 +82,23 @@ fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'static Cl
             return Ok((client, reply));
         }
     }
+    Err(elsewhere())
+}
+
+/// Prints why no worker of these leases has the object of a token, and returns the error.
+pub fn elsewhere() -> i32 {
     crate::trace::why(
         "shared memory: not imported: the process that exported it has ended or has another lease; \
          start both under one lease (GPUSESSION_LEASE)",
     );
-    Err(NOT_SUPPORTED)
+    NOT_SUPPORTED
 }
 
 /// A legacy handle of memory or of an event, which is a token.
-type Legacy = [u8; Token::LEN];
+pub type Legacy = [u8; Token::LEN];
 
 /// Returns the token of a legacy handle of this kind.
-fn named(legacy: &Legacy, kind: share::Kind) -> Result<Token> {
+pub fn named(legacy: &Legacy, kind: share::Kind) -> Result<Token> {
     Token::parse(legacy).filter(|token| token.name.kind == kind).ok_or(INVALID_VALUE)
 }
 
@@ -239,7 +244,7 @@ driver! {
         if handle.is_null() || kind != POSIX_FD {
             return Err(INVALID_VALUE);
         }
-        let token = unseal(shareable as usize as i32)?;
+        let token = unseal(shareable as usize as i32, share::Kind::Memory)?;
         streams::shares();
         let (client, reply) = import(|client| client.ask(op::SHARE_IMPORT, |w| w.bytes(&token)))?;
         give(handle, client.name(word(&mut reply.reader())?))
@@ -313,11 +318,16 @@ mod tests {
         Token { name, offset: 0, size: 0 }.bytes()
     }
 
+    fn unsealed(file: &impl AsRawFd) -> Result<[u8; Token::LEN]> {
+        unseal(file.as_raw_fd(), Kind::Memory)
+    }
+
     #[test]
     fn sealed_token_is_read_through_any_copy_of_its_descriptor() {
         let file = seal(&token()).unwrap();
-        assert_eq!(unseal(file.as_raw_fd()), Ok(token()));
-        assert_eq!(unseal(file.try_clone().unwrap().as_raw_fd()), Ok(token()));
+        assert_eq!(unsealed(&file), Ok(token()));
+        assert_eq!(unsealed(&file.try_clone().unwrap()), Ok(token()));
+        assert_eq!(unseal(file.as_raw_fd(), Kind::Pool), Err(UNKNOWN), "memory is no pool");
         assert!(file.write_all_at(&[0], 0).is_err() && file.set_len(0).is_err(), "nobody changes it");
     }
 
@@ -327,7 +337,7 @@ mod tests {
             let file = File::from(memfd_create(c"other", MFdFlags::MFD_ALLOW_SEALING).unwrap());
             file.write_all_at(contents, 0).unwrap();
             fcntl(&file, FcntlArg::F_ADD_SEALS(wanted)).unwrap();
-            unseal(file.as_raw_fd())
+            unsealed(&file)
         };
         assert_eq!(file(&token(), seals()), Ok(token()));
         assert_eq!(file(&token(), seals() - SealFlag::F_SEAL_WRITE), Err(UNKNOWN), "may still change");
@@ -335,8 +345,8 @@ mod tests {
         assert_eq!(file(&token()[..63], seals()), Err(UNKNOWN));
         assert_eq!(file(&[token(), token()].concat(), seals()), Err(UNKNOWN));
         let (pipe, _writer) = io::pipe().unwrap();
-        assert_eq!(unseal(pipe.as_raw_fd()), Err(UNKNOWN), "nothing waits for a pipe");
+        assert_eq!(unsealed(&pipe), Err(UNKNOWN), "nothing waits for a pipe");
         let null = File::open("/dev/null").unwrap();
-        assert_eq!((unseal(null.as_raw_fd()), unseal(-1)), (Err(UNKNOWN), Err(UNKNOWN)));
+        assert_eq!((unsealed(&null), unseal(-1, Kind::Memory)), (Err(UNKNOWN), Err(UNKNOWN)));
     }
 }

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::supervise::DeviceLimit;
 
+use super::pools::{Pointers, Pool};
 use super::shares::Object;
 
 /// Memory counted for one object.
@@ -39,7 +40,8 @@ pub struct State {
     /// Images and contexts by the client's handles, heaps by context and limit.
     pub objects: HashMap<u64, Counted>,
     pub heaps: HashMap<(u64, i32), Counted>,
-    pub pools: HashMap<u64, u32>,
+    pub pools: HashMap<u64, Pool>,
+    pub pointers: Pointers,
     /// Bytes counted for all pools and graphs of a device.
     pub pooled: Vec<u64>,
 }
@@ -57,6 +59,11 @@ impl State {
         let new = Physical { device, bytes: 0, handles: 1, maps: 0, share: None, imported: Some(object) };
         self.physical.insert(handle, new);
         true
+    }
+
+    /// Notes a device's default pool, or the one that it allocates from.
+    pub fn of_device(&mut self, pool: u64, device: u32) {
+        self.pools.entry(pool).or_insert(Pool::new(device));
     }
 }
 

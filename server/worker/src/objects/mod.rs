@@ -8,6 +8,7 @@ pub mod jit;
 pub mod links;
 pub mod memory;
 pub mod mirrors;
+pub mod pools;
 pub mod settling;
 pub mod shares;
 

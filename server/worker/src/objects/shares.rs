@@ -27,6 +27,10 @@ pub enum Source {
     Mapped(Address),
     /// The page with an event's counters.
     Counters(Arc<Page>),
+    /// The driver's handle of a pool.
+    Pool(u64),
+    /// An address where memory of a pool begins.
+    Pointer(Address),
 }
 
 struct Exported {
@@ -218,7 +222,7 @@ impl Shares {
             let mut exports = self.exports();
             let new = Imported { imports: 0, charge, inherited: false };
             exports.imported.entry(object).or_insert(new).imports += 1;
-            if !request.waiting && request.name.kind == Kind::Memory {
+            if !request.waiting && request.name.kind != Kind::Event {
                 self.dropped(&mut exports, object);
             }
         }
@@ -253,9 +257,9 @@ impl Shares {
 }
 
 impl Exports {
-    /// Returns the device of an imported object.
-    pub fn device_of(&self, object: &Object) -> u32 {
-        self.imported.get(object).map_or(0, |imported| imported.charge.device)
+    /// Returns an imported object's memory, which its own worker counts.
+    pub fn charge_of(&self, object: &Object) -> Charge {
+        self.imported.get(object).map(|imported| imported.charge).unwrap_or_default()
     }
 
     /// Returns the place of a name's object and its memory; `None` also for a wrong

@@ -10,9 +10,10 @@ use gpusession_proto::frame::{Reader, op};
 
 use super::generated;
 use crate::answer::{Answer, Done};
-use crate::driver::{Status, check, status};
+use crate::driver::{POSIX_FD, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::allocations::{Allocations, Counted, Physical, State};
+use crate::objects::pools::Pool;
 use crate::objects::shares::{Exports, Source};
 use crate::session::Session;
 
@@ -240,19 +241,15 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             }
             session.contexts.device(u64::from(device))?;
             replay(answer)?;
-            session.allocations.lock().pools.insert(last_word(answer), device);
+            let shareable = half(properties, 4) & POSIX_FD as u32 != 0;
+            let pool = Pool { shareable, ..Pool::new(device) };
+            session.allocations.lock().pools.insert(last_word(answer), pool);
             Ok(())
-        }
-        op::cuMemPoolDestroy => {
-            let pool = body.word()?;
-            replay(answer)?;
-            session.allocations.lock().pools.remove(&pool);
-            Ok(recount_pools(session)?)
         }
         op::cuDeviceGetDefaultMemPool | op::cuDeviceGetMemPool => {
             let device = body.word()?;
             replay(answer)?;
-            session.allocations.lock().pools.insert(last_word(answer), device as u32);
+            session.allocations.lock().of_device(last_word(answer), device as u32);
             Ok(())
         }
         op::cuMemGetDefaultMemPool | op::cuMemGetMemPool | op::cuMemSetMemPool => {
@@ -264,20 +261,19 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             session.contexts.device(u64::from(device))?;
             replay(answer)?;
             if operation != op::cuMemSetMemPool {
-                session.allocations.lock().pools.insert(last_word(answer), device);
+                session.allocations.lock().of_device(last_word(answer), device);
             }
             Ok(())
         }
         op::cuMemAllocAsync | op::cuMemAllocFromPoolAsync => {
             let size = body.word()?;
-            let (device, pool) = if operation == op::cuMemAllocAsync {
-                let device = device()?;
-                (device, current_pool(session, device)?)
+            let pool = if operation == op::cuMemAllocAsync {
+                current_pool(session, device()?)?
             } else {
-                let pool = body.word()?;
-                let known = session.allocations.lock().pools.get(&pool).copied();
-                (known.ok_or(status::INVALID_VALUE)?, pool)
+                body.word()?
             };
+            let known = session.allocations.lock().pools.get(&pool).copied();
+            let Pool { device, shareable, .. } = known.ok_or(status::INVALID_VALUE)?;
             session.allocations.pooling.store(true, Ordering::Relaxed);
             recount_pools(session)?;
             // Unused memory of the pool may suffice; otherwise the pool grows.
@@ -291,6 +287,12 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             if let Err(error) = recount_pools(session) {
                 undo(session, pool, last_word(answer));
                 return Err(error.into());
+            }
+            if shareable {
+                let mut state = session.allocations.lock();
+                if let Some(gone) = state.pointers.allocated(last_word(answer), device, size) {
+                    session.shares.moved(&mut session.shares.exports(), gone, None);
+                }
             }
             Ok(())
         }
@@ -325,8 +327,8 @@ pub fn recount_pools(session: &Session) -> Result<(), Status> {
     }
     let mut state = allocations.lock();
     let mut now = vec![0u64; state.pooled.len()];
-    for (&pool, &device) in &state.pools {
-        now[device as usize] += pool_value(session, pool, POOL_RESERVED);
+    for (&handle, pool) in state.pools.iter().filter(|(_, pool)| pool.imported.is_none()) {
+        now[pool.device as usize] += pool_value(session, handle, POOL_RESERVED);
     }
     for (device, sum) in now.iter_mut().enumerate() {
         let mut value = [0u64; 1];
@@ -363,7 +365,7 @@ fn current_pool(session: &Session, device: u32) -> Result<u64, Status> {
     let ordinal = session.contexts.device(u64::from(device))?;
     // SAFETY: the out pointer is valid.
     check(unsafe { (session.driver.generated.cuDeviceGetMemPool)(&mut pool, ordinal) })?;
-    session.allocations.lock().pools.insert(pool, device);
+    session.allocations.lock().of_device(pool, device);
     Ok(pool)
 }
 

@@ -5,7 +5,7 @@
 use gpusession_proto::frame::Reader;
 
 use crate::answer::{Answer, Done, Failure, bounded};
-use crate::driver::{Address, Driver, Status, check, status};
+use crate::driver::{Address, Driver, POSIX_FD, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::memory::{Allocation, lock};
 use crate::session::Session;
@@ -19,8 +19,6 @@ const GRANULE: u64 = 2 << 20;
 const PINNED: i32 = 1;
 const LOCATION_DEVICE: i32 = 1;
 const READ_WRITE: i32 = 3;
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
-pub const POSIX_FD: i32 = 1;
 
 /// `CUmemAllocationProp`
 #[repr(C)]

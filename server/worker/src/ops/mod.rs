@@ -15,6 +15,7 @@ pub mod link;
 pub mod memory;
 pub mod mirror;
 pub mod module;
+mod pool;
 mod reference;
 mod settle;
 pub mod share;
@@ -170,6 +171,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::PRIMARY_RESET => {
             let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
+            pool::forget(session, device);
             leave(session, make(CTX, 0, 1, device), answer);
             executor.current = 0;
             session.contexts.reset(session.driver, device)?;
@@ -203,6 +205,10 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::SHARE_OPEN => share::open(session, &mut r),
         op::SHARE_EVENT => event::export(session, frame, &mut r, answer),
         op::SHARE_EVENT_OPEN => event::open(session, &mut r),
+        op::SHARE_POOL => pool::export(session, &mut r, answer),
+        op::SHARE_POOL_IMPORT => pool::import(session, &mut r, answer),
+        op::SHARE_POINTER => pool::export_pointer(session, &mut r, answer),
+        op::SHARE_POINTER_IMPORT => pool::import_pointer(session, &mut r, answer),
         op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
         op::WRITE_HOST => mirror::write_host(session, &mut r),
@@ -253,6 +259,15 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_DRAW => graph_queries::draw(session, &mut r, answer),
         op::USER_OBJECT_CREATE => host_function::user_object(session, &mut r),
         op::GRAPH_CHILD => graph::child(session, &mut r),
+        op::cuMemFreeAsync => {
+            let address = frame.reader().word()?;
+            pool::free(session, address, || allocations::generated(session, frame, &mut r, answer))
+        }
+        op::cuMemPoolDestroy => {
+            let handle = frame.reader().word()?;
+            pool::destroy(session, handle, || allocations::generated(session, frame, &mut r, answer))?;
+            Ok(allocations::recount_pools(session)?)
+        }
         op::cuGraphDestroyNode => {
             let node = frame.reader().word()?;
             allocations::generated(session, frame, &mut r, answer)?;

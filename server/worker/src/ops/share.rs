@@ -8,24 +8,46 @@ use gpusession_proto::share::{Kind, Name, Token};
 use gpusession_proto::supervise::{Charge, FromWorker, Unshared};
 
 use crate::answer::{Answer, Done, Failure};
-use crate::driver::{Driver, Status, check, status};
+use crate::driver::{POSIX_FD, Status, check, status};
 use crate::objects::memory::{Allocation, lock};
+use crate::objects::pools::{ExportData, seal};
 use crate::objects::shares::{Object, Source};
-use crate::ops::memory::POSIX_FD;
 use crate::session::Session;
 
+/// Takes a descriptor that the driver has just created.
+fn owned(raw: i32) -> Result<OwnedFd, Status> {
+    // SAFETY: the caller passes a new descriptor, or -1.
+    (raw >= 0).then(|| unsafe { OwnedFd::from_raw_fd(raw) }).ok_or(status::INVALID_VALUE)
+}
+
 /// Returns the descriptor of an object.
-fn descriptor(driver: &Driver, source: &Source) -> Result<OwnedFd, Status> {
-    let call = &driver.call;
+pub fn descriptor(session: &Session, source: &Source) -> Result<OwnedFd, Status> {
+    let call = &session.driver.call;
     let export = |handle: u64| {
         let mut raw: i32 = -1;
         // SAFETY: for this handle type the driver writes a descriptor, which has 4 bytes.
         check(unsafe { (call.cuMemExportToShareableHandle)((&raw mut raw).cast(), handle, POSIX_FD, 0) })?;
-        // SAFETY: the driver has just created the descriptor for this call.
-        (raw >= 0).then(|| unsafe { OwnedFd::from_raw_fd(raw) }).ok_or(status::INVALID_VALUE)
+        owned(raw)
     };
     match *source {
         Source::Counters(ref page) => page.descriptor(),
+        // A context is current for pools, as it is where the program calls.
+        Source::Pool(pool) => session.contexts.within_first(session.driver, || {
+            let mut raw: i32 = -1;
+            // SAFETY: as above.
+            check(unsafe {
+                (call.cuMemPoolExportToShareableHandle)((&raw mut raw).cast(), pool, POSIX_FD, 0)
+            })?;
+            owned(raw)
+        }),
+        Source::Pointer(address) => {
+            let mut data: ExportData = [0; 64];
+            session.contexts.within_first(session.driver, || {
+                // SAFETY: the out pointer is to memory of the structure's size.
+                check(unsafe { (call.cuMemPoolExportPointer)((&raw mut data).cast(), address) })
+            })?;
+            seal(&data).map_err(|_| status::OPERATING_SYSTEM)
+        }
         Source::Handle(handle) => export(handle),
         Source::Mapped(address) => {
             let mut handle = 0;
@@ -47,7 +69,7 @@ pub fn export(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     let physical = state.physical.get_mut(&handle).filter(|p| p.handles > 0).ok_or(status::INVALID_VALUE)?;
     let source = Source::Handle(handle);
     // The driver judges whether this memory may be shared.
-    descriptor(session.driver, &source)?;
+    descriptor(session, &source)?;
     let charge = Charge { device: physical.device, bytes: physical.bytes };
     let name = session.shares.name(&mut physical.share, Kind::Memory, source, charge);
     let name = name.ok_or(status::OPERATING_SYSTEM)?;
@@ -66,7 +88,7 @@ pub fn export_address(session: &Session, r: &mut Reader<'_>, answer: &mut Answer
     let (&base, allocation) = found.filter(|(_, a)| a.imported.is_none()).ok_or(status::INVALID_VALUE)?;
     let source = Source::Mapped(base);
     if allocation.share.is_none() {
-        descriptor(session.driver, &source)?;
+        descriptor(session, &source)?;
     }
     let charge = Charge { device: allocation.device, bytes: allocation.size };
     let name = session.shares.name(&mut allocation.share, Kind::Memory, source, charge);
@@ -104,7 +126,7 @@ fn fetch(session: &Session, r: &mut Reader<'_>) -> Result<(u64, Object, u32), Fa
     // during the call; the out pointer is valid.
     check(unsafe { (session.driver.call.cuMemImportFromShareableHandle)(&mut handle, raw, POSIX_FD) })
         .inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?;
-    let device = session.shares.exports().device_of(&object);
+    let device = session.shares.exports().charge_of(&object).device;
     Ok((handle, object, device))
 }
 
@@ -138,9 +160,10 @@ pub fn open(session: &Session, r: &mut Reader<'_>) -> Done {
 pub fn give(session: &Session, number: u64, name: &Name) {
     // Locked until the answer is sent, so that the end of the object is reported after it.
     let mut exports = session.shares.exports();
-    let given = exports.give(name).ok_or(Unshared::Unknown).and_then(|(source, charge)| {
-        Ok((charge, descriptor(session.driver, &source).map_err(Unshared::Driver)?))
-    });
+    let given = exports
+        .give(name)
+        .ok_or(Unshared::Unknown)
+        .and_then(|(source, charge)| Ok((charge, descriptor(session, &source).map_err(Unshared::Driver)?)));
     let beside = given.as_ref().ok().map(|(_, descriptor)| descriptor.as_fd());
     let given = given.as_ref().map(|(charge, _)| *charge).map_err(|why| *why);
     session.supervisor().tell_with(&FromWorker::ShareGiven { number, given }, beside);
