@@ -14,9 +14,9 @@ unitdir ?= $(prefix)/lib/systemd/system
 dbusdir ?= $(prefix)/share/dbus-1
 
 OUT := $(or $(CARGO_TARGET_DIR),target)
-# The cargo profile of programs: release as shipped, trial for demo and tests.
+# The cargo profile of programs: release as shipped, dev for demo and tests.
 PROFILE ?= release
-RELEASE = $(OUT)/$(PROFILE)
+RELEASE = $(OUT)/$(PROFILE:dev=debug)
 TOOLS := $(OUT)/tools
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
@@ -76,7 +76,7 @@ docs:
 
 # ---- trying
 
-demo soak test-conformance test-system: export PROFILE := trial
+demo soak test-conformance test-system: export PROFILE := dev
 
 demo: build
 	@.ci/setup programs
@@ -84,7 +84,7 @@ demo: build
 
 gpu-bundle: build fuzz
 	@.ci/setup programs
-	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
+	@tests/gpu/bundle --limit 60 --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 

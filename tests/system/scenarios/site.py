@@ -104,7 +104,7 @@ def run(site, check):
             raise AssertionError(levels)
     with check("a shell that alice started before the installation runs vectorAdd, too"):
         client.ok("touch /tmp/go")
-        expect(client.until("cat /run/older.out; grep -q status /run/older.out", 20), "sums right")
+        expect(client.until("grep -q status /run/older.out && cat /run/older.out", 20), "sums right")
     with check("after a reboot the machine has its GPUs again"):
         client.lab("reboot")
         client.until("gpusession status | grep -q 'is ready'", 20)
