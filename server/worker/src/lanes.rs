@@ -3,15 +3,18 @@
 //! Lanes to the device receive chunks into pinned slots, where the executor that replays the
 //! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
 //!
+//! A copy on a stream that stands still holds its slots. If all are held, further chunks take other
+//! memory, so that such a stream stops no other one.
+//!
 //! A lane is a sequence of chunks that outlives its connections: see `link::lanes`. Each connection
 //! has a thread; a later one waits until the earlier one's thread has left the lane.
 #![expect(clippy::disallowed_methods, reason = "the driver has no event for a slot: it is polled")]
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
@@ -23,35 +26,41 @@ use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Status, check, status};
-use crate::staging::{Slot, Slots};
+use crate::staging::{Room, Slot, Slots};
 
 /// Maximum number of remembered transfers whose frames failed.
 ///
 /// The bytes of older ones have arrived.
 const MAX_UNWANTED: usize = 1024;
-/// Slots of one lane: one fills while the device reads the other.
+/// Slots for each lane of a direction: one fills while the device reads the other.
 const SLOTS_PER_LANE: usize = 2;
+/// Time without a free slot after which a chunk takes other memory.
+///
+/// Work of this length before a copy is usual, and a copy from a slot is faster.
+const STANDSTILL_TIMEOUT: Duration = Duration::from_millis(100);
+/// Most bytes of other memory for chunks to the device.
+const MAX_HELD: usize = 256 << 20;
+/// Most chunks from the device in other memory that wait for the network.
+const MAX_FILLED: usize = 16;
 
-/// A chunk that has arrived, in a pinned slot.
+/// A chunk that has arrived.
 pub struct Chunk {
     /// Offset in the transfer, in bytes.
     pub offset: u64,
     /// Length, in bytes.
     pub len: usize,
-    /// Pinned memory with the bytes.
+    /// Memory with the bytes.
     ///
     /// [`Lanes::copied`] takes it back once the copy's event is recorded.
-    pub slot: Slot,
-    /// Index of the lane that owns the slot.
-    pub lane: usize,
+    pub room: Room,
 }
 
-/// A slot on its way to the client, filled or being filled.
+/// A chunk on its way to the client, filled or being filled.
 struct Outgoing {
     transfer: u64,
     offset: u64,
     len: usize,
-    slot: Slot,
+    room: Room,
     failed: Status,
 }
 
@@ -98,12 +107,49 @@ struct Arrived {
     failed: bool,
 }
 
-struct UpLane {
-    slots: Slots,
+/// Memory for chunks to the device, of all lanes.
+#[derive(Default)]
+struct UpRoom {
+    /// Allocated when the first lane opens.
+    slots: OnceLock<Slots>,
     /// Slots whose copy to the device is under way, oldest first.
     copying: Mutex<VecDeque<Slot>>,
-    /// Context of the event that the lane waits for; 0 means none.
-    waits_in: AtomicU64,
+    /// Bytes of other memory.
+    held: AtomicUsize,
+}
+
+impl UpRoom {
+    /// Returns a free slot, or one whose copy has ended.
+    fn slot(&self, driver: &Driver, slots: &Slots) -> Option<Slot> {
+        if let Some(slot) = slots.try_take() {
+            return Some(slot);
+        }
+        let mut copying = lock(&self.copying);
+        // A failure means a poisoned context, whose copies read the slot no more either.
+        // SAFETY: the slot's event was recorded after its copy, and `leave` takes the slot first if
+        // the event goes.
+        let done = |slot: &Slot| unsafe { (driver.call.cuEventQuery)(slot.event) } != status::NOT_READY;
+        let place = copying.iter().position(|slot| slot.event.is_null() || done(slot))?;
+        let mut slot = copying.remove(place)?;
+        slot.rest();
+        Some(slot)
+    }
+
+    /// Returns other memory for a chunk, if there may be more of it.
+    fn hold(&self) -> Option<Room> {
+        let more = |held: usize| (held + CHUNK <= MAX_HELD).then_some(held + CHUNK);
+        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Room::Pageable(vec![0; CHUNK]))
+    }
+
+    /// Takes back memory that nothing reads.
+    fn give(&self, room: Room) {
+        match (room, self.slots.get()) {
+            (Room::Pinned(slot), Some(slots)) => slots.give(slot),
+            (Room::Pinned(_), None) => {}
+            (Room::Pageable(_), _) => drop(self.held.fetch_sub(CHUNK, Ordering::Relaxed)),
+        }
+    }
 }
 
 /// Pieces that wait for a lane to the client; any free lane takes a piece that is ready.
@@ -122,7 +168,7 @@ pub struct Lanes {
     returns: bool,
     /// Lanes in both directions, from number 1 on.
     lanes: [Lane; (UP_LANES + DOWN_LANES) as usize],
-    up: [OnceLock<UpLane>; UP_LANES as usize],
+    up: UpRoom,
     down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
@@ -240,22 +286,26 @@ impl Lanes {
     ) -> Ended {
         let said = |s: Status| Ended::Fatal(format!("lane {number}: CUDA error {s}"));
         if number >= FIRST_DOWN_LANE {
-            let opened = self.open_down(driver, enter);
+            let opened = self.open(driver, enter, &self.down.slots, DOWN_LANES).map(drop);
+            self.opened.notify_all();
             return match opened {
                 Ok(()) => self.down.carry(driver, enter, lane, attempt, transport, self.returns),
                 Err(status) => said(status),
             };
         }
-        let index = usize::from(number - 1);
-        let mine = match self.open_up(driver, enter, index) {
-            Ok(mine) => mine,
+        let slots = match self.open(driver, enter, &self.up.slots, UP_LANES) {
+            Ok(slots) => slots,
             Err(status) => return said(status),
         };
-        let mut entered = false;
+        let (mut entered, mut stands) = (false, false);
         let ended = loop {
-            if let Err(ended) = self.receive(driver, index, mine, lane, attempt, transport, &mut || {
-                if !std::mem::replace(&mut entered, true) { enter() } else { Ok(()) }
-            }) {
+            let room = || {
+                if !std::mem::replace(&mut entered, true) {
+                    enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
+                }
+                Ok(self.room(driver, slots, &mut stands))
+            };
+            if let Err(ended) = self.receive(lane, attempt, transport, room) {
                 break ended;
             }
         };
@@ -266,71 +316,55 @@ impl Lanes {
         ended
     }
 
-    fn open_up(
+    /// Allocates the slots of a direction's lanes, unless another lane has done it.
+    fn open<'a>(
         &self,
         driver: &Driver,
         enter: &dyn Fn() -> Result<(), Status>,
-        index: usize,
-    ) -> Result<&UpLane, Status> {
-        if let Some(mine) = self.up[index].get() {
-            return Ok(mine);
+        slots: &'a OnceLock<Slots>,
+        lanes: u16,
+    ) -> Result<&'a Slots, Status> {
+        let _one_at_a_time = lock(&self.opening);
+        if let Some(slots) = slots.get() {
+            return Ok(slots);
         }
         enter()?;
-        let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK)?;
-        let waits_in = AtomicU64::new(0);
-        Ok(self.up[index].get_or_init(|| UpLane { slots, copying: Mutex::default(), waits_in }))
-    }
-
-    fn open_down(&self, driver: &Driver, enter: &dyn Fn() -> Result<(), Status>) -> Result<(), Status> {
-        {
-            let _one_at_a_time = lock(&self.opening);
-            if self.down.slots.get().is_none() {
-                enter()?;
-                let count = SLOTS_PER_LANE * DOWN_LANES as usize;
-                let _ = self.down.slots.set(Slots::new(driver, count, CHUNK)?);
-            }
-        }
-        self.opened.notify_all();
-        Ok(())
+        let new = Slots::new(driver, SLOTS_PER_LANE * usize::from(lanes), CHUNK)?;
+        Ok(slots.get_or_init(|| new))
     }
 
     /// Receives one chunk; its effect and its count happen under one lock.
-    #[expect(clippy::too_many_arguments, reason = "all parts of one lane")]
     fn receive(
         &self,
-        driver: &Driver,
-        index: usize,
-        mine: &UpLane,
         lane: &Lane,
         attempt: u32,
         transport: &Transport,
-        enter: &mut dyn FnMut() -> Result<(), Status>,
+        room: impl FnOnce() -> Result<Room, Ended>,
     ) -> Result<(), Ended> {
         let header = next_header(transport)?;
         let number = lock(&lane.place).received + 1;
         let len = chunk_len(&header, number)?;
-        enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
-        let slot = self.free_slot(driver, mine);
-        // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at
+        let mut room = room()?;
+        // SAFETY: this thread owns the memory, which has CHUNK bytes; the padded length is at
         // most that.
-        let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
+        let target = unsafe { std::slice::from_raw_parts_mut(room.address(), header.body_len()) };
         if let Err(e) = transport.recv_exact(target, Wait::Spin(Duration::ZERO)) {
-            mine.slots.give(slot);
+            self.up.give(room);
             return Err(e.into());
         }
         {
             let mut place = lock(&lane.place);
             if !place.serves(attempt) {
-                mine.slots.give(slot);
+                self.up.give(room);
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
             }
             place.received = number;
             self.received.fetch_add(len as u64, Ordering::Relaxed);
             let mut arrived = lock(&self.arrived);
             if arrived.unwanted.contains(&header.seq.get()) {
-                mine.slots.give(slot);
+                self.up.give(room);
             } else {
-                let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
+                let chunk = Chunk { offset: header.ctx.get(), len, room };
                 arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
             }
         }
@@ -341,36 +375,27 @@ impl Lanes {
         Ok(())
     }
 
-    /// Returns a free slot, or waits for the one whose copy ends first.
-    fn free_slot(&self, driver: &Driver, lane: &UpLane) -> Slot {
+    /// Waits for memory for a chunk.
+    ///
+    /// `stands`: the last wait ended without a slot, so that this one ends sooner.
+    fn room(&self, driver: &Driver, slots: &Slots, stands: &mut bool) -> Room {
+        let since = Instant::now();
+        let mut idle = 0u32;
         loop {
-            if let Some(slot) = lane.slots.try_take() {
-                return slot;
+            if let Some(slot) = self.up.slot(driver, slots) {
+                *stands = false;
+                return Room::Pinned(slot);
             }
-            let oldest = {
-                let mut copying = lock(&lane.copying);
-                let oldest = copying.pop_front();
-                lane.waits_in.store(oldest.as_ref().map_or(0, |slot| slot.ctx), Ordering::SeqCst);
-                oldest
-            };
-            match oldest {
-                Some(mut slot) => {
-                    if !slot.event.is_null() {
-                        // SAFETY: the slot's event was recorded after its copy, and `leave` waits
-                        // for this. A failure means that the context is poisoned: then the copy
-                        // reads the slot no more either.
-                        unsafe { (driver.call.cuEventSynchronize)(slot.event) };
-                    }
-                    slot.rest();
-                    lane.waits_in.store(0, Ordering::SeqCst);
-                    return slot;
-                }
-                // All slots wait for an executor.
-                None => {
-                    let arrived = lock(&self.arrived);
-                    let _ = self.arrival.wait_timeout(arrived, Duration::from_millis(1));
-                }
+            if (*stands || since.elapsed() >= STANDSTILL_TIMEOUT)
+                && let Some(room) = self.up.hold()
+            {
+                *stands = true;
+                return room;
             }
+            // Slots wait for the device or for an executor, which tells.
+            let arrived = lock(&self.arrived);
+            let _ = self.arrival.wait_timeout(arrived, Duration::from_micros(8 << idle.min(7)));
+            idle += 1;
         }
     }
 
@@ -403,38 +428,30 @@ impl Lanes {
         arrived.unwanted.push_back(transfer);
         let came = arrived.chunks.remove(&transfer).unwrap_or_default();
         drop(arrived);
-        for chunk in came {
-            if let Some(lane) = self.up[chunk.lane].get() {
-                lane.slots.give(chunk.slot);
-            }
-        }
+        came.into_iter().for_each(|chunk| self.up.give(chunk.room));
         self.arrival.notify_all();
     }
 
-    /// Takes back a chunk's slot, once the copy out of it is queued and its event recorded.
+    /// Takes back a chunk's memory, once the copy out of a slot is queued and its event recorded.
     pub fn copied(&self, chunk: Chunk) {
-        if let Some(lane) = self.up[chunk.lane].get() {
-            lock(&lane.copying).push_back(chunk.slot);
-            self.arrival.notify_all();
+        match chunk.room {
+            Room::Pinned(slot) => lock(&self.up.copying).push_back(slot),
+            room => self.up.give(room),
         }
+        self.arrival.notify_all();
     }
 
     /// Waits until no lane uses an event of a context that is about to be destroyed or reset.
     ///
     /// All work in that context is done; its events go with it.
     pub fn leave(&self, ctx: u64) {
-        for lane in self.up.iter().filter_map(OnceLock::get) {
-            let mut copying = lock(&lane.copying);
-            let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
-            *copying = others;
-            drop(copying);
-            VecDeque::into_iter(done).for_each(|slot| lane.slots.give(slot));
-            while lane.waits_in.load(Ordering::SeqCst) == ctx {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        }
+        let mut copying = lock(&self.up.copying);
+        let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
+        *copying = others;
+        drop(copying);
+        VecDeque::into_iter(done).for_each(|slot| self.up.give(Room::Pinned(slot)));
         self.arrival.notify_all();
-        let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.slot.ctx == ctx);
+        let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.room.ctx() == ctx);
         while pending(&lock(&self.down.pieces)) {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -442,8 +459,7 @@ impl Lanes {
 
     /// Pins all slots again after a reset of their context, which is current.
     pub fn pin_again(&self, driver: &Driver) {
-        let slots = self.up.iter().filter_map(|lane| lane.get().map(|l| &l.slots));
-        for slots in slots.chain(self.down.slots.get()) {
+        for slots in [&self.up.slots, &self.down.slots].into_iter().filter_map(OnceLock::get) {
             // Copies work without pinning, only slower.
             let _ = slots.pin(driver);
         }
@@ -483,22 +499,24 @@ impl Lanes {
 
     /// Sends `len` bytes of the device in chunks.
     ///
-    /// `copy` queues the copy of one chunk into a slot and records its event.
+    /// `copy` queues the copy of one chunk into a slot and records its event; other memory it fills
+    /// at once.
     pub fn send(
         &self,
         transfer: u64,
         len: usize,
-        mut copy: impl FnMut(usize, usize, &mut Slot) -> Result<(), Status>,
+        mut copy: impl FnMut(usize, usize, &mut Room) -> Result<(), Status>,
     ) -> Result<(), Status> {
         let slots = self.outgoing();
         let chunk = chunk_of(len);
+        let mut stands = false;
         for offset in (0..len).step_by(chunk) {
-            let mut slot = slots.take();
+            let mut room = self.down.room(slots, &mut stands);
             let len = chunk.min(len - offset);
             self.sent.fetch_add(len as u64, Ordering::Relaxed);
-            let result = copy(offset, len, &mut slot);
+            let result = copy(offset, len, &mut room);
             let failed = result.err().unwrap_or(0);
-            let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
+            let piece = Outgoing { transfer, offset: offset as u64, len, room, failed };
             lock(&self.down.pieces).push_back(piece);
             self.down.changed.notify_one();
             result?;
@@ -508,6 +526,26 @@ impl Lanes {
 }
 
 impl DownQueue {
+    /// Waits for memory for a chunk.
+    ///
+    /// `stands`: the last wait ended without a slot, so that this one ends sooner.
+    fn room(&self, slots: &Slots, stands: &mut bool) -> Room {
+        loop {
+            let patience = if *stands { Duration::from_millis(1) } else { STANDSTILL_TIMEOUT };
+            if let Some(slot) = slots.take_within(patience) {
+                *stands = false;
+                return Room::Pinned(slot);
+            }
+            // Slots that wait for the network will be free soon.
+            let pieces = lock(&self.pieces);
+            let (pinned, filled) = pieces.iter().partition::<Vec<_>, _>(|piece| piece.room.is_pinned());
+            if pinned.len() == slots.count() && filled.len() < MAX_FILLED {
+                *stands = true;
+                return Room::Pageable(vec![0; CHUNK]);
+            }
+        }
+    }
+
     /// Lets threads of lanes look at their connections again.
     fn wake(&self) {
         // Under the lock: a thread that looked before must wait by now.
@@ -518,8 +556,8 @@ impl DownQueue {
     /// Takes back the slots of chunks that the client has.
     fn take_back(&self, place: &mut Place) {
         while let Some(piece) = place.flight.arrived() {
-            if let Some(slots) = self.slots.get() {
-                slots.give(piece.slot);
+            if let (Room::Pinned(slot), Some(slots)) = (piece.room, self.slots.get()) {
+                slots.give(slot);
             }
         }
     }
@@ -610,9 +648,9 @@ impl DownQueue {
             let Some((number, piece)) = place.flight.begin() else { continue };
             let len = if piece.failed == 0 { piece.len } else { 0 };
             let header = chunk_header(number, piece.transfer, piece.offset, len, piece.failed);
-            // SAFETY: the device has filled the slot, which has CHUNK bytes, a multiple of 8. The
+            // SAFETY: the device has filled the memory, which has CHUNK bytes, a multiple of 8. The
             // flight owns it until `written` below at least.
-            let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
+            let bytes = unsafe { std::slice::from_raw_parts(piece.room.bytes(), len.next_multiple_of(8)) };
             drop(place);
             let sent = transport.send_parts(&[header.as_bytes(), bytes]);
             let mut place = lock(&lane.place);
@@ -631,11 +669,12 @@ impl DownQueue {
 fn ready(driver: &Driver, queue: &mut VecDeque<Outgoing>) -> Option<Outgoing> {
     for i in 0..queue.len() {
         let piece = &mut queue[i];
+        let event = piece.room.event();
         let state = match piece.failed {
-            0 if piece.slot.event.is_null() => 0,
+            0 if event.is_null() => 0,
             // SAFETY: the slot's event is valid, since `leave` waits for pieces that are still
             // queued.
-            0 => unsafe { (driver.call.cuEventQuery)(piece.slot.event) },
+            0 => unsafe { (driver.call.cuEventQuery)(event) },
             failed => failed,
         };
         if state != status::NOT_READY {

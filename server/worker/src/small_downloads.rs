@@ -206,7 +206,7 @@ mod tests {
 
         /// Queues a copy of `len` bytes with the value `seq`, and returns its event.
         fn copy(&self, seq: u64, ctx: u64, stream: usize, len: usize) -> Handle {
-            let mut slot = self.landing.slots(self.driver, &self.contexts).unwrap().take();
+            let mut slot = self.landing.slots(self.driver, &self.contexts).unwrap().try_take().unwrap();
             slot.enter(self.driver, &self.contexts, ctx).unwrap();
             // SAFETY: the slot has INLINE_MAX bytes.
             unsafe { std::ptr::write_bytes(slot.address, seq as u8, len) };
@@ -284,7 +284,7 @@ mod tests {
         let lab = Lab::new();
         let (replies, mut peer) = replies();
         let landing = Arc::new(Landing::default());
-        let mut slot = landing.slots(lab.driver, &lab.contexts).unwrap().take();
+        let mut slot = landing.slots(lab.driver, &lab.contexts).unwrap().try_take().unwrap();
         slot.enter(lab.driver, &lab.contexts, ONE).unwrap();
         let event = slot.event;
         landing.push(lab.driver, &replies, 6, std::ptr::null_mut(), slot, 8);

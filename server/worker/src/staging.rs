@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
@@ -19,6 +20,7 @@ pub struct Slots {
     /// Memory of this process, never unmapped: a context's end would free the driver's own.
     memory: NonNull<std::ffi::c_void>,
     len: usize,
+    count: usize,
     free: Mutex<Vec<Slot>>,
     changed: Condvar,
 }
@@ -58,6 +60,46 @@ impl Slot {
     }
 }
 
+/// Memory for a chunk.
+pub enum Room {
+    Pinned(Slot),
+    /// The driver's copies from and to this memory wait for their stream.
+    Pageable(Vec<u8>),
+}
+
+impl Room {
+    /// Returns the first byte, to read.
+    pub fn bytes(&self) -> *const u8 {
+        match self {
+            Self::Pinned(slot) => slot.address,
+            Self::Pageable(bytes) => bytes.as_ptr(),
+        }
+    }
+
+    /// Returns the first byte, to write.
+    pub fn address(&mut self) -> *mut u8 {
+        match self {
+            Self::Pinned(slot) => slot.address,
+            Self::Pageable(bytes) => bytes.as_mut_ptr(),
+        }
+    }
+
+    /// Returns the event after which the device is done with the memory, or null.
+    pub fn event(&self) -> Handle {
+        if let Self::Pinned(slot) = self { slot.event } else { std::ptr::null_mut() }
+    }
+
+    /// Returns the context of that event, or 0.
+    pub fn ctx(&self) -> u64 {
+        if let Self::Pinned(slot) = self { slot.ctx } else { 0 }
+    }
+
+    /// Returns `true` if it is a slot.
+    pub fn is_pinned(&self) -> bool {
+        matches!(self, Self::Pinned(_))
+    }
+}
+
 // SAFETY: the pinned memory and the event belong to the owner of the slot, in any thread.
 unsafe impl Send for Slot {}
 // SAFETY: only slots and the driver reach the mapping.
@@ -82,7 +124,7 @@ impl Slots {
             events: Vec::new(),
         };
         let free = Mutex::new((0..count).map(slot).collect());
-        let slots = Self { memory, len: len.get(), free, changed: Condvar::new() };
+        let slots = Self { memory, len: len.get(), count, free, changed: Condvar::new() };
         slots.pin(driver)?;
         Ok(slots)
     }
@@ -95,15 +137,17 @@ impl Slots {
         check(unsafe { (driver.call.cuMemHostRegister_v2)(self.memory.as_ptr(), self.len, PORTABLE) })
     }
 
-    /// Takes a slot; waits until one is free.
-    pub fn take(&self) -> Slot {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            match free.pop() {
-                Some(slot) => return slot,
-                None => free = self.changed.wait(free).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
+    /// Returns the number of slots, free or not.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Takes a slot; waits until one is free, at most for `patience`.
+    pub fn take_within(&self, patience: Duration) -> Option<Slot> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let none = |free: &mut Vec<Slot>| free.is_empty();
+        let waited = self.changed.wait_timeout_while(free, patience, none);
+        waited.unwrap_or_else(PoisonError::into_inner).0.pop()
     }
 
     /// Takes a slot if one is free.
@@ -160,7 +204,7 @@ mod tests {
         let contexts = Contexts::warm(driver, &fake::devices()).unwrap();
         let slots = Slots::new(driver, 1, 64).unwrap();
         let (one, two) = (make(kind::CTX, 0, 1, 0), make(kind::CTX, 0, 1, 1));
-        let mut slot = slots.take();
+        let mut slot = slots.try_take().unwrap();
         let mut event = |ctx| {
             slot.enter(driver, &contexts, ctx).unwrap();
             assert_eq!(slot.ctx, ctx);
@@ -174,17 +218,18 @@ mod tests {
         assert_ne!(new, first, "the reset destroyed the event");
         assert_eq!((event(one), event(two)), (new, second));
         slots.give(slot);
-        let slot = slots.take();
+        let slot = slots.try_take().unwrap();
         assert!(slot.event.is_null() && slot.ctx == 0, "a free slot waits for no event");
     }
 
     #[test]
     fn taker_waits_for_a_slot() {
         let slots = std::sync::Arc::new(Slots::new(fake::driver(), 1, 64).unwrap());
-        let slot = slots.take();
+        let slot = slots.try_take().unwrap();
+        assert!(slots.take_within(Duration::from_millis(1)).is_none());
         let waiting = {
             let slots = slots.clone();
-            std::thread::spawn(move || slots.take().address as usize)
+            std::thread::spawn(move || slots.take_within(Duration::from_secs(20)).unwrap().address as usize)
         };
         let address = slot.address as usize;
         assert!(!waiting.is_finished());

@@ -103,6 +103,7 @@ gpusession_test_support::programs!(
     allocates_where_each_third_fails,
     copies_much_behind_a_host_function,
     copies_much_behind_large_copies,
+    copies_beside_streams_that_stand_still,
     faults_at_its_fourth_launch,
     loads_an_unknown_instruction,
     launches_for_a_lying_server,
@@ -394,6 +395,39 @@ fn copies_much_behind_large_copies() {
     assert!(bytes[..small.len()] == small && bytes[small.len()..] == large[small.len()..]);
 }
 
+/// Copies in bulk in both directions while more bulk copies than the worker has slots wait.
+fn copies_beside_streams_that_stand_still() {
+    const LARGE: usize = 48 << 20;
+    let cuda = begin();
+    let pinned = |value: u8| {
+        let address = cuda.get("cuMemHostAlloc", &[LARGE as u64, 0]);
+        // SAFETY: allocated just now, and never freed.
+        let memory = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, LARGE) };
+        memory.fill(value);
+        memory
+    };
+    let (up, down) = (&*pinned(1), pinned(0));
+    let [first, second, other] = [(); 3].map(|()| cuda.get("cuStreamCreate", &[1]));
+    let [large, small, word] = [LARGE as u64, 4 << 20, 4].map(|size| cuda.allocate(size));
+    cuda.write(word, &[0; 4]);
+    for stream in [first, second] {
+        // CU_STREAM_WAIT_VALUE_EQ
+        cuda.ok("cuStreamWaitValue32_v2", &[stream, word, 1, 1]);
+    }
+    cuda.ok("cuMemcpyHtoDAsync_v2", &[large, up.as_ptr() as u64, LARGE as u64, first]);
+    cuda.ok("cuMemcpyDtoHAsync_v2", &[down.as_mut_ptr() as u64, large, LARGE as u64, second]);
+    let (from, mut to) = (vec![7u8; 4 << 20], vec![0u8; 4 << 20]);
+    cuda.ok("cuMemcpyHtoDAsync_v2", &[small, from.as_ptr() as u64, from.len() as u64, other]);
+    cuda.ok("cuMemcpyDtoHAsync_v2", &[to.as_mut_ptr() as u64, small, to.len() as u64, other]);
+    cuda.ok("cuStreamSynchronize", &[other]);
+    assert!(from == to, "neither direction waits for the streams");
+    cuda.ok("cuStreamWriteValue32_v2", &[other, word, 1, 0]);
+    cuda.ok("cuStreamSynchronize", &[first]);
+    cuda.ok("cuStreamSynchronize", &[second]);
+    cuda.ok("cuMemcpyDtoH_v2", &[down.as_mut_ptr() as u64, large, LARGE as u64]);
+    assert!(up == down, "all bytes are in place");
+}
+
 fn faults_at_its_fourth_launch() {
     let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
@@ -613,6 +647,12 @@ fn a_stream_that_stands_still_does_not_fill_the_log() {
         let (_machine, worker) = worker(&[]);
         succeeds(program, vec![granted(&worker)], &[]);
     }
+}
+
+#[test]
+fn streams_that_stand_still_leave_room_for_other_bulk_copies() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_beside_streams_that_stand_still", vec![granted(&worker)], &[]);
 }
 
 #[test]

@@ -69,31 +69,55 @@ fn frame_finds_the_chunks_of_its_transfer() {
     let other = lab.lanes.next_chunk(8).unwrap();
     let chunk = lab.lanes.next_chunk(7).unwrap();
     assert_eq!((other.offset, other.len, chunk.offset, chunk.len), (100, 16, 0, 5));
-    // SAFETY: the slot holds the chunk's bytes.
-    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.slot.address, 5) }, b"first");
+    // SAFETY: the memory holds the chunk's bytes.
+    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), 5) }, b"first");
     assert_eq!(lab.lanes.bytes_to_device(), 21, "without the padding");
+}
+
+/// Chooses the event for a chunk's copy, which is under way from now on.
+fn begin(lab: &Lab, room: &mut Room, ctx: u64) -> Handle {
+    let Room::Pinned(slot) = room else { panic!("no slot") };
+    slot.enter(lab.driver, &lab.contexts, ctx).unwrap();
+    fake::happen(slot.event, status::NOT_READY);
+    slot.event
 }
 
 #[test]
 fn slot_is_free_once_the_device_has_read_it() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
-    for transfer in 1..=SLOTS_PER_LANE as u64 + 1 {
+    let slots = (SLOTS_PER_LANE * UP_LANES as usize) as u64;
+    for transfer in 1..=slots {
         send(&mut peer, transfer, transfer, 0, &[transfer as u8; 8]);
     }
-    let mut chunk = lab.lanes.next_chunk(1).unwrap();
-    chunk.slot.enter(lab.driver, &lab.contexts, CTX_0).unwrap();
-    let (event, address) = (chunk.slot.event, chunk.slot.address);
-    fake::happen(event, status::NOT_READY);
+    let mut held = Vec::new();
+    for transfer in 1..=slots {
+        let mut chunk = lab.lanes.next_chunk(transfer).unwrap();
+        held.push((chunk.room.bytes(), begin(&lab, &mut chunk.room, CTX_0)));
+        lab.lanes.copied(chunk);
+    }
+    // All streams stand still.
+    send(&mut peer, slots + 1, slots + 1, 0, &[91; 8]);
+    let chunk = lab.lanes.next_chunk(slots + 1).unwrap();
+    assert!(!chunk.room.is_pinned());
+    // SAFETY: the memory holds the chunk's bytes.
+    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), 8) }, [91; 8]);
+    assert_eq!(lab.lanes.up.held.load(Ordering::Relaxed), CHUNK);
     lab.lanes.copied(chunk);
-    let waiting = {
-        let lanes = lab.lanes.clone();
-        std::thread::spawn(move || lanes.next_chunk(3).unwrap().slot.address as usize)
-    };
-    std::thread::sleep(Duration::from_millis(20));
-    assert!(!waiting.is_finished(), "the copy still reads the only slot that could be free");
+    assert_eq!(lab.lanes.up.held.load(Ordering::Relaxed), 0);
+    let (address, event) = held[5];
     fake::happen(event, 0);
-    assert_eq!(waiting.join().unwrap(), address as usize);
+    send(&mut peer, slots + 2, slots + 2, 0, &[92; 8]);
+    assert_eq!(lab.lanes.next_chunk(slots + 2).unwrap().room.bytes(), address);
+}
+
+#[test]
+fn other_memory_for_chunks_is_bounded() {
+    let lanes = Lanes::default();
+    let held: Vec<Room> = std::iter::from_fn(|| lanes.up.hold()).collect();
+    assert_eq!(held.len(), MAX_HELD / CHUNK);
+    held.into_iter().for_each(|room| lanes.up.give(room));
+    assert!(lanes.up.hold().is_some());
 }
 
 #[test]
@@ -103,11 +127,12 @@ fn failed_frame_leaves_its_lane_free() {
     send(&mut peer, 1, 5, 0, &[0; 8]);
     lab.lanes.copied(lab.lanes.next_chunk(5).unwrap());
     lab.lanes.discard(5);
-    // More chunks than the lane has slots.
-    for offset in 1..=3 * SLOTS_PER_LANE as u64 {
+    // More chunks than there are slots.
+    const CHUNKS: u64 = 2 * (SLOTS_PER_LANE * UP_LANES as usize) as u64;
+    for offset in 1..=CHUNKS {
         send(&mut peer, 1 + offset, 5, 8 * offset, &[0; 8]);
     }
-    send(&mut peer, 2 + 3 * SLOTS_PER_LANE as u64, 6, 0, &[6; 8]);
+    send(&mut peer, 2 + CHUNKS, 6, 0, &[6; 8]);
     assert_eq!(lab.lanes.next_chunk(6).unwrap().len, 8);
 }
 
@@ -138,12 +163,10 @@ fn closed_lane_to_the_device_is_no_error() {
 /// Queues a chunk from the device with this value, and returns its event.
 fn queue(lab: &Lab, transfer: u64, ctx: u64, value: u8) -> Handle {
     let mut event = std::ptr::null_mut();
-    let queued = lab.lanes.send(transfer, 3, |_, len, slot| {
-        slot.enter(lab.driver, &lab.contexts, ctx)?;
-        event = slot.event;
-        fake::happen(event, status::NOT_READY);
-        // SAFETY: the slot has room for a chunk.
-        unsafe { std::ptr::write_bytes(slot.address, value, len) };
+    let queued = lab.lanes.send(transfer, 3, |_, len, room| {
+        event = begin(lab, room, ctx);
+        // SAFETY: the memory has room for a chunk.
+        unsafe { std::ptr::write_bytes(room.address(), value, len) };
         Ok(())
     });
     queued.unwrap();
@@ -168,6 +191,26 @@ fn blocked_stream_delays_no_other_copy_to_the_client() {
     );
     assert!(lab.lanes.idle());
     assert_eq!(lab.lanes.bytes_from_device(), 6);
+}
+
+#[test]
+fn streams_that_hold_all_slots_delay_no_other_copy_to_the_client() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
+    let slots = (SLOTS_PER_LANE * DOWN_LANES as usize) as u64;
+    let events: Vec<Handle> = (1..=slots).map(|transfer| queue(&lab, transfer, CTX_0, 1)).collect();
+    let queued = lab.lanes.send(99, 3, |_, len, room| {
+        assert!(!room.is_pinned());
+        // SAFETY: the memory has room for a chunk.
+        unsafe { std::ptr::write_bytes(room.address(), 9, len) };
+        Ok(())
+    });
+    queued.unwrap();
+    let (header, body) = peer.next();
+    assert_eq!((header.seq.get(), &body[..3]), (99, &[9; 3][..]));
+    fake::happen(events[3], 0);
+    assert_eq!(peer.next().0.seq.get(), 4);
+    assert!(!queue(&lab, 100, CTX_0, 1).is_null(), "a slot is free again");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::order::BOX;
 use crate::session::Session;
+use crate::staging::Room;
 
 /// Longest copy, in bytes: more than any memory has.
 const MAX_COPY: usize = 1 << 47;
@@ -120,21 +121,25 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
             return Err(Failure::Status(status::INVALID_VALUE));
         }
         left -= chunk.len;
-        if let Err(error) = chunk.slot.enter(session.driver, &session.contexts, frame.header.ctx.get()) {
+        let ctx = frame.header.ctx.get();
+        if let Room::Pinned(slot) = &mut chunk.room
+            && let Err(error) = slot.enter(session.driver, &session.contexts, ctx)
+        {
             first_error = error;
         }
         if first_error == 0 {
-            // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has
-            // happened.
+            let from = chunk.room.bytes();
+            // SAFETY: the memory holds `chunk.len` bytes. A slot is not reused before its event has
+            // happened; of other memory the driver has the bytes when it returns.
             first_error = unsafe {
                 match (call.cuMemcpyHtoDAsync_v2)(
                     target.wrapping_add(chunk.offset),
-                    chunk.slot.address.cast(),
+                    from.cast(),
                     chunk.len,
                     stream,
                 ) {
-                    0 => (call.cuEventRecord)(chunk.slot.event, stream),
-                    error => error,
+                    0 if chunk.room.is_pinned() => (call.cuEventRecord)(chunk.room.event(), stream),
+                    status => status,
                 }
             };
         }
@@ -150,17 +155,17 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     let call = &session.driver.call;
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
-        let queued = session.lanes.send(seq, len, |offset, len, slot| {
-            slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
-            // SAFETY: the slot has room for a chunk and is not reused before it is sent.
+        let queued = session.lanes.send(seq, len, |offset, len, room| {
+            if let Room::Pinned(slot) = room {
+                slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
+            }
+            let (to, from) = (room.address().cast(), source.wrapping_add(offset as u64));
+            // SAFETY: the memory has room for a chunk and is not reused before it is sent; stream
+            // and event are this worker's.
             check(unsafe {
-                match (call.cuMemcpyDtoHAsync_v2)(
-                    slot.address.cast(),
-                    source.wrapping_add(offset as u64),
-                    len,
-                    stream,
-                ) {
-                    0 => (call.cuEventRecord)(slot.event, stream),
+                match (call.cuMemcpyDtoHAsync_v2)(to, from, len, stream) {
+                    0 if room.is_pinned() => (call.cuEventRecord)(room.event(), stream),
+                    0 => (call.cuStreamSynchronize)(stream),
                     error => error,
                 }
             })
@@ -362,8 +367,8 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
         let start = chunk.offset as usize;
         let inside = start.checked_add(chunk.len).and_then(|end| packed.get_mut(start..end));
         if let Some(target) = inside {
-            // SAFETY: the slot holds `chunk.len` bytes.
-            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
+            // SAFETY: the memory holds `chunk.len` bytes.
+            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), chunk.len) });
             left = left.saturating_sub(chunk.len);
             session.lanes.copied(chunk);
         } else {
@@ -375,9 +380,9 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
 }
 
 fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
-    session.lanes.send(transfer, packed.len(), |offset, len, slot| {
-        // SAFETY: the slot has room for a chunk, and `packed` has `len` bytes from `offset`.
-        unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), slot.address, len) };
+    session.lanes.send(transfer, packed.len(), |offset, len, room| {
+        // SAFETY: the memory has room for a chunk, and `packed` has `len` bytes from `offset`.
+        unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), room.address(), len) };
         Ok(())
     })
 }
