@@ -93,8 +93,15 @@ bench:
 
 # ---- testing
 
-# Cheapest first: a failure shows early.
-test: test-unit test-conformance test-system
+# Cheapest first: a failure shows early. The first tests leave time of the processors, in which the
+# packaging tools are compiled.
+test:
+	@.ci/setup build
+	@if [ -z "$$(tests/system/run --why-not)" ]; then nice -n 19 $(MAKE) -s tools >/dev/null 2>&1 & fi; \
+	$(MAKE) --no-print-directory test-unit test-conformance && wait && $(MAKE) --no-print-directory test-system
+
+.PHONY: tools
+tools: $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm
 
 # No CUDA, no root, no bus, no network: these run anywhere that Rust is.
 QUICK := $(addprefix -p ,gpusession-common gpusession-image gpusession-proto gpusessiond gpuserver gpuserver-worker)
@@ -104,12 +111,14 @@ quick:
 		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
 	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi
 
-# Tests of the workspace start each other's programs, which are built first.
+# Tests of the workspace start each other's programs, which are built first. Many tests wait, so
+# more of them run at a time than there are processors.
 test-unit:
 	@.ci/setup build programs test
 	@profile.d/check
 	$(CARGO) build --locked --workspace --bins --lib --examples
 	@export GPUSESSION_ARTEFACTS=built; if $(CARGO) nextest --version >/dev/null 2>&1; then \
+		export NEXTEST_TEST_THREADS=$$(( ($$(nproc) * 3 + 1) / 2 )); \
 		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
