@@ -179,7 +179,10 @@ int main(int argc, char **argv) {
     cudaMemPool_t pool = create_pool(POSIX_FD), second = create_pool(POSIX_FD);
     char *memory = allocate(pool, 11, 22), *foreign = allocate(second, 33, 44);
     wrong_exports(memory);
+    cudaMemPoolPtrExportData data;
+    SAY("pointer of a pool that is not shared", cudaMemPoolExportPointer(&data, foreign));
     int descriptor = export_pool(pool);
+    CHECK(close(export_pool(second)) == 0 ? cudaSuccess : cudaErrorUnknown);
     Peer peer = start("child");
     peer.send_descriptor(descriptor);
     peer.send(export_pointer(memory));

@@ -37,9 +37,6 @@ fn free(at: u64) -> Result {
         return Err(INVALID_VALUE);
     }
     ctx.synchronize()?;
-    if super::pool::still_imported(&a) {
-        return Ok(());
-    }
     super::pool::forget(&a);
     space.remove(at, |x| x.id == a.id).map(drop).ok_or(INVALID_VALUE)
 }

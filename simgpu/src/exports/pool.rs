@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 struct Pool {
     device: u32,
@@ -31,6 +31,8 @@ struct Pool {
     access: AtomicU64,
     /// Its file, if other processes may import it, or if it is another process's.
     shared: Option<Arc<SharedPool>>,
+    /// Whether the program has exported it, before which no pointer can be exported.
+    exported: AtomicBool,
 }
 
 impl Pool {
@@ -45,10 +47,8 @@ static DEVICE_POOLS: Mutex<Option<HashMap<u32, DevicePools>>> = Mutex::new(None)
 
 type DevicePools = (Arc<Pool>, Arc<Pool>);
 
-/// Base of each imported address and how often it is imported, by pool file and place in it.
-static IMPORTED: Mutex<Option<Imported>> = Mutex::new(None);
-
-type Imported = HashMap<(u64, u64), (u64, u32)>;
+/// Imported addresses by pool file and place in it; one free ends all imports of an address.
+static IMPORTED: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(None);
 
 fn new_pool(device: u32, default: bool, shared: Option<Arc<SharedPool>>) -> Arc<Pool> {
     let p = Arc::new(Pool {
@@ -59,6 +59,7 @@ fn new_pool(device: u32, default: bool, shared: Option<Arc<SharedPool>>) -> Arc<
         high: AtomicU64::new(0),
         access: AtomicU64::new(0),
         shared,
+        exported: AtomicBool::new(false),
     });
     POOLS.insert(p.clone());
     p
@@ -108,8 +109,9 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
     Ok(a.base)
 }
 
-/// Subtracts an allocation that is being freed from its pool's account.
+/// Subtracts an allocation that is being freed from its pool's account, and ends its imports.
 pub fn forget(a: &Allocation) {
+    end_imports(a);
     if let Kind::Pool { pool, .. } = a.kind
         && let Some(p) = POOLS.find(pool)
         && !p.imported()
@@ -127,19 +129,19 @@ fn reach(p: &Arc<Pool>) -> Result {
     Ok(())
 }
 
-/// Ends one import of an address; returns `true` if others of it remain.
-pub fn still_imported(a: &Allocation) -> bool {
+/// Ends all imports of an address.
+fn end_imports(a: &Allocation) {
+    IMPORTED.lock().get_or_insert_default().retain(|_, base| *base != a.base);
+}
+
+/// Returns `true` if memory of this pool is imported.
+fn has_imports(p: &Pool) -> bool {
+    let number = p.shared.as_ref().filter(|shared| shared.imported).map(|shared| shared.number);
     let mut imported = IMPORTED.lock();
     let imported = imported.get_or_insert_default();
-    let Some((&name, (_, count))) = imported.iter_mut().find(|(_, (base, _))| *base == a.base) else {
-        return false;
-    };
-    *count -= 1;
-    let others = *count > 0;
-    if !others {
-        imported.remove(&name);
-    }
-    others
+    // A context ends with memory that was imported in it.
+    imported.retain(|_, base| driver().is_ok_and(|driver| driver.space.find(*base).is_some()));
+    imported.keys().any(|(file, _)| Some(*file) == number)
 }
 
 /// Imports the memory that data of another process describes, once.
@@ -152,16 +154,13 @@ fn import_pointer(h: usize, data: &ExportData) -> Result<u64> {
     let mut imported = IMPORTED.lock();
     let imported = imported.get_or_insert_default();
     // A context ends with memory that was imported in it.
-    imported.retain(|_, (base, _)| space.find(*base).is_some());
+    imported.retain(|_, base| space.find(*base).is_some());
     match imported.entry((shared.number, part.at)) {
-        Entry::Occupied(mut known) => {
-            known.get_mut().1 += 1;
-            Ok(known.get().0)
-        }
+        Entry::Occupied(known) => Ok(*known.get()),
         Entry::Vacant(new) => {
             let a = space.pool_part(p.device, handle(&ctx), h, shared, part)?;
             reach(&p)?;
-            Ok(new.insert((a.base, 1)).0)
+            Ok(*new.insert(a.base))
         }
     }
 }
@@ -223,7 +222,7 @@ export! {
 
     fn cuMemPoolDestroy(h: usize) {
         let p = pool(h)?;
-        if p.default {
+        if p.default || has_imports(&p) {
             return Err(INVALID_VALUE);
         }
         with_device(p.device as i32, |entry| {
@@ -294,7 +293,9 @@ export! {
     fn cuMemPoolExportToShareableHandle(to: *mut i32, h: usize, kind: u32, flags: u64) {
         let p = own_pool(h)?;
         let shared = p.shared.as_ref().filter(|_| kind == POSIX_FD && flags == 0 && !to.is_null());
-        out(to, shared.ok_or(INVALID_VALUE)?.descriptor()?.into_raw_fd())
+        let descriptor = shared.ok_or(INVALID_VALUE)?.descriptor()?;
+        p.exported.store(true, Ordering::SeqCst);
+        out(to, descriptor.into_raw_fd())
     }
 
     fn cuMemPoolImportFromShareableHandle(to: *mut usize, from: usize, kind: u32, flags: u64) {
@@ -321,6 +322,9 @@ export! {
         let Kind::Pool { pool, part: Some(part) } = a.kind else { return Err(INVALID_VALUE) };
         // The pool may be destroyed before its memory.
         let p = POOLS.find(pool).filter(|p| !p.imported()).ok_or(INVALID_VALUE)?;
+        if !p.exported.load(Ordering::SeqCst) {
+            return Err(INVALID_VALUE);
+        }
         out(to, p.shared.as_ref().ok_or(INVALID_VALUE)?.data(part))
     }
 
@@ -362,9 +366,6 @@ export! {
             if !memory.live.swap(false, Ordering::SeqCst) {
                 return Err(INVALID_VALUE);
             }
-            return submit::submit(&s, Op::Empty).map(drop);
-        }
-        if still_imported(&a) {
             return submit::submit(&s, Op::Empty).map(drop);
         }
         if a.freed.swap(true, Ordering::SeqCst) {

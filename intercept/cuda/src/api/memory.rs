@@ -146,7 +146,6 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     modules::forget_context(ctx);
     streams::forget_context(ctx);
     let gone = ranges::forget_context(ctx, wait);
-    pool::forget(&gone);
     POSTPONED
         .lock()
         .unwrap_or_else(PoisonError::into_inner)

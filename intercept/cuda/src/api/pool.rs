@@ -2,10 +2,9 @@
 //!
 //! A pool travels as memory does ([`share`](super::share)). The 64 bytes of a pointer are a token.
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::os::fd::IntoRawFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::op;
 use gpusession_proto::share::Kind;
@@ -13,48 +12,29 @@ use gpusession_proto::share::Kind;
 use super::share::{self, Legacy, POSIX_FD, elsewhere, named};
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, OPERATING_SYSTEM, Result, UNKNOWN, driver, give};
-use crate::ranges::{self, Range};
+use crate::ranges;
 use crate::{clients, streams};
 
-/// Number of the imports of each imported address.
-static IMPORTS: Mutex<Option<HashMap<u64, u32>>> = Mutex::new(None);
+/// Keeps one range for an address that several threads import at a time.
+static IMPORTING: Mutex<()> = Mutex::new(());
 
-/// Calls `work` with the table of imports.
-fn imports<T>(work: impl FnOnce(&mut HashMap<u64, u32>) -> T) -> T {
-    work(IMPORTS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+fn importing() -> MutexGuard<'static, ()> {
+    IMPORTING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Frees an imported address in a stream's order, and returns the frame's position.
 ///
-/// Waits, because only the driver knows whether an address that was imported twice is freed twice.
+/// One free ends all imports of the address (H100, driver 580).
 pub fn free(client: &Client, address: u64, stream: u64) -> Result<u64> {
-    let less = |imports: &mut HashMap<u64, u32>, by: u32| -> Result {
-        let count = imports.get_mut(&address).ok_or(INVALID_VALUE)?;
-        *count = count.saturating_sub(by);
-        if *count == 0 {
-            imports.remove(&address);
-            ranges::take(address, |kind| kind == ranges::Kind::Imported);
-        }
-        Ok(())
+    let taken = {
+        let _importing = importing();
+        ranges::take(address, |kind| kind == ranges::Kind::Imported)
     };
-    imports(|imports| less(imports, 1))?;
-    let freed = client.post_if(false, op::cuMemFreeAsync, |w| {
+    taken.ok_or(INVALID_VALUE)?;
+    client.post_if(false, op::cuMemFreeAsync, |w| {
         w.word(address);
         w.word(stream);
-    });
-    if freed.is_err() {
-        let _ = imports(|imports| less(imports, u32::MAX));
-    }
-    freed
-}
-
-/// Forgets the imported addresses of a context that has ended.
-pub fn forget(gone: &[Range]) {
-    imports(|imports| {
-        for range in gone.iter().filter(|range| range.kind == ranges::Kind::Imported) {
-            imports.remove(&range.base);
-        }
-    });
+    })
 }
 
 /// Imports the memory of a token into an imported pool, and returns the address.
@@ -81,13 +61,10 @@ fn import(pool: u64, token: &Legacy) -> Result<u64> {
         })?;
         return Err(status);
     }
-    imports(|imports| {
-        let count = imports.entry(address).or_default();
-        *count += 1;
-        if *count == 1 {
-            ranges::add(address, size, ranges::Kind::Imported, client.primary(device as u32));
-        }
-    });
+    let _importing = importing();
+    if ranges::find(address).is_none_or(|known| known.kind != ranges::Kind::Imported) {
+        ranges::add(address, size, ranges::Kind::Imported, client.primary(device as u32));
+    }
     Ok(address)
 }
 

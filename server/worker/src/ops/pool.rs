@@ -144,9 +144,8 @@ pub fn free(session: &Session, address: Address, replay: impl FnOnce() -> Done) 
     let mut state = session.allocations.lock();
     match (own, &freed) {
         (Some(own), Err(_)) => state.pointers.keep(address, own),
-        (None, Ok(())) => ended(session, state.pointers.one_less(address)),
-        // The driver knows no such memory, however often it was imported.
-        (None, Err(Failure::Status(status::INVALID_VALUE))) => {
+        // One free ends all imports of the address; an error says that the driver knows none.
+        (None, Ok(()) | Err(Failure::Status(status::INVALID_VALUE))) => {
             ended(session, std::iter::from_fn(|| state.pointers.one_less(address)));
         }
         _ => {}
