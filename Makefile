@@ -14,9 +14,9 @@ unitdir ?= $(prefix)/lib/systemd/system
 dbusdir ?= $(prefix)/share/dbus-1
 
 OUT := $(or $(CARGO_TARGET_DIR),target)
-# The cargo profile of programs: release as shipped, dev for demo and tests.
+# The cargo profile of programs: release as shipped, trial for demo and tests.
 PROFILE ?= release
-RELEASE = $(OUT)/$(PROFILE:dev=debug)
+RELEASE = $(OUT)/$(PROFILE)
 TOOLS := $(OUT)/tools
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
@@ -76,7 +76,7 @@ docs:
 
 # ---- trying
 
-demo soak test-conformance test-system: export PROFILE := dev
+demo soak test-conformance test-system: export PROFILE := trial
 
 demo: build
 	@.ci/setup programs
@@ -84,7 +84,7 @@ demo: build
 
 gpu-bundle: build fuzz
 	@.ci/setup programs
-	@tests/gpu/bundle --limit 60 --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
+	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
@@ -93,15 +93,8 @@ bench:
 
 # ---- testing
 
-# Cheapest first: a failure shows early. The first tests leave time of the processors, in which the
-# packaging tools are compiled.
-test:
-	@.ci/setup build
-	@if [ -z "$$(tests/system/run --why-not)" ]; then nice -n 19 $(MAKE) -s tools >/dev/null 2>&1 & fi; \
-	$(MAKE) --no-print-directory test-unit test-conformance && wait && $(MAKE) --no-print-directory test-system
-
-.PHONY: tools
-tools: $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm
+# Cheapest first: a failure shows early.
+test: test-unit test-conformance test-system
 
 # No CUDA, no root, no bus, no network: these run anywhere that Rust is.
 QUICK := $(addprefix -p ,gpusession-common gpusession-image gpusession-proto gpusessiond gpuserver gpuserver-worker)
@@ -111,14 +104,12 @@ quick:
 		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
 	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi
 
-# Tests of the workspace start each other's programs, which are built first. Many tests wait, so
-# more of them run at a time than there are processors.
+# Tests of the workspace start each other's programs, which are built first.
 test-unit:
 	@.ci/setup build programs test
 	@profile.d/check
 	$(CARGO) build --locked --workspace --bins --lib --examples
 	@export GPUSESSION_ARTEFACTS=built; if $(CARGO) nextest --version >/dev/null 2>&1; then \
-		export NEXTEST_TEST_THREADS=$$(( ($$(nproc) * 3 + 1) / 2 )); \
 		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
