@@ -20,16 +20,14 @@ Environment=SIMGPU_CHECKPOINT=0
 # Leased memory of each of the server's GPUs, in bytes.
 LEASED = "gpuserver gpus --json | python3 -c \"import json, sys; print(*(g['leased_bytes'] for g in json.load(sys.stdin)['gpus']))\""
 HOLDER = "python3 /usr/local/bin/idle_program.py 0.25 </tmp/holder"
-# alice at a prompt, pressing Enter now and then.
+# alice at a prompt, pressing Enter now and then. Her first prompt may show the warning already.
 PROMPT = """
 set timeout 20
 spawn ssh -tt alice@client
-expect -re {\\$ $}
 while 1 {
-    send "\\r"
     expect {
         "GPU lease everyone: no GPU work" { break }
-        -re {\\$ $} { after 100 }
+        -re {\\$ $} { after 100 ; send "\\r" }
         timeout { exit 1 }
         eof { exit 1 }
     }
