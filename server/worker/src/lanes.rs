@@ -25,7 +25,7 @@ use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
-use crate::driver::{Driver, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, status};
 use crate::staging::{Room, Slot, Slots};
 
 /// Maximum number of remembered transfers whose frames failed.
@@ -538,8 +538,8 @@ impl DownQueue {
             }
             // Slots that wait for the network will be free soon.
             let pieces = lock(&self.pieces);
-            let (pinned, filled) = pieces.iter().partition::<Vec<_>, _>(|piece| piece.room.is_pinned());
-            if pinned.len() == slots.count() && filled.len() < MAX_FILLED {
+            let pinned = pieces.iter().filter(|piece| piece.room.is_pinned()).count();
+            if pinned == slots.count() && pieces.len() - pinned < MAX_FILLED {
                 *stands = true;
                 return Room::Pageable(vec![0; CHUNK]);
             }
@@ -662,6 +662,16 @@ impl DownQueue {
             drop(place);
             sent?;
         }
+    }
+}
+
+/// Waits until a stream is idle, by calls of the driver that never wait.
+///
+/// On an H100, copies of other streams waited while the driver's pageable copy did the waiting.
+pub fn wait_for_idle(driver: &Driver, stream: Handle) {
+    // SAFETY: a stream of this worker.
+    while unsafe { (driver.call.cuStreamQuery)(stream) } == status::NOT_READY {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

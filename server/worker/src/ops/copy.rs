@@ -12,6 +12,7 @@ use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
+use crate::lanes::wait_for_idle;
 use crate::order::BOX;
 use crate::session::Session;
 use crate::staging::Room;
@@ -122,10 +123,13 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
         }
         left -= chunk.len;
         let ctx = frame.header.ctx.get();
-        if let Room::Pinned(slot) = &mut chunk.room
-            && let Err(error) = slot.enter(session.driver, &session.contexts, ctx)
-        {
-            first_error = error;
+        match &mut chunk.room {
+            Room::Pinned(slot) => {
+                if let Err(error) = slot.enter(session.driver, &session.contexts, ctx) {
+                    first_error = error;
+                }
+            }
+            Room::Pageable(_) => wait_for_idle(session.driver, stream),
         }
         if first_error == 0 {
             let from = chunk.room.bytes();
@@ -156,8 +160,11 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
         let queued = session.lanes.send(seq, len, |offset, len, room| {
-            if let Room::Pinned(slot) = room {
-                slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
+            match room {
+                Room::Pinned(slot) => {
+                    slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
+                }
+                Room::Pageable(_) => wait_for_idle(session.driver, stream),
             }
             let (to, from) = (room.address().cast(), source.wrapping_add(offset as u64));
             // SAFETY: the memory has room for a chunk and is not reused before it is sent; stream
