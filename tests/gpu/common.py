@@ -24,13 +24,18 @@ def measure(name, value, unit, **more):
     print(json.dumps({"name": name, "value": value, "unit": unit, **more}), flush=True)
 
 
+def skip(reason):
+    """Exits with the status of a program that cannot run here."""
+    print(reason)
+    sys.exit(77)
+
+
 def need(*names):
-    """Returns modules; if one is missing, the program exits with the status of a skipped one."""
+    """Returns modules; if one is missing, the program cannot run here."""
     try:
         return [importlib.import_module(name) for name in names]
     except ImportError as error:
-        print(f"needs {', '.join(names)}: {error}")
-        sys.exit(77)
+        return skip(f"needs {', '.join(names)}: {error}")
 
 
 def expect(name, right, *values):

@@ -249,6 +249,17 @@ fn parse() -> Vec<Call> {
     calls
 }
 
+/// Returns the numbers of `5` or `0..3`; `0..3@5` stands for field 5 of the parts 0 to 3.
+fn values(text: &str) -> Option<Vec<u64>> {
+    let (range, field) = match text.split_once('@') {
+        Some((range, field)) => (range, Some(field.parse::<u64>().ok()?)),
+        None => (text, None),
+    };
+    let (first, last) = range.split_once("..").unwrap_or((range, range));
+    let numbers = first.parse::<u64>().ok()?..=last.parse().ok()?;
+    Some(numbers.map(|number| field.map_or(number, |field| field | number << 32)).collect())
+}
+
 fn param(text: &str) -> Option<Param> {
     let mut words = text.split_whitespace();
     let kind = words.next()?;
@@ -256,22 +267,7 @@ fn param(text: &str) -> Option<Param> {
     let sizes = || numbers.iter().map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
     Some(match kind {
         "u32" | "u64" => {
-            let (values, field) = match numbers.first() {
-                Some(word) => word.split_once('@').map_or((Some(*word), None), |(v, f)| (Some(v), Some(f))),
-                None => (None, None),
-            };
-            let values = match values.map(|n| (n, n.split_once(".."))) {
-                None => Vec::new(),
-                Some((number, None)) => vec![number.parse().ok()?],
-                Some((_, Some((first, last)))) => (first.parse().ok()?..=last.parse().ok()?).collect(),
-            };
-            let values: Vec<u64> = match field {
-                Some(field) => {
-                    let field: u64 = field.parse().ok()?;
-                    values.into_iter().map(|part: u64| field | part << 32).collect()
-                }
-                None => values,
-            };
+            let values = numbers.first().map_or(Some(Vec::new()), |word| values(word))?;
             Param::Number(if kind == "u32" { 4 } else { 8 }, values)
         }
         "peer" => Param::Peer,

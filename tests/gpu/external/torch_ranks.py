@@ -75,8 +75,7 @@ def main():
     """Starts the ranks."""
     count = torch.cuda.device_count()
     if count < 2:
-        print("needs two GPUs")
-        sys.exit(77)
+        common.skip("needs two GPUs")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(work, args=(count, port), nprocs=count)
