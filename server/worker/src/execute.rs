@@ -24,6 +24,8 @@ use gpusession_proto::frame::{HEADER, Header, op};
 use gpusession_proto::supervise::FromWorker;
 
 use crate::activity::{Activity, POLL_INTERVAL};
+use crate::answer::Answer;
+use crate::driver::status;
 use crate::executor::Executor;
 use crate::frame::{Body, Frame};
 use crate::handles::Table;
@@ -456,18 +458,26 @@ impl Replay {
                 continue;
             }
             if state.main == executor.id {
-                let state = &mut *state;
                 while let Some(frame) = state.queue.pop_front() {
                     self.ready.store(state.queue.len() as u64, Ordering::Release);
-                    let frame = match keep(session, state, frame) {
-                        Some(frame) => frame,
-                        None => continue,
-                    };
+                    let taken = place(session, &mut state, frame);
+                    let (Place::Here(frame) | Place::Known(frame)) = &taken else { continue };
                     state.queued_bytes -= frame.held_bytes();
                     let now = Instant::now();
                     session.activity().frame(frame.header.op.get(), now);
-                    state.busy = Some((now, frame.clone()));
-                    return Some((frame, false));
+                    match taken {
+                        Place::Here(frame) => {
+                            state.busy = Some((now, frame.clone()));
+                            return Some((frame, false));
+                        }
+                        Place::Known(query) => {
+                            drop(state);
+                            let answer = Answer::default();
+                            session.replies().reply(query.header.seq.get(), status::NOT_READY, &answer);
+                            state = self.lock();
+                        }
+                        Place::Kept => {}
+                    }
                 }
             } else if state.kept.contains_key(&executor.id) {
                 if held(&state, executor.id) {
@@ -574,14 +584,28 @@ impl State {
     }
 }
 
+/// Where the next frame of the log goes.
+enum Place {
+    /// The main executor replays it.
+    Here(Frame),
+    /// A query of work that a blocked executor has still to do: it is not ready.
+    Known(Frame),
+    /// A blocked executor keeps it.
+    Kept,
+}
+
 /// Passes a frame to the blocked executor that must replay it, or returns the frame.
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
-fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Frame> {
+fn place<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Place {
     if state.kept.is_empty() || order::overtakes(&frame) {
-        return Some(frame);
+        return Place::Here(frame);
     }
     let touched = order::touches(session.streams(), &frame);
+    let asked_of = |kept: &KeptFrame| order::is_unfinished((&frame, &touched), (&kept.frame, &kept.touched));
+    if state.kept.values().flat_map(Kept::frames).any(asked_of) {
+        return Place::Known(frame);
+    }
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
         Some(keeper) => Some(*keeper),
@@ -591,9 +615,9 @@ fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Fram
     match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
         Some(kept) => {
             kept.later.push_back(KeptFrame { frame, touched });
-            None
+            Place::Kept
         }
-        None => Some(frame),
+        None => Place::Here(frame),
     }
 }
 

@@ -3,8 +3,8 @@
 //! Lanes to the device receive chunks into pinned slots, where the executor that replays the
 //! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
 //!
-//! A copy on a stream that stands still holds its slots. If all are held, further chunks take other
-//! memory, so that such a stream stops no other one.
+//! A copy on a stream that stands still holds its slots. If all are held for some time, there are
+//! more, so that such a stream stops no other one.
 //!
 //! A lane is a sequence of chunks that outlives its connections: see `link::lanes`. Each connection
 //! has a thread; a later one waits until the earlier one's thread has left the lane.
@@ -12,7 +12,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,48 +20,68 @@ use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
 use gpusession_link::resume::{Attempt, Counts, Fence, ack};
 use gpusession_link::transport::{Transport, Wait};
-use gpusession_proto::frame::{BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, UP_LANES, chunk_of};
+use gpusession_proto::frame::{
+    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, UP_LANES, chunk_of,
+};
 use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Handle, Status, check, status};
-use crate::staging::{Room, Slot, Slots};
+use crate::staging::{Slot, Slots};
 
 /// Maximum number of remembered transfers whose frames failed.
 ///
 /// The bytes of older ones have arrived.
 const MAX_UNWANTED: usize = 1024;
-/// Slots for each lane of a direction: one fills while the device reads the other.
-const SLOTS_PER_LANE: usize = 2;
-/// Time without a free slot after which a chunk takes other memory.
+/// Slots of one lane to the device at first: one fills while the device reads the other.
+const UP_SLOTS: usize = 2;
+/// Most slots of one lane to the device: 36 MiB, of all lanes 288 MiB.
+const MAX_UP_SLOTS: usize = 18;
+/// Slots of all lanes to the client at first, and the most, of 160 MiB.
+const DOWN_SLOTS: usize = 18;
+const MAX_DOWN_SLOTS: usize = 80;
+/// Slots that only a copy takes whose stream is idle.
+const RESERVED: usize = 2;
+/// Time without a free slot after which there are more of them.
 ///
-/// Work of this length before a copy is usual, and a copy from a slot is faster.
+/// Work of this length before a copy is usual.
 const STANDSTILL_TIMEOUT: Duration = Duration::from_millis(100);
-/// Most bytes of other memory for chunks to the device.
-const MAX_HELD: usize = 256 << 20;
-/// Most chunks from the device in other memory that wait for the network.
-const MAX_FILLED: usize = 16;
 
-/// A chunk that has arrived.
+/// A chunk that has arrived, in a pinned slot.
 pub struct Chunk {
     /// Offset in the transfer, in bytes.
     pub offset: u64,
     /// Length, in bytes.
     pub len: usize,
-    /// Memory with the bytes.
+    /// Pinned memory with the bytes.
     ///
     /// [`Lanes::copied`] takes it back once the copy's event is recorded.
-    pub room: Room,
+    pub slot: Slot,
+    /// Number of the lane that owns the slot.
+    lane: u16,
 }
 
-/// A chunk on its way to the client, filled or being filled.
+/// A slot on its way to the client, filled or being filled.
 struct Outgoing {
     transfer: u64,
     offset: u64,
     len: usize,
-    room: Room,
+    slot: Slot,
     failed: Status,
+}
+
+impl Outgoing {
+    /// Returns whether the device has filled the slot, as the driver's status.
+    fn state(&self, driver: &Driver) -> Status {
+        match self.failed {
+            0 if self.slot.event.is_null() => 0,
+            // SAFETY: the slot's event is valid, since `leave` waits for pieces that are still
+            // queued.
+            0 => unsafe { (driver.call.cuEventQuery)(self.slot.event) },
+            failed => failed,
+        }
+    }
 }
 
 /// State of a lane over all its connections.
@@ -107,18 +127,19 @@ struct Arrived {
     failed: bool,
 }
 
-/// Memory for chunks to the device, of all lanes.
+/// Slots of one lane to the device.
+///
+/// Chunks leave a lane in their order, so a later transfer never holds the slots that an earlier
+/// one needs.
 #[derive(Default)]
-struct UpRoom {
-    /// Allocated when the first lane opens.
+struct UpSlots {
+    /// Allocated when the lane opens.
     slots: OnceLock<Slots>,
     /// Slots whose copy to the device is under way, oldest first.
     copying: Mutex<VecDeque<Slot>>,
-    /// Bytes of other memory.
-    held: AtomicUsize,
 }
 
-impl UpRoom {
+impl UpSlots {
     /// Returns a free slot, or one whose copy has ended.
     fn slot(&self, driver: &Driver, slots: &Slots) -> Option<Slot> {
         if let Some(slot) = slots.try_take() {
@@ -135,19 +156,10 @@ impl UpRoom {
         Some(slot)
     }
 
-    /// Returns other memory for a chunk, if there may be more of it.
-    fn hold(&self) -> Option<Room> {
-        let more = |held: usize| (held + CHUNK <= MAX_HELD).then_some(held + CHUNK);
-        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Room::Pageable(vec![0; CHUNK]))
-    }
-
-    /// Takes back memory that nothing reads.
-    fn give(&self, room: Room) {
-        match (room, self.slots.get()) {
-            (Room::Pinned(slot), Some(slots)) => slots.give(slot),
-            (Room::Pinned(_), None) => {}
-            (Room::Pageable(_), _) => drop(self.held.fetch_sub(CHUNK, Ordering::Relaxed)),
+    /// Takes back a slot that nothing reads.
+    fn give(&self, slot: Slot) {
+        if let Some(slots) = self.slots.get() {
+            slots.give(slot);
         }
     }
 }
@@ -168,7 +180,8 @@ pub struct Lanes {
     returns: bool,
     /// Lanes in both directions, from number 1 on.
     lanes: [Lane; (UP_LANES + DOWN_LANES) as usize],
-    up: UpRoom,
+    /// Slots by index of the lane to the device.
+    up: [UpSlots; UP_LANES as usize],
     down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
@@ -286,26 +299,27 @@ impl Lanes {
     ) -> Ended {
         let said = |s: Status| Ended::Fatal(format!("lane {number}: CUDA error {s}"));
         if number >= FIRST_DOWN_LANE {
-            let opened = self.open(driver, enter, &self.down.slots, DOWN_LANES).map(drop);
+            let opened = self.open(driver, enter, &self.down.slots, DOWN_SLOTS).map(drop);
             self.opened.notify_all();
             return match opened {
                 Ok(()) => self.down.carry(driver, enter, lane, attempt, transport, self.returns),
                 Err(status) => said(status),
             };
         }
-        let slots = match self.open(driver, enter, &self.up.slots, UP_LANES) {
+        let mine = &self.up[usize::from(number - FIRST_UP_LANE)];
+        let slots = match self.open(driver, enter, &mine.slots, UP_SLOTS) {
             Ok(slots) => slots,
             Err(status) => return said(status),
         };
-        let (mut entered, mut stands) = (false, false);
+        let mut entered = false;
         let ended = loop {
-            let room = || {
+            let slot = || {
                 if !std::mem::replace(&mut entered, true) {
                     enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
                 }
-                Ok(self.room(driver, slots, &mut stands))
+                Ok(self.slot(driver, mine, slots))
             };
-            if let Err(ended) = self.receive(lane, attempt, transport, room) {
+            if let Err(ended) = self.receive(number, lane, attempt, transport, slot) {
                 break ended;
             }
         };
@@ -316,55 +330,57 @@ impl Lanes {
         ended
     }
 
-    /// Allocates the slots of a direction's lanes, unless another lane has done it.
+    /// Allocates slots, unless it was done before.
     fn open<'a>(
         &self,
         driver: &Driver,
         enter: &dyn Fn() -> Result<(), Status>,
         slots: &'a OnceLock<Slots>,
-        lanes: u16,
+        count: usize,
     ) -> Result<&'a Slots, Status> {
         let _one_at_a_time = lock(&self.opening);
         if let Some(slots) = slots.get() {
             return Ok(slots);
         }
         enter()?;
-        let new = Slots::new(driver, SLOTS_PER_LANE * usize::from(lanes), CHUNK)?;
+        let new = Slots::new(driver, count, CHUNK)?;
         Ok(slots.get_or_init(|| new))
     }
 
     /// Receives one chunk; its effect and its count happen under one lock.
     fn receive(
         &self,
+        lane_number: u16,
         lane: &Lane,
         attempt: u32,
         transport: &Transport,
-        room: impl FnOnce() -> Result<Room, Ended>,
+        slot: impl FnOnce() -> Result<Slot, Ended>,
     ) -> Result<(), Ended> {
         let header = next_header(transport)?;
         let number = lock(&lane.place).received + 1;
         let len = chunk_len(&header, number)?;
-        let mut room = room()?;
-        // SAFETY: this thread owns the memory, which has CHUNK bytes; the padded length is at
-        // most that.
-        let target = unsafe { std::slice::from_raw_parts_mut(room.address(), header.body_len()) };
+        let mine = &self.up[usize::from(lane_number - FIRST_UP_LANE)];
+        let slot = slot()?;
+        // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at most
+        // that.
+        let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
         if let Err(e) = transport.recv_exact(target, Wait::Spin(Duration::ZERO)) {
-            self.up.give(room);
+            mine.give(slot);
             return Err(e.into());
         }
         {
             let mut place = lock(&lane.place);
             if !place.serves(attempt) {
-                self.up.give(room);
+                mine.give(slot);
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
             }
             place.received = number;
             self.received.fetch_add(len as u64, Ordering::Relaxed);
             let mut arrived = lock(&self.arrived);
             if arrived.unwanted.contains(&header.seq.get()) {
-                self.up.give(room);
+                mine.give(slot);
             } else {
-                let chunk = Chunk { offset: header.ctx.get(), len, room };
+                let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: lane_number };
                 arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
             }
         }
@@ -375,22 +391,17 @@ impl Lanes {
         Ok(())
     }
 
-    /// Waits for memory for a chunk.
-    ///
-    /// `stands`: the last wait ended without a slot, so that this one ends sooner.
-    fn room(&self, driver: &Driver, slots: &Slots, stands: &mut bool) -> Room {
-        let since = Instant::now();
+    /// Waits for a slot for a chunk.
+    fn slot(&self, driver: &Driver, lane: &UpSlots, slots: &Slots) -> Slot {
+        let mut since = Instant::now();
         let mut idle = 0u32;
         loop {
-            if let Some(slot) = self.up.slot(driver, slots) {
-                *stands = false;
-                return Room::Pinned(slot);
+            if let Some(slot) = lane.slot(driver, slots) {
+                return slot;
             }
-            if (*stands || since.elapsed() >= STANDSTILL_TIMEOUT)
-                && let Some(room) = self.up.hold()
-            {
-                *stands = true;
-                return room;
+            if since.elapsed() >= STANDSTILL_TIMEOUT && slots.grow(driver, MAX_UP_SLOTS) {
+                since = Instant::now();
+                continue;
             }
             // Slots wait for the device or for an executor, which tells.
             let arrived = lock(&self.arrived);
@@ -428,16 +439,17 @@ impl Lanes {
         arrived.unwanted.push_back(transfer);
         let came = arrived.chunks.remove(&transfer).unwrap_or_default();
         drop(arrived);
-        came.into_iter().for_each(|chunk| self.up.give(chunk.room));
+        came.into_iter().for_each(|chunk| self.lane_of(&chunk).give(chunk.slot));
         self.arrival.notify_all();
     }
 
-    /// Takes back a chunk's memory, once the copy out of a slot is queued and its event recorded.
+    fn lane_of(&self, chunk: &Chunk) -> &UpSlots {
+        &self.up[usize::from(chunk.lane - FIRST_UP_LANE)]
+    }
+
+    /// Takes back a chunk's slot, once the copy out of it is queued and its event recorded.
     pub fn copied(&self, chunk: Chunk) {
-        match chunk.room {
-            Room::Pinned(slot) => lock(&self.up.copying).push_back(slot),
-            room => self.up.give(room),
-        }
+        lock(&self.lane_of(&chunk).copying).push_back(chunk.slot);
         self.arrival.notify_all();
     }
 
@@ -445,13 +457,15 @@ impl Lanes {
     ///
     /// All work in that context is done; its events go with it.
     pub fn leave(&self, ctx: u64) {
-        let mut copying = lock(&self.up.copying);
-        let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
-        *copying = others;
-        drop(copying);
-        VecDeque::into_iter(done).for_each(|slot| self.up.give(Room::Pinned(slot)));
+        for lane in &self.up {
+            let mut copying = lock(&lane.copying);
+            let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
+            *copying = others;
+            drop(copying);
+            VecDeque::into_iter(done).for_each(|slot| lane.give(slot));
+        }
         self.arrival.notify_all();
-        let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.room.ctx() == ctx);
+        let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.slot.ctx == ctx);
         while pending(&lock(&self.down.pieces)) {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -459,7 +473,8 @@ impl Lanes {
 
     /// Pins all slots again after a reset of their context, which is current.
     pub fn pin_again(&self, driver: &Driver) {
-        for slots in [&self.up.slots, &self.down.slots].into_iter().filter_map(OnceLock::get) {
+        let up = self.up.iter().map(|lane| &lane.slots);
+        for slots in up.chain([&self.down.slots]).filter_map(OnceLock::get) {
             // Copies work without pinning, only slower.
             let _ = slots.pin(driver);
         }
@@ -497,26 +512,26 @@ impl Lanes {
         }
     }
 
-    /// Sends `len` bytes of the device in chunks.
+    /// Sends `len` bytes in chunks.
     ///
-    /// `copy` queues the copy of one chunk into a slot and records its event; other memory it fills
-    /// at once.
+    /// `copy` fills a slot with the bytes from an offset, or queues that and records the slot's
+    /// event. `source` is the stream of the device's bytes; without one `copy` fills slots at once.
     pub fn send(
         &self,
         transfer: u64,
         len: usize,
-        mut copy: impl FnMut(usize, usize, &mut Room) -> Result<(), Status>,
+        source: Option<Source<'_>>,
+        mut copy: impl FnMut(usize, usize, &mut Slot) -> Result<(), Status>,
     ) -> Result<(), Status> {
         let slots = self.outgoing();
-        let chunk = chunk_of(len);
-        let mut stands = false;
+        let (chunk, mut stands) = (chunk_of(len), false);
         for offset in (0..len).step_by(chunk) {
-            let mut room = self.down.room(slots, &mut stands);
+            let mut slot = self.down.slot(slots, source.as_ref(), &mut stands);
             let len = chunk.min(len - offset);
             self.sent.fetch_add(len as u64, Ordering::Relaxed);
-            let result = copy(offset, len, &mut room);
+            let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
-            let piece = Outgoing { transfer, offset: offset as u64, len, room, failed };
+            let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
             lock(&self.down.pieces).push_back(piece);
             self.down.changed.notify_one();
             result?;
@@ -525,25 +540,55 @@ impl Lanes {
     }
 }
 
+/// Stream whose copies fill slots.
+pub struct Source<'a> {
+    pub driver: &'static Driver,
+    pub contexts: &'a Contexts,
+    pub stream: Handle,
+}
+
+impl Source<'_> {
+    /// Waits until the stream is idle, by calls of the driver that never wait.
+    fn wait_for_idle(&self) {
+        let mut idle = 0u32;
+        // SAFETY: a stream of this worker.
+        while unsafe { (self.driver.call.cuStreamQuery)(self.stream) } == status::NOT_READY {
+            std::thread::sleep(Duration::from_micros(16 << idle.min(6)));
+            idle += 1;
+        }
+    }
+}
+
 impl DownQueue {
-    /// Waits for memory for a chunk.
+    /// Waits for a slot for a chunk.
     ///
-    /// `stands`: the last wait ended without a slot, so that this one ends sooner.
-    fn room(&self, slots: &Slots, stands: &mut bool) -> Room {
+    /// If streams that stand still hold all that there may be, only copies on idle streams get one,
+    /// and those that the processor makes. `stands`: so it was for the previous chunk.
+    fn slot(&self, slots: &Slots, source: Option<&Source<'_>>, stands: &mut bool) -> Slot {
         loop {
-            let patience = if *stands { Duration::from_millis(1) } else { STANDSTILL_TIMEOUT };
-            if let Some(slot) = slots.take_within(patience) {
+            let patience = if *stands { Duration::ZERO } else { STANDSTILL_TIMEOUT };
+            if let Some(slot) = slots.take_within(patience, RESERVED) {
                 *stands = false;
-                return Room::Pinned(slot);
+                return slot;
             }
-            // Slots that wait for the network will be free soon.
-            let pieces = lock(&self.pieces);
-            let pinned = pieces.iter().filter(|piece| piece.room.is_pinned()).count();
-            if pinned == slots.count() && pieces.len() - pinned < MAX_FILLED {
-                *stands = true;
-                return Room::Pageable(vec![0; CHUNK]);
+            if let Some(source) = source {
+                // Slots that wait for the network will be free soon.
+                *stands = self.on_device(source.driver) + RESERVED >= slots.count();
+                let grow = || Ok(slots.grow(source.driver, MAX_DOWN_SLOTS));
+                if !*stands || source.contexts.within_first(source.driver, grow) == Ok(true) {
+                    continue;
+                }
+                source.wait_for_idle();
+            }
+            if let Some(slot) = slots.take_within(STANDSTILL_TIMEOUT, 0) {
+                return slot;
             }
         }
+    }
+
+    /// Returns the number of pieces that the device has still to fill.
+    fn on_device(&self, driver: &Driver) -> usize {
+        lock(&self.pieces).iter().filter(|piece| piece.state(driver) == status::NOT_READY).count()
     }
 
     /// Lets threads of lanes look at their connections again.
@@ -556,8 +601,8 @@ impl DownQueue {
     /// Takes back the slots of chunks that the client has.
     fn take_back(&self, place: &mut Place) {
         while let Some(piece) = place.flight.arrived() {
-            if let (Room::Pinned(slot), Some(slots)) = (piece.room, self.slots.get()) {
-                slots.give(slot);
+            if let Some(slots) = self.slots.get() {
+                slots.give(piece.slot);
             }
         }
     }
@@ -648,9 +693,9 @@ impl DownQueue {
             let Some((number, piece)) = place.flight.begin() else { continue };
             let len = if piece.failed == 0 { piece.len } else { 0 };
             let header = chunk_header(number, piece.transfer, piece.offset, len, piece.failed);
-            // SAFETY: the device has filled the memory, which has CHUNK bytes, a multiple of 8. The
+            // SAFETY: the device has filled the slot, which has CHUNK bytes, a multiple of 8. The
             // flight owns it until `written` below at least.
-            let bytes = unsafe { std::slice::from_raw_parts(piece.room.bytes(), len.next_multiple_of(8)) };
+            let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
             drop(place);
             let sent = transport.send_parts(&[header.as_bytes(), bytes]);
             let mut place = lock(&lane.place);
@@ -665,30 +710,12 @@ impl DownQueue {
     }
 }
 
-/// Waits until a stream is idle, by calls of the driver that never wait.
-///
-/// On an H100, copies of other streams waited while the driver's pageable copy did the waiting.
-pub fn wait_for_idle(driver: &Driver, stream: Handle) {
-    // SAFETY: a stream of this worker.
-    while unsafe { (driver.call.cuStreamQuery)(stream) } == status::NOT_READY {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// Takes any piece that is ready: a blocked stream must not delay the others.
 fn ready(driver: &Driver, queue: &mut VecDeque<Outgoing>) -> Option<Outgoing> {
     for i in 0..queue.len() {
-        let piece = &mut queue[i];
-        let event = piece.room.event();
-        let state = match piece.failed {
-            0 if event.is_null() => 0,
-            // SAFETY: the slot's event is valid, since `leave` waits for pieces that are still
-            // queued.
-            0 => unsafe { (driver.call.cuEventQuery)(event) },
-            failed => failed,
-        };
+        let state = queue[i].state(driver);
         if state != status::NOT_READY {
-            piece.failed = state;
+            queue[i].failed = state;
             return queue.remove(i);
         }
     }

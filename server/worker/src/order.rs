@@ -63,6 +63,8 @@ pub struct Touched {
     /// Works on a default stream, which is ordered with every other stream.
     every_stream: bool,
     some_stream: bool,
+    /// Handle of the default stream that it names; 1 for the legacy one.
+    default: Option<u64>,
     /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
     only_waits: bool,
     /// Every later frame stays behind it.
@@ -79,6 +81,7 @@ impl Touched {
         if handle <= 2 {
             self.every_stream = true;
             self.some_stream = true;
+            self.default = Some(handle.max(1));
         } else {
             self.object(handle);
             // A stream that does not synchronise with the default stream is ordered by its own
@@ -107,6 +110,24 @@ impl Touched {
                     || (self.every_stream && earlier.some_stream)
                     || (self.some_stream && earlier.every_stream)
                     || self.objects.iter().any(|h| earlier.objects.contains(h)))
+    }
+}
+
+/// Returns `true` if an earlier frame, which is not done, is work that a query asks about.
+///
+/// The answer to the query is then known: a program may ask and continue, as on a local card.
+pub fn is_unfinished(query: (&Frame, &Touched), earlier: (&Frame, &Touched)) -> bool {
+    let ((query, asked), (earlier, work)) = (query, earlier);
+    let named = |objects: &[u64]| asked.objects.first().is_some_and(|object| objects.contains(object));
+    match (query.header.op.get(), earlier.header.op.get()) {
+        (op::EVENT_QUERY, op::EVENT_RECORD) => work.objects.first().is_some_and(|event| named(&[*event])),
+        (op::STREAM_QUERY, op::STREAM_CREATE | op::STREAM_DESTROY) => false,
+        (op::STREAM_QUERY, _) if work.only_waits => false,
+        (op::STREAM_QUERY, _) if asked.default.is_some() => {
+            work.default == asked.default && query.header.ctx.get() == earlier.header.ctx.get()
+        }
+        (op::STREAM_QUERY, _) => named(&work.objects),
+        _ => false,
     }
 }
 
@@ -307,6 +328,35 @@ pub mod tests {
         assert!(behind(&sync(true), &launch(BLOCKING)));
         assert!(!behind(&launch(BLOCKING), &sync(true)));
         assert!(behind(&launch(OTHER), &sync(false)), "the program counts on it without an answer");
+    }
+
+    #[test]
+    fn query_of_unfinished_work_has_its_answer() {
+        let streams = streams();
+        let unfinished = |query: &Frame, earlier: &Frame| {
+            is_unfinished((query, &touches(&streams, query)), (earlier, &touches(&streams, earlier)))
+        };
+        let ask = |stream| frame(op::STREAM_QUERY, 1, 9, true, &[stream]);
+        for stream in [BLOCKING, OTHER, 0, 2] {
+            assert!(unfinished(&ask(stream), &launch(stream)));
+        }
+        assert!(unfinished(&ask(1), &launch(0)), "the legacy default stream has two handles");
+        for (asked, of) in [(BLOCKING, OTHER), (OTHER, BLOCKING), (BLOCKING, 0), (0, BLOCKING), (2, 0)] {
+            assert!(!unfinished(&ask(asked), &launch(of)), "{asked} behind work of {of}");
+        }
+        let mut elsewhere = launch(0);
+        elsewhere.header.ctx = 77.into();
+        assert!(!unfinished(&ask(0), &elsewhere), "each context has a default stream");
+        for (operation, waits) in
+            [(op::STREAM_SYNC, true), (op::STREAM_DESTROY, false), (op::STREAM_CREATE, false)]
+        {
+            assert!(!unfinished(&ask(OTHER), &frame(operation, 1, 1, waits, &[OTHER])), "no work");
+        }
+        let ask = |event| frame(op::EVENT_QUERY, 1, 9, true, &[event]);
+        let record = frame(op::EVENT_RECORD, 1, 1, false, &[event(3), OTHER]);
+        assert!(unfinished(&ask(event(3)), &record) && !unfinished(&ask(event(4)), &record));
+        let wait = frame(op::STREAM_WAIT_EVENT, 1, 1, false, &[OTHER, event(3)]);
+        assert!(!unfinished(&ask(event(3)), &wait), "a wait is no record");
     }
 
     #[test]

@@ -2,10 +2,10 @@
 
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Handle, Status, check, status};
@@ -17,12 +17,18 @@ const NO_TIMING: u32 = 2;
 
 /// Equal slots of pinned memory, each with an event that tells when the device is done with it.
 pub struct Slots {
+    /// Length of a slot, in bytes.
+    size: usize,
     /// Memory of this process, never unmapped: a context's end would free the driver's own.
-    memory: NonNull<std::ffi::c_void>,
-    len: usize,
-    count: usize,
+    blocks: Mutex<Vec<Block>>,
     free: Mutex<Vec<Slot>>,
     changed: Condvar,
+}
+
+/// Adjacent slots that are pinned together.
+struct Block {
+    memory: NonNull<std::ffi::c_void>,
+    slots: usize,
 }
 
 /// One slot; given back with [`Slots::give`].
@@ -60,46 +66,6 @@ impl Slot {
     }
 }
 
-/// Memory for a chunk.
-pub enum Room {
-    Pinned(Slot),
-    /// The driver's copies from and to this memory wait for their stream.
-    Pageable(Vec<u8>),
-}
-
-impl Room {
-    /// Returns the first byte, to read.
-    pub fn bytes(&self) -> *const u8 {
-        match self {
-            Self::Pinned(slot) => slot.address,
-            Self::Pageable(bytes) => bytes.as_ptr(),
-        }
-    }
-
-    /// Returns the first byte, to write.
-    pub fn address(&mut self) -> *mut u8 {
-        match self {
-            Self::Pinned(slot) => slot.address,
-            Self::Pageable(bytes) => bytes.as_mut_ptr(),
-        }
-    }
-
-    /// Returns the event after which the device is done with the memory, or null.
-    pub fn event(&self) -> Handle {
-        if let Self::Pinned(slot) = self { slot.event } else { std::ptr::null_mut() }
-    }
-
-    /// Returns the context of that event, or 0.
-    pub fn ctx(&self) -> u64 {
-        if let Self::Pinned(slot) = self { slot.ctx } else { 0 }
-    }
-
-    /// Returns `true` if it is a slot.
-    pub fn is_pinned(&self) -> bool {
-        matches!(self, Self::Pinned(_))
-    }
-}
-
 // SAFETY: the pinned memory and the event belong to the owner of the slot, in any thread.
 unsafe impl Send for Slot {}
 // SAFETY: only slots and the driver reach the mapping.
@@ -110,57 +76,87 @@ unsafe impl Sync for Slots {}
 impl Slots {
     /// Allocates and pins `count` slots of `size` bytes (see [`Slots::pin`]).
     pub fn new(driver: &Driver, count: usize, size: usize) -> Result<Self, Status> {
-        let len = NonZeroUsize::new(count * size).ok_or(status::INVALID_VALUE)?;
-        // SAFETY: a new mapping, never unmapped.
+        let slots = Self { size, blocks: Mutex::default(), free: Mutex::default(), changed: Condvar::new() };
+        slots.add(driver, count)?;
+        Ok(slots)
+    }
+
+    /// Adds slots, as many as there are, so that there are at most `most`; `false` if none can be
+    /// added.
+    pub fn grow(&self, driver: &Driver, most: usize) -> bool {
+        let count = self.count();
+        let more = count.min(most.saturating_sub(count));
+        more > 0 && self.add(driver, more).is_ok()
+    }
+
+    fn add(&self, driver: &Driver, count: usize) -> Result<(), Status> {
+        let len = count.checked_mul(self.size).and_then(NonZeroUsize::new).ok_or(status::INVALID_VALUE)?;
+        // SAFETY: a new mapping, unmapped below only if no slot refers to it.
         let memory = unsafe {
             mmap_anonymous(None, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
         }
         .map_err(|_| status::OUT_OF_MEMORY)?;
+        let block = Block { memory, slots: count };
+        if let Err(status) = self.pin_block(driver, &block) {
+            // SAFETY: the mapping above, which nothing uses.
+            let _ = unsafe { munmap(memory, len.get()) };
+            return Err(status);
+        }
         let slot = |i| Slot {
             // SAFETY: inside the mapping.
-            address: unsafe { memory.as_ptr().cast::<u8>().add(i * size) },
+            address: unsafe { memory.as_ptr().cast::<u8>().add(i * self.size) },
             event: std::ptr::null_mut(),
             ctx: 0,
             events: Vec::new(),
         };
-        let free = Mutex::new((0..count).map(slot).collect());
-        let slots = Self { memory, len: len.get(), count, free, changed: Condvar::new() };
-        slots.pin(driver)?;
-        Ok(slots)
+        lock(&self.blocks).push(block);
+        lock(&self.free).extend((0..count).map(slot));
+        self.changed.notify_all();
+        Ok(())
     }
 
     /// Pins the memory for every context, as long as the current context lives.
     ///
     /// Memory that is not pinned works, too, but slowly.
     pub fn pin(&self, driver: &Driver) -> Result<(), Status> {
-        // SAFETY: a mapping of this process, which stays.
-        check(unsafe { (driver.call.cuMemHostRegister_v2)(self.memory.as_ptr(), self.len, PORTABLE) })
+        lock(&self.blocks).iter().try_for_each(|block| self.pin_block(driver, block))
+    }
+
+    fn pin_block(&self, driver: &Driver, block: &Block) -> Result<(), Status> {
+        let (memory, len) = (block.memory.as_ptr(), block.slots * self.size);
+        // SAFETY: a mapping of this process, which stays while it is pinned.
+        check(unsafe { (driver.call.cuMemHostRegister_v2)(memory, len, PORTABLE) })
     }
 
     /// Returns the number of slots, free or not.
     pub fn count(&self) -> usize {
-        self.count
+        lock(&self.blocks).iter().map(|block| block.slots).sum()
     }
 
-    /// Takes a slot; waits until one is free, at most for `patience`.
-    pub fn take_within(&self, patience: Duration) -> Option<Slot> {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let none = |free: &mut Vec<Slot>| free.is_empty();
-        let waited = self.changed.wait_timeout_while(free, patience, none);
-        waited.unwrap_or_else(PoisonError::into_inner).0.pop()
+    /// Takes a slot and leaves `rest` free ones; waits for it at most for `patience`.
+    pub fn take_within(&self, patience: Duration, rest: usize) -> Option<Slot> {
+        let none = |free: &mut Vec<Slot>| free.len() <= rest;
+        let waited = self.changed.wait_timeout_while(lock(&self.free), patience, none);
+        let mut free = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if free.len() > rest { free.pop() } else { None }
     }
 
     /// Takes a slot if one is free.
     pub fn try_take(&self) -> Option<Slot> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
+        lock(&self.free).pop()
     }
 
     /// Returns a slot to the free ones.
     pub fn give(&self, mut slot: Slot) {
         slot.rest();
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
-        self.changed.notify_one();
+        lock(&self.free).push(slot);
+        // Not all waiting threads may take the last ones.
+        self.changed.notify_all();
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Creates an event without timing in the current context.
@@ -223,13 +219,42 @@ mod tests {
     }
 
     #[test]
+    fn slots_double_up_to_their_bound() {
+        let (driver, slots) = (fake::driver(), Slots::new(fake::driver(), 2, 4096).unwrap());
+        let held = [slots.try_take().unwrap(), slots.try_take().unwrap()];
+        for count in [4, 8, 11] {
+            assert!(slots.grow(driver, 11) && slots.count() == count);
+        }
+        assert!(!slots.grow(driver, 11));
+        let more: Vec<Slot> = std::iter::from_fn(|| slots.try_take()).collect();
+        assert_eq!(more.len(), 9);
+        let addresses = held.iter().chain(&more).map(|slot| slot.address as usize);
+        assert_eq!(addresses.collect::<std::collections::BTreeSet<_>>().len(), 11);
+        assert!(slots.pin(driver).is_ok());
+    }
+
+    #[test]
+    fn last_slots_are_for_those_who_may_take_them() {
+        let slots = Slots::new(fake::driver(), 3, 64).unwrap();
+        let mut held: Vec<Slot> = (0..2).map(|_| slots.take_within(Duration::ZERO, 1).unwrap()).collect();
+        assert!(slots.take_within(Duration::from_millis(1), 1).is_none());
+        held.push(slots.take_within(Duration::ZERO, 0).unwrap());
+        slots.give(held.remove(0));
+        assert!(slots.take_within(Duration::ZERO, 1).is_none());
+        slots.give(held.remove(0));
+        assert!(slots.take_within(Duration::ZERO, 1).is_some());
+    }
+
+    #[test]
     fn taker_waits_for_a_slot() {
         let slots = std::sync::Arc::new(Slots::new(fake::driver(), 1, 64).unwrap());
         let slot = slots.try_take().unwrap();
-        assert!(slots.take_within(Duration::from_millis(1)).is_none());
+        assert!(slots.take_within(Duration::from_millis(1), 0).is_none());
         let waiting = {
             let slots = slots.clone();
-            std::thread::spawn(move || slots.take_within(Duration::from_secs(20)).unwrap().address as usize)
+            std::thread::spawn(move || {
+                slots.take_within(Duration::from_secs(20), 0).unwrap().address as usize
+            })
         };
         let address = slot.address as usize;
         assert!(!waiting.is_finished());

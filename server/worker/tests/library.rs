@@ -397,7 +397,8 @@ fn copies_much_behind_large_copies() {
 
 /// Copies in bulk in both directions while more bulk copies than the worker has slots wait.
 fn copies_beside_streams_that_stand_still() {
-    const LARGE: usize = 48 << 20;
+    const LARGE: usize = 80 << 20;
+    const NOT_READY: i32 = 600;
     let cuda = begin();
     let pinned = |value: u8| {
         let address = cuda.get("cuMemHostAlloc", &[LARGE as u64, 0]);
@@ -421,6 +422,11 @@ fn copies_beside_streams_that_stand_still() {
     cuda.ok("cuMemcpyDtoHAsync_v2", &[to.as_mut_ptr() as u64, small, to.len() as u64, other]);
     cuda.ok("cuStreamSynchronize", &[other]);
     assert!(from == to, "neither direction waits for the streams");
+    let event = cuda.get("cuEventCreate", &[0]);
+    cuda.ok("cuEventRecord", &[event, first]);
+    for (query, object) in [("cuStreamQuery", first), ("cuStreamQuery", second), ("cuEventQuery", event)] {
+        assert_eq!(cuda.call(query, &[object]), NOT_READY, "{query} waits for nothing");
+    }
     cuda.ok("cuStreamWriteValue32_v2", &[other, word, 1, 0]);
     cuda.ok("cuStreamSynchronize", &[first]);
     cuda.ok("cuStreamSynchronize", &[second]);

@@ -2,7 +2,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::order::tests::{BLOCKING, OTHER, frame, streams};
-use crate::replies::tests::replies;
+use crate::replies::tests::{Peer as ClientPeer, replies};
 use crate::supervise::tests::{Peer, pair};
 
 /// Longer than any executor needs to take a frame.
@@ -75,16 +75,19 @@ struct Lab {
     fake: Arc<Fake>,
     started: Receiver<u64>,
     supervisor: Peer,
+    /// Keeps the client's end open.
+    client: ClientPeer,
 }
 
 impl Lab {
     fn new(blocked: &[u64]) -> Self {
         let (supervisor, peer) = pair();
         let (sender, started) = channel();
+        let (replies, client) = replies();
         let fake = Arc::new(Fake {
             replay: Replay::new(),
             supervisor,
-            replies: replies().0,
+            replies,
             activity: Activity::default(),
             streams: streams(),
             blocked: Mutex::new(blocked.iter().copied().collect()),
@@ -97,7 +100,7 @@ impl Lab {
         let mut state = fake.replay.lock();
         state.main = fake.replay.spare_executor(&mut state, &fake).unwrap();
         drop(state);
-        Self { fake, started, supervisor: peer }
+        Self { fake, started, supervisor: peer, client }
     }
 
     fn send(&self, frame: Frame) {
@@ -224,6 +227,29 @@ fn thread_continues_while_its_bulk_copy_waits_for_bytes() {
     assert!(lab.still(), "the copy's own stream waits");
     lab.unblock(1);
     assert_eq!(lab.next(), 3);
+}
+
+#[test]
+fn query_of_a_stream_whose_copy_waits_for_bytes_is_not_ready() {
+    let mut lab = Lab::new(&[1]);
+    lab.send(frame(op::COPY_TO_DEVICE, 1, 1, false, &[0, 1 << 20, OTHER, 0]));
+    assert_eq!(lab.next(), 1);
+    lab.send(frame(op::EVENT_RECORD, 1, 2, false, &[event(1), OTHER]));
+    let queries = [(op::STREAM_QUERY, OTHER), (op::EVENT_QUERY, event(1))];
+    for (seq, (query, object)) in (3..).zip(queries) {
+        lab.send(frame(query, 1, seq, true, &[object]));
+        let header = lab.client.next().0;
+        assert_eq!((header.op.get(), header.seq.get()), (op::REPLY, seq));
+        assert_eq!(header.ctx.get() as i32, status::NOT_READY);
+    }
+    assert!(lab.still(), "the driver is not asked");
+    lab.unblock(1);
+    assert_eq!(lab.next(), 2);
+    for (seq, (query, object)) in (5..).zip(queries) {
+        lab.send(frame(query, 1, seq, true, &[object]));
+        assert_eq!(lab.next(), seq);
+    }
+    lab.finish();
 }
 
 #[test]

@@ -69,55 +69,54 @@ fn frame_finds_the_chunks_of_its_transfer() {
     let other = lab.lanes.next_chunk(8).unwrap();
     let chunk = lab.lanes.next_chunk(7).unwrap();
     assert_eq!((other.offset, other.len, chunk.offset, chunk.len), (100, 16, 0, 5));
-    // SAFETY: the memory holds the chunk's bytes.
-    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), 5) }, b"first");
+    // SAFETY: the slot holds the chunk's bytes.
+    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.slot.address, 5) }, b"first");
     assert_eq!(lab.lanes.bytes_to_device(), 21, "without the padding");
 }
 
 /// Chooses the event for a chunk's copy, which is under way from now on.
-fn begin(lab: &Lab, room: &mut Room, ctx: u64) -> Handle {
-    let Room::Pinned(slot) = room else { panic!("no slot") };
+fn begin(lab: &Lab, slot: &mut Slot, ctx: u64) -> Handle {
     slot.enter(lab.driver, &lab.contexts, ctx).unwrap();
     fake::happen(slot.event, status::NOT_READY);
     slot.event
+}
+
+/// Takes a transfer's chunk and begins its copy; returns slot and event.
+fn copy(lab: &Lab, transfer: u64) -> (usize, Handle) {
+    let mut chunk = lab.lanes.next_chunk(transfer).unwrap();
+    let (address, event) = (chunk.slot.address as usize, begin(lab, &mut chunk.slot, CTX_0));
+    lab.lanes.copied(chunk);
+    (address, event)
 }
 
 #[test]
 fn slot_is_free_once_the_device_has_read_it() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
-    let slots = (SLOTS_PER_LANE * UP_LANES as usize) as u64;
-    for transfer in 1..=slots {
-        send(&mut peer, transfer, transfer, 0, &[transfer as u8; 8]);
-    }
     let mut held = Vec::new();
-    for transfer in 1..=slots {
-        let mut chunk = lab.lanes.next_chunk(transfer).unwrap();
-        held.push((chunk.room.bytes(), begin(&lab, &mut chunk.room, CTX_0)));
-        lab.lanes.copied(chunk);
+    for transfer in 1..=UP_SLOTS as u64 {
+        send(&mut peer, transfer, transfer, 0, &[transfer as u8; 8]);
+        held.push(copy(&lab, transfer));
     }
-    // All streams stand still.
-    send(&mut peer, slots + 1, slots + 1, 0, &[91; 8]);
-    let chunk = lab.lanes.next_chunk(slots + 1).unwrap();
-    assert!(!chunk.room.is_pinned());
-    // SAFETY: the memory holds the chunk's bytes.
-    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), 8) }, [91; 8]);
-    assert_eq!(lab.lanes.up.held.load(Ordering::Relaxed), CHUNK);
-    lab.lanes.copied(chunk);
-    assert_eq!(lab.lanes.up.held.load(Ordering::Relaxed), 0);
-    let (address, event) = held[5];
+    let (address, event) = held[1];
     fake::happen(event, 0);
-    send(&mut peer, slots + 2, slots + 2, 0, &[92; 8]);
-    assert_eq!(lab.lanes.next_chunk(slots + 2).unwrap().room.bytes(), address);
+    send(&mut peer, 3, 3, 0, &[91; 8]);
+    assert_eq!(copy(&lab, 3).0, address);
 }
 
 #[test]
-fn other_memory_for_chunks_is_bounded() {
-    let lanes = Lanes::default();
-    let held: Vec<Room> = std::iter::from_fn(|| lanes.up.hold()).collect();
-    assert_eq!(held.len(), MAX_HELD / CHUNK);
-    held.into_iter().for_each(|room| lanes.up.give(room));
-    assert!(lanes.up.hold().is_some());
+fn lane_whose_streams_stand_still_has_more_slots() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(1);
+    let mut held = std::collections::BTreeSet::new();
+    for transfer in 1..=4 * UP_SLOTS as u64 {
+        send(&mut peer, transfer, transfer, 0, &[transfer as u8; 8]);
+        held.insert(copy(&lab, transfer).0);
+    }
+    assert_eq!(held.len(), 4 * UP_SLOTS);
+    let (mut other, _serving) = lab.open(2);
+    send(&mut other, 1, 99, 0, &[9; 8]);
+    assert!(!held.contains(&copy(&lab, 99).0), "each lane has its own");
 }
 
 #[test]
@@ -128,7 +127,7 @@ fn failed_frame_leaves_its_lane_free() {
     lab.lanes.copied(lab.lanes.next_chunk(5).unwrap());
     lab.lanes.discard(5);
     // More chunks than there are slots.
-    const CHUNKS: u64 = 2 * (SLOTS_PER_LANE * UP_LANES as usize) as u64;
+    const CHUNKS: u64 = 2 * MAX_UP_SLOTS as u64;
     for offset in 1..=CHUNKS {
         send(&mut peer, 1 + offset, 5, 8 * offset, &[0; 8]);
     }
@@ -163,10 +162,12 @@ fn closed_lane_to_the_device_is_no_error() {
 /// Queues a chunk from the device with this value, and returns its event.
 fn queue(lab: &Lab, transfer: u64, ctx: u64, value: u8) -> Handle {
     let mut event = std::ptr::null_mut();
-    let queued = lab.lanes.send(transfer, 3, |_, len, room| {
-        event = begin(lab, room, ctx);
-        // SAFETY: the memory has room for a chunk.
-        unsafe { std::ptr::write_bytes(room.address(), value, len) };
+    let stream = std::ptr::without_provenance_mut(0x5000);
+    let source = Source { driver: lab.driver, contexts: &lab.contexts, stream };
+    let queued = lab.lanes.send(transfer, 3, Some(source), |_, len, slot| {
+        event = begin(lab, slot, ctx);
+        // SAFETY: the slot has room for a chunk.
+        unsafe { std::ptr::write_bytes(slot.address, value, len) };
         Ok(())
     });
     queued.unwrap();
@@ -197,17 +198,19 @@ fn blocked_stream_delays_no_other_copy_to_the_client() {
 fn streams_that_hold_all_slots_delay_no_other_copy_to_the_client() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
-    let slots = (SLOTS_PER_LANE * DOWN_LANES as usize) as u64;
-    let events: Vec<Handle> = (1..=slots).map(|transfer| queue(&lab, transfer, CTX_0, 1)).collect();
-    let queued = lab.lanes.send(99, 3, |_, len, room| {
-        assert!(!room.is_pinned());
-        // SAFETY: the memory has room for a chunk.
-        unsafe { std::ptr::write_bytes(room.address(), 9, len) };
+    let most = (MAX_DOWN_SLOTS - RESERVED) as u64;
+    let events: Vec<Handle> = (1..=most).map(|transfer| queue(&lab, transfer, CTX_0, 1)).collect();
+    // A copy on an idle stream takes a reserved slot, as does one of the processor.
+    fake::happen(queue(&lab, 99, CTX_0, 9), 0);
+    let (header, body) = peer.next();
+    assert_eq!((header.seq.get(), &body[..3]), (99, &[9; 3][..]));
+    let queued = lab.lanes.send(98, 3, None, |_, len, slot| {
+        // SAFETY: the slot has room for a chunk.
+        unsafe { std::ptr::write_bytes(slot.address, 8, len) };
         Ok(())
     });
     queued.unwrap();
-    let (header, body) = peer.next();
-    assert_eq!((header.seq.get(), &body[..3]), (99, &[9; 3][..]));
+    assert_eq!(peer.next().0.seq.get(), 98);
     fake::happen(events[3], 0);
     assert_eq!(peer.next().0.seq.get(), 4);
     assert!(!queue(&lab, 100, CTX_0, 1).is_null(), "a slot is free again");
@@ -217,7 +220,7 @@ fn streams_that_hold_all_slots_delay_no_other_copy_to_the_client() {
 fn refused_copy_ends_its_transfer_with_the_error() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
-    let queued = lab.lanes.send(4, 3 * CHUNK, |offset, _, _| if offset == 0 { Err(1) } else { Ok(()) });
+    let queued = lab.lanes.send(4, 3 * CHUNK, None, |offset, _, _| if offset == 0 { Err(1) } else { Ok(()) });
     assert_eq!(queued, Err(1));
     let (header, body) = peer.next();
     assert_eq!((header.seq.get(), header.thread.get(), body.len()), (4, 1, 0));

@@ -12,10 +12,9 @@ use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
-use crate::lanes::wait_for_idle;
+use crate::lanes::Source;
 use crate::order::BOX;
 use crate::session::Session;
-use crate::staging::Room;
 
 /// Longest copy, in bytes: more than any memory has.
 const MAX_COPY: usize = 1 << 47;
@@ -123,27 +122,21 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
         }
         left -= chunk.len;
         let ctx = frame.header.ctx.get();
-        match &mut chunk.room {
-            Room::Pinned(slot) => {
-                if let Err(error) = slot.enter(session.driver, &session.contexts, ctx) {
-                    first_error = error;
-                }
-            }
-            Room::Pageable(_) => wait_for_idle(session.driver, stream),
+        if let Err(error) = chunk.slot.enter(session.driver, &session.contexts, ctx) {
+            first_error = error;
         }
         if first_error == 0 {
-            let from = chunk.room.bytes();
-            // SAFETY: the memory holds `chunk.len` bytes. A slot is not reused before its event has
-            // happened; of other memory the driver has the bytes when it returns.
+            // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has
+            // happened.
             first_error = unsafe {
                 match (call.cuMemcpyHtoDAsync_v2)(
                     target.wrapping_add(chunk.offset),
-                    from.cast(),
+                    chunk.slot.address.cast(),
                     chunk.len,
                     stream,
                 ) {
-                    0 if chunk.room.is_pinned() => (call.cuEventRecord)(chunk.room.event(), stream),
-                    status => status,
+                    0 => (call.cuEventRecord)(chunk.slot.event, stream),
+                    error => error,
                 }
             };
         }
@@ -159,20 +152,19 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     let call = &session.driver.call;
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
-        let queued = session.lanes.send(seq, len, |offset, len, room| {
-            match room {
-                Room::Pinned(slot) => {
-                    slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
-                }
-                Room::Pageable(_) => wait_for_idle(session.driver, stream),
-            }
-            let (to, from) = (room.address().cast(), source.wrapping_add(offset as u64));
-            // SAFETY: the memory has room for a chunk and is not reused before it is sent; stream
-            // and event are this worker's.
+        let from = Source { driver: session.driver, contexts: &session.contexts, stream };
+        let queued = session.lanes.send(seq, len, Some(from), |offset, len, slot| {
+            slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
+            // SAFETY: the slot has room for a chunk and is not reused before it is sent; stream and
+            // event are this worker's.
             check(unsafe {
-                match (call.cuMemcpyDtoHAsync_v2)(to, from, len, stream) {
-                    0 if room.is_pinned() => (call.cuEventRecord)(room.event(), stream),
-                    0 => (call.cuStreamSynchronize)(stream),
+                match (call.cuMemcpyDtoHAsync_v2)(
+                    slot.address.cast(),
+                    source.wrapping_add(offset as u64),
+                    len,
+                    stream,
+                ) {
+                    0 => (call.cuEventRecord)(slot.event, stream),
                     error => error,
                 }
             })
@@ -374,8 +366,8 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
         let start = chunk.offset as usize;
         let inside = start.checked_add(chunk.len).and_then(|end| packed.get_mut(start..end));
         if let Some(target) = inside {
-            // SAFETY: the memory holds `chunk.len` bytes.
-            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.room.bytes(), chunk.len) });
+            // SAFETY: the slot holds `chunk.len` bytes.
+            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
             left = left.saturating_sub(chunk.len);
             session.lanes.copied(chunk);
         } else {
@@ -387,9 +379,9 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
 }
 
 fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
-    session.lanes.send(transfer, packed.len(), |offset, len, room| {
-        // SAFETY: the memory has room for a chunk, and `packed` has `len` bytes from `offset`.
-        unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), room.address(), len) };
+    session.lanes.send(transfer, packed.len(), None, |offset, len, slot| {
+        // SAFETY: the slot has room for a chunk, and `packed` has `len` bytes from `offset`.
+        unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), slot.address, len) };
         Ok(())
     })
 }
