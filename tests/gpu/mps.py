@@ -61,8 +61,8 @@ class Mps(parking.Parking):
     """All parts."""
 
     def __init__(self, args, server, runner, here):
-        super().__init__(args, server, here)
-        self.runner, self.lines = runner, list(args.server_config)
+        super().__init__(args, server, runner, here)
+        self.lines = list(args.server_config)
         # Each program has its own.
         args.lease = "each"
 

@@ -65,8 +65,8 @@ class Program:
 class Parking:
     """All parts. `tool` runs a command of gpuserver and returns its output."""
 
-    def __init__(self, args, server, here):
-        self.args, self.server, self.here, self.rows, self.bad = args, server, here, [], []
+    def __init__(self, args, server, runner, here):
+        self.args, self.server, self.runner, self.here, self.rows, self.bad = args, server, runner, here, [], []
         self.log = open(args.out / "parking.log", "ab")
         self.programs = []
         self.card = shutil.which("nvidia-smi") is not None

@@ -1,8 +1,10 @@
 """PyTorch: several processes with several threads each, and many libraries at a time.
 
 Looks for errors that appear only under load: illegal instructions and addresses, wrong results.
+STRESS_ROUNDS in the environment makes it longer.
 """
 
+import os
 import pathlib
 import sys
 import threading
@@ -12,7 +14,7 @@ import common  # noqa: E402
 
 torch = common.need("torch")[0]
 
-PROCESSES, THREADS, ROUNDS = 4, 4, 60
+PROCESSES, THREADS, ROUNDS = 4, 4, int(os.environ.get("STRESS_ROUNDS", "60"))
 
 
 def operations(generator):
@@ -53,7 +55,7 @@ def thread(seed, failures):
                     if not torch.allclose(got[name].float(), first[name].float(), rtol=1e-2, atol=1e-2):
                         failures.append(f"{name} in round {count}")
                 # Memory of other sizes, so that the allocator splits and frees blocks.
-                torch.empty(1 << (10 + count % 14), device="cuda", dtype=torch.uint8).fill_(count)
+                torch.empty(1 << (10 + count % 14), device="cuda", dtype=torch.uint8).fill_(count % 256)
                 if count % 20 == 19:
                     torch.cuda.empty_cache()
             torch.cuda.current_stream().synchronize()

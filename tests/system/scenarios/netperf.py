@@ -1,38 +1,14 @@
 """`netperf` measures what a program's copies reach, on the hosts' link and on one of 100 us."""
 import contextlib
 import json
+import pathlib
 
 from harness import Failed
 
 ORDER = 39
 GROUP = "faults"
 # Copies pinned memory in each direction for two seconds, and prints bytes a second.
-PROGRAM = r"""
-import ctypes, json, time
-cuda = ctypes.CDLL("libcuda.so.1")
-def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    assert code == 0, f"{name}: {code}"
-SIZE = 8 << 20
-context, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-call("cuInit", 0)
-call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-call("cuCtxSetCurrent", context)
-call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(SIZE), 0)
-call("cuMemAlloc_v2", ctypes.byref(device), ctypes.c_size_t(SIZE))
-def rate(name, *arguments):
-    for _ in range(2):
-        call(name, *arguments, ctypes.c_size_t(SIZE), None)
-    call("cuCtxSynchronize")
-    begun, copies = time.monotonic(), 0
-    while time.monotonic() < begun + 2:
-        for _ in range(4):
-            call(name, *arguments, ctypes.c_size_t(SIZE), None)
-        call("cuCtxSynchronize")
-        copies += 4
-    return copies * SIZE / (time.monotonic() - begun)
-print(json.dumps({"to_server": rate("cuMemcpyHtoDAsync_v2", device, host), "from_server": rate("cuMemcpyDtoHAsync_v2", host, device)}))
-"""
+PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "gpu/copy_rates.py"
 MEASURE = "gpusession netperf --seconds 3 --json"
 
 
@@ -66,7 +42,7 @@ def compared(client, note, least, most):
 
 def run(site, check):
     client = site.client
-    client.write("/root/copies.py", PROGRAM)
+    client.write("/root/copies.py", PROGRAM.read_text())
     with check("between the hosts, where processors limit both") as note:
         compare(client, note, 0.5, 2)
     client.lab("netem", "delay", "0.05", "rate", "80")
