@@ -53,6 +53,9 @@ pub struct StreamPositions {
     /// observe.
     last_seen: AtomicU64,
     done: AtomicU64,
+    /// Position of the latest frame that holds later frames back until the stream's work is
+    /// complete.
+    barrier: AtomicU64,
     /// Streams that this one has waited for while their data was in transit.
     waited_for: Mutex<Vec<Wait>>,
 }
@@ -65,6 +68,7 @@ impl StreamPositions {
             last: AtomicU64::new(0),
             last_seen: AtomicU64::new(0),
             done: AtomicU64::new(0),
+            barrier: AtomicU64::new(0),
             waited_for: Mutex::default(),
         }
     }
@@ -100,14 +104,29 @@ impl StreamPositions {
     /// Returns `true` if only copies noted by `copied_in` may be incomplete.
     ///
     /// The program cannot tell when these are complete, as long as its next work stays behind them.
-    /// Always `false` for streams that also wait for the default stream's work.
-    pub fn only_copies_in(&self, log: &Positions) -> bool {
-        let last = match (self.is_default(), self.on.blocking) {
-            (true, _) => log.last_seen_blocking.load(Ordering::Relaxed),
-            (_, true) => return false,
-            (_, false) => self.last_seen.load(Ordering::Relaxed),
+    /// `default` is the context's default stream, if the program has used it: the copies of a
+    /// blocking stream may wait for its work.
+    pub fn only_copies_in(&self, log: &Positions, default: Option<&Self>) -> bool {
+        let last = if self.is_default() {
+            log.last_seen_blocking.load(Ordering::Relaxed)
+        } else if self.on.blocking && default.is_some_and(|default| !default.is_behind(log)) {
+            return false;
+        } else {
+            self.last_seen.load(Ordering::Relaxed)
         };
         self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Returns `true` if no later frame waits for the stream's work.
+    fn is_behind(&self, log: &Positions) -> bool {
+        let last = self.last();
+        self.barrier.load(Ordering::Relaxed) >= last || self.done(log, last)
+    }
+
+    /// Notes that the frame at this position holds later frames back until the stream's work is
+    /// complete.
+    pub fn barred(&self, seq: u64) {
+        self.barrier.fetch_max(seq, Ordering::Relaxed);
     }
 
     /// Returns `true` if all work on the stream is known to be complete.

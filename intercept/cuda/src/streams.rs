@@ -249,16 +249,20 @@ impl Stream {
         }
         // A kernel may wait for what the program has written since its launch.
         regions::upload_awaited(client)?;
-        if !SHARED.load(Ordering::Relaxed)
-            && self.positions.only_copies_in(&client.positions)
-            && !client.link.down.any()
-        {
+        if !SHARED.load(Ordering::Relaxed) && self.only_copies_in() && !client.link.down.any() {
             // No thread waits for the reply, but the worker replays no later frame before the
             // copies are complete.
-            client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
+            let seq = client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
+            self.positions.barred(seq);
             return client.take_late_error();
         }
         self.ask(op::STREAM_SYNC)
+    }
+
+    /// Returns `true` if only copies to the device may be incomplete.
+    fn only_copies_in(&self) -> bool {
+        let default = if self.blocking() { known_legacy(self.ctx) } else { None };
+        self.positions.only_copies_in(&self.client.positions, default.as_ref().map(|d| &d.positions))
     }
 
     /// Waits for the stream (`STREAM_SYNC`) or queries it (`STREAM_QUERY`).

@@ -46,17 +46,41 @@ fn copies_to_the_device_alone_need_no_wait() {
     let (default, blocking, other) = (stream(0, true), stream(1, true), stream(2, false));
     for known in [&default, &other] {
         known.copied_in(&log, 3);
-        assert!(known.only_copies_in(&log) && !known.idle(&log));
+        assert!(known.only_copies_in(&log, Some(&default)) && !known.idle(&log));
         known.worked(&log, 4);
-        assert!(!known.only_copies_in(&log));
+        assert!(!known.only_copies_in(&log, Some(&default)));
         known.synced(4);
-        assert!(known.only_copies_in(&log) && known.idle(&log));
+        assert!(known.only_copies_in(&log, Some(&default)) && known.idle(&log));
     }
     blocking.copied_in(&log, 9);
-    assert!(!blocking.only_copies_in(&log), "its next work waits for the default stream's");
-    assert!(default.only_copies_in(&log), "a copy to the device on another stream");
+    assert!(default.only_copies_in(&log, Some(&default)), "a copy to the device on another stream");
     blocking.worked(&log, 10);
-    assert!(!default.only_copies_in(&log), "work on another stream that the default one follows");
+    assert!(!default.only_copies_in(&log, Some(&default)), "work that the default stream follows");
+}
+
+#[test]
+fn copies_of_a_blocking_stream_may_wait_for_the_default_streams_work() {
+    let log = Positions::default();
+    let (default, blocking) = (stream(0, true), stream(1, true));
+    blocking.copied_in(&log, 3);
+    assert!(blocking.only_copies_in(&log, None), "the program does not use the default stream");
+    default.worked(&log, 4);
+    blocking.copied_in(&log, 5);
+    assert!(!blocking.only_copies_in(&log, Some(&default)), "a kernel, or a copy behind one");
+    blocking.synced(6);
+    blocking.copied_in(&log, 7);
+    assert!(!blocking.only_copies_in(&log, Some(&default)), "its own synchronization says nothing");
+    default.synced(8);
+    assert!(blocking.only_copies_in(&log, Some(&default)));
+    default.copied_in(&log, 9);
+    assert!(!blocking.only_copies_in(&log, Some(&default)));
+    default.barred(10);
+    assert!(blocking.only_copies_in(&log, Some(&default)), "later frames stay behind the copy");
+    default.worked(&log, 11);
+    log.context_synced(12);
+    assert!(blocking.only_copies_in(&log, Some(&default)));
+    blocking.worked(&log, 13);
+    assert!(!blocking.only_copies_in(&log, Some(&default)), "its own kernel");
 }
 
 #[test]
