@@ -4,18 +4,19 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use gpusession_link::link::Caller;
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
-use gpusession_proto::frame::{BadFrame, Reader, Writer};
+use gpusession_proto::frame::{BadFrame, Reader, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
 use crate::devices::{Device, Peer};
 use crate::foreign_addresses::Claims;
+use crate::freed_blocks::FreedBlocks;
 use crate::positions::Positions;
 use crate::status::{
     DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN,
@@ -58,6 +59,10 @@ pub struct Client {
     pub claims: Claims,
     /// Positions up to which the log's work is known to be done.
     pub positions: Positions,
+    /// Blocks of pools that the program has freed and the worker has not.
+    pub freed: FreedBlocks,
+    /// Number of changes of a device's current pool.
+    pool_changes: AtomicU64,
     window: Mutex<Window>,
     events: OnceLock<bool>,
     sticky: AtomicI32,
@@ -161,6 +166,8 @@ impl Client {
             host_arena: window::host_arena(base),
             claims: Claims::default(),
             positions: Positions::default(),
+            freed: FreedBlocks::default(),
+            pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
             events: OnceLock::new(),
             sticky: AtomicI32::new(0),
@@ -269,7 +276,35 @@ impl Client {
 
     /// Appends a frame and waits for the reply, which may hold a failure.
     pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
+        self.free_blocks(op)?;
         self.link.call(op, self.caller(), body).map_err(unavailable)
+    }
+
+    /// Lets the worker free the blocks that the program has freed, before a frame that waits.
+    #[inline]
+    pub fn free_blocks(&self, op: u16) -> Result {
+        if matches!(op, op::cuDeviceSetMemPool | op::cuMemSetMemPool) {
+            self.pool_changes.fetch_add(1, Ordering::SeqCst);
+        }
+        if self.freed.is_empty() { Ok(()) } else { self.free_all_blocks() }
+    }
+
+    #[cold]
+    fn free_all_blocks(&self) -> Result {
+        self.freed.take_all().iter().try_for_each(|block| {
+            let (ctx, stream) = block.stream;
+            let free = |w: &mut Writer<'_>| {
+                w.word(block.base);
+                w.word(stream);
+            };
+            thread::within(ctx, || self.post(op::cuMemFreeAsync, free)).map(drop)
+        })
+    }
+
+    /// Returns the name of a pool, or of a device's current one, in the table of allocations.
+    pub fn pool_name(&self, pool: Option<u64>) -> u64 {
+        // No handle has such an address.
+        pool.unwrap_or_else(|| u64::MAX - self.pool_changes.load(Ordering::SeqCst))
     }
 
     /// Returns the result of a call that has waited.
@@ -319,6 +354,7 @@ impl Client {
         if sure {
             return self.post(op, body);
         }
+        self.free_blocks(op)?;
         let begun = self.link.begin_call(op, self.caller(), body).map_err(unavailable)?;
         let seq = begun.seq;
         let reply = self.link.finish_call(begun).map_err(unavailable)?;

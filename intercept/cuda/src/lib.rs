@@ -33,6 +33,7 @@ mod events;
 #[cfg(test)]
 mod fake_worker;
 mod foreign_addresses;
+mod freed_blocks;
 mod functions;
 mod handles;
 mod host_functions;

@@ -129,6 +129,11 @@ impl StreamPositions {
         self.barrier.fetch_max(seq, Ordering::Relaxed);
     }
 
+    /// Returns `true` if no other stream has newer work that the stream's next work would wait for.
+    pub fn is_newest(&self, log: &Positions) -> bool {
+        !self.on.blocking || self.last() >= log.last_blocking.load(Ordering::Relaxed)
+    }
+
     /// Returns `true` if all work on the stream is known to be complete.
     pub fn idle(&self, log: &Positions) -> bool {
         // The default stream is ordered with all blocking ones.

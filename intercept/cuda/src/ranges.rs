@@ -18,8 +18,8 @@ pub enum Kind {
     Opened,
     /// The program's own mapping (`cuMemMap`), under its device's primary context.
     Mapped,
-    /// A pool's memory (`cuMemAllocAsync`).
-    Pool,
+    /// A pool's memory (`cuMemAllocAsync`), with [`Client::pool_name`] of the pool.
+    Pool(u64),
     /// Memory of another process's pool (`cuMemPoolImportPointer`), under its device's primary
     /// context.
     Imported,
@@ -180,9 +180,12 @@ pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let goes = |r: &Range| {
         r.ctx == ctx
             && match r.kind {
-                Kind::Device | Kind::Pool | Kind::Imported | Kind::Graph | Kind::Global | Kind::Managed => {
-                    true
-                }
+                Kind::Device
+                | Kind::Pool(_)
+                | Kind::Imported
+                | Kind::Graph
+                | Kind::Global
+                | Kind::Managed => true,
                 Kind::Host(_) | Kind::Registered(_) => with_host,
                 // These outlive their context.
                 Kind::Opened | Kind::Mapped | Kind::ManagedVariable => false,

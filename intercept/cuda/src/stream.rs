@@ -68,6 +68,11 @@ impl Stream {
         self.positions.quiet(&self.client.positions)
     }
 
+    /// Returns `true` if no other stream has newer work that the stream's next work would wait for.
+    pub fn is_newest(&self) -> bool {
+        self.positions.is_newest(&self.client.positions)
+    }
+
     /// Returns `true` if the stream's work up to a position is known to be complete.
     pub fn done(&self, seq: u64) -> bool {
         self.positions.done(&self.client.positions, seq)

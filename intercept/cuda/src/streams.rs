@@ -43,6 +43,11 @@ pub fn shares() {
     SHARED.store(true, Ordering::SeqCst);
 }
 
+/// Returns `true` if another process may see what this one does with its memory.
+pub fn shares_memory() -> bool {
+    SHARED.load(Ordering::Relaxed)
+}
+
 /// Creates a stream and returns its handle.
 pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
     let (least, greatest) = client.device_of(ctx)?.priorities;
@@ -84,6 +89,7 @@ pub fn destroy(stream: u64) -> Result {
             legacy(known.client, known.ctx)?.positions.inherit(&known.positions);
         }
     }
+    known.client.free_blocks(op::STREAM_DESTROY)?;
     known.client.post(op::STREAM_DESTROY, |w| w.word(stream))?;
     handles::retire(stream);
     Ok(())
@@ -244,12 +250,13 @@ impl Stream {
     pub fn synchronize(&self) -> Result {
         let client = self.client;
         self.not_captured()?;
+        client.free_blocks(op::STREAM_SYNC)?;
         if self.idle() && !client.link.down.any() {
             return client.take_late_error();
         }
         // A kernel may wait for what the program has written since its launch.
         regions::upload_awaited(client)?;
-        if !SHARED.load(Ordering::Relaxed) && self.only_copies_in() && !client.link.down.any() {
+        if !shares_memory() && self.only_copies_in() && !client.link.down.any() {
             // No thread waits for the reply, but the worker replays no later frame before the
             // copies are complete.
             let seq = client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
@@ -268,6 +275,7 @@ impl Stream {
     /// Waits for the stream (`STREAM_SYNC`) or queries it (`STREAM_QUERY`).
     pub fn ask(&self, operation: u16) -> Result {
         let client = self.client;
+        client.free_blocks(operation)?;
         let begun = client
             .link
             .begin_call(operation, client.caller(), |w| w.word(self.handle))
@@ -289,6 +297,7 @@ impl Stream {
     pub fn drain(&self) -> Result {
         let client = self.client;
         self.not_captured()?;
+        client.free_blocks(op::STREAM_SYNC)?;
         let begun = client
             .link
             .begin_call(op::STREAM_SYNC, client.caller(), |w| {

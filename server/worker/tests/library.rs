@@ -104,6 +104,7 @@ gpusession_test_support::programs!(
     copies_much_behind_a_host_function,
     copies_much_behind_large_copies,
     copies_beside_streams_that_stand_still,
+    allocates_what_it_has_freed,
     faults_at_its_fourth_launch,
     loads_an_unknown_instruction,
     launches_for_a_lying_server,
@@ -393,6 +394,45 @@ fn copies_much_behind_large_copies() {
     let mut bytes = vec![0u8; large.len()];
     cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
     assert!(bytes[..small.len()] == small && bytes[small.len()..] == large[small.len()..]);
+}
+
+/// Frees memory of a pool and allocates it again, 100 times; then looks at the pool.
+fn allocates_what_it_has_freed() {
+    const SIZE: u64 = 256;
+    const INVALID_VALUE: i32 = 1;
+    const USED_MEM_CURRENT: u64 = 7;
+    let cuda = begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    let allocate = |size: u64| cuda.get("cuMemAllocAsync", &[size, stream]);
+    let address = allocate(SIZE);
+    for _ in 0..100 {
+        assert_eq!(cuda.launch(function, address, stream), 0);
+        cuda.ok("cuMemFreeAsync", &[address, stream]);
+        assert_eq!(allocate(SIZE), address);
+    }
+    let pool = cuda.get("cuDeviceGetDefaultMemPool", &[0]);
+    let used = || {
+        let mut bytes = 0u64;
+        cuda.ok("cuMemPoolGetAttribute", &[pool, USED_MEM_CURRENT, at(&mut bytes)]);
+        bytes
+    };
+    assert!(used() >= SIZE);
+    cuda.ok("cuMemFreeAsync", &[address, stream]);
+    assert_eq!(cuda.call("cuMemFreeAsync", &[address, stream]), INVALID_VALUE, "it is free");
+    assert_eq!(used(), 0, "the pool knows");
+    for size in [SIZE, 2 * SIZE] {
+        cuda.ok("cuMemFreeAsync", &[allocate(size), stream]);
+    }
+    cuda.ok("cuStreamDestroy_v2", &[stream]);
+    assert_eq!(used(), 0);
+}
+
+#[test]
+fn memory_that_a_stream_has_freed_comes_back_without_a_round_trip() {
+    let (_machine, worker) = worker(&[]);
+    let said = succeeds("allocates_what_it_has_freed", vec![granted(&worker)], &[]);
+    assert!(said.contains(" 3 cuMemAllocAsync "), "{said}");
 }
 
 /// Copies in bulk in both directions while more bulk copies than the worker has slots wait.

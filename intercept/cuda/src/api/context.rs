@@ -69,6 +69,7 @@ fn synchronize(ctx: u64) -> Result {
     let (client, _) = clients::of_context(ctx)?;
     streams::context_sync_allowed(ctx)?;
     regions::upload_awaited(client)?;
+    client.free_blocks(op::CTX_SYNC)?;
     let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;

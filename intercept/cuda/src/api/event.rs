@@ -69,6 +69,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         return client.take_late_error();
     }
     regions::upload_awaited(client)?;
+    client.free_blocks(operation)?;
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let seq = begun.seq;

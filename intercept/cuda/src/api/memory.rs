@@ -12,6 +12,7 @@ use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
     OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional,
 };
+use crate::freed_blocks::Block;
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
@@ -101,7 +102,7 @@ fn free(address: u64) -> Result {
             pool::free(client, address, 0).map(|_| ())
         });
     }
-    let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
+    let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool(_)))
         .ok_or(INVALID_VALUE)?;
     with_owner(&range, |client| free_of(client, &range))
 }
@@ -114,7 +115,7 @@ fn free_of(client: &Client, range: &Range) -> Result {
             mapped::unmap(range.base)?;
             window::close(range.base, range.size);
         }
-        Kind::Pool => {
+        Kind::Pool(_) => {
             client.call(op::CTX_SYNC, |_| {})?;
             client.post(op::cuMemFreeAsync, |w| {
                 w.word(address);
@@ -490,8 +491,10 @@ driver! {
             stream.worked(pool::free(client, address, stream.handle)?);
             return client.take_late_error();
         }
-        ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
-        free_ordered(address, &stream)?;
+        let range = ranges::take(address, |k| matches!(k, Kind::Pool(_))).ok_or(INVALID_VALUE)?;
+        if !keep_freed(&range, &stream) {
+            free_ordered(address, &stream)?;
+        }
         client.take_late_error()
     }
 
@@ -620,6 +623,19 @@ fn free_of_graph(client: &Client, address: u64, stream: u64) -> Result<u64> {
     })
 }
 
+/// Keeps a pool's block for the stream's next allocation; `false`: the worker has to free it.
+///
+/// The worker must see a free or an allocation that orders streams: those that follow newer work of
+/// other streams.
+fn keep_freed(range: &Range, stream: &streams::Stream) -> bool {
+    let Kind::Pool(pool) = range.kind else { return false };
+    if streams::capturing() || streams::shares_memory() || range.ctx != stream.ctx || !stream.is_newest() {
+        return false;
+    }
+    let block = Block { stream: (stream.ctx, stream.handle), pool, size: range.size, base: range.base };
+    stream.client.freed.add(block)
+}
+
 fn free_ordered(address: u64, stream: &streams::Stream) -> Result {
     let seq = stream.client.post(op::cuMemFreeAsync, |w| {
         w.word(address);
@@ -650,6 +666,14 @@ fn allocate_ordered(
     if size == 0 {
         return give(address, 0);
     }
+    let name = client.pool_name(pool);
+    if !client.freed.is_empty() && stream.capture().is_none() && stream.is_newest() {
+        client.take_late_error()?;
+        if let Some(base) = client.freed.take((stream.ctx, stream.handle), name, size as u64) {
+            ranges::add(base, size as u64, Kind::Pool(name), stream.ctx);
+            return give(address, base);
+        }
+    }
     let op = if pool.is_some() { op::cuMemAllocFromPoolAsync } else { op::cuMemAllocAsync };
     let mut seq = 0;
     let reply = client.call(op, |w| {
@@ -670,7 +694,7 @@ fn allocate_ordered(
         return Err(status);
     }
     // During a capture the call becomes a node.
-    let kind = if stream.capture().is_some() { Kind::Graph } else { Kind::Pool };
+    let kind = if stream.capture().is_some() { Kind::Graph } else { Kind::Pool(name) };
     ranges::add(new, size as u64, kind, stream.ctx);
     give(address, new)
 }

@@ -95,7 +95,7 @@ driver! {
 
     fn cuMemPoolExportPointer(data: *mut Legacy, address: u64) {
         clients::get()?;
-        let range = ranges::find(address).filter(|r| r.base == address && r.kind == ranges::Kind::Pool);
+        let range = ranges::find(address).filter(|r| r.base == address && matches!(r.kind, ranges::Kind::Pool(_)));
         let range = range.filter(|_| !data.is_null()).ok_or(INVALID_VALUE)?;
         streams::shares();
         let reply = clients::of(range.ctx)?.call(op::SHARE_POINTER, |w| w.word(address))?;
