@@ -8,8 +8,8 @@ use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
 use super::graph_nodes::{
-    AllocNode, Content, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, child_graphs,
-    regions_of,
+    AllocNode, Content, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, Shape,
+    child_graphs, regions_of,
 };
 use crate::client::word;
 use crate::cuboid::Cuboid;
@@ -135,6 +135,14 @@ fn body_arrays() -> MutexGuard<'static, HashMap<u64, Box<[u64]>>> {
     BODY_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Locks the shapes that the driver has accepted for nodes of executable graphs.
+///
+/// As with launches, only the first one of a shape waits for the driver's verdict.
+fn accepted() -> MutexGuard<'static, HashMap<(u64, u64), Shape>> {
+    static ACCEPTED: LazyLock<Mutex<HashMap<(u64, u64), Shape>>> = LazyLock::new(Mutex::default);
+    ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     let client = clients::of(node)?;
     // The driver changes no node of these types either.
@@ -151,11 +159,17 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
     content.write(client, &mut w)?;
     w.finish();
-    client.call(op::GRAPH_EXEC_SET, |w| {
+    let shape = content.shape().filter(|_| !exec.is_null());
+    let place = (exec as u64, node);
+    let sure = shape.is_some() && accepted().get(&place).copied() == shape;
+    client.post_if(sure, op::GRAPH_EXEC_SET, |w| {
         w.word(exec as u64);
         w.word(client.own(node));
         w.words(&frame[gpusession_proto::frame::HEADER..]);
     })?;
+    if let Some(shape) = shape.filter(|_| !sure) {
+        accepted().insert(place, shape);
+    }
     let graph = if exec.is_null() { mapped::graph_of(node) } else { Some(exec as u64) };
     if let Some(graph) = graph {
         mapped::graph_names(graph, &content.regions());
@@ -226,6 +240,9 @@ fn forget(graphs: impl IntoIterator<Item = u64>) {
     for graph in graphs {
         mapped::forget_graph(graph);
         body_arrays().remove(&graph);
+        if handle::kind(graph) == handle::EXEC {
+            accepted().retain(|(exec, _), _| *exec != graph);
+        }
         handles::retire(graph);
     }
 }

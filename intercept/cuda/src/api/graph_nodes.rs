@@ -175,7 +175,23 @@ pub enum Content {
     Condition { condition: u64, kind: u32, ctx: u64, bodies: Vec<u64> },
 }
 
+/// Everything of a kernel's node but the values of its parameters.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    kernel: [usize; 3],
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+}
+
 impl Content {
+    /// Returns the shape of a kernel's node, for which the driver refuses no parameters.
+    pub fn shape(&self) -> Option<Shape> {
+        let Self::Kernel(node) = self else { return None };
+        let kernel = [node.func, node.kernel, node.ctx].map(|part| part as usize);
+        Some(Shape { kernel, grid: node.grid, block: node.block, shared: node.shared })
+    }
+
     fn kind(&self) -> u64 {
         match self {
             Self::Kernel(_) => node::KERNEL,
