@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import statistics
 import threading

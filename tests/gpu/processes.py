@@ -47,6 +47,22 @@ def kill_group(started, how=signal.SIGKILL):
             pass
 
 
+def torchrun(args):
+    """Returns the words before a script that runs in a process for each GPU."""
+    return [args.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+
+
+def wait_for_line(started, word, limit):
+    """Waits until a process has written a word; returns False at the limit."""
+    process, base, began = started
+    path = pathlib.Path(f"{base}.out")
+    while process is not None and process.poll() is None and time.monotonic() - began < limit:
+        if word in path.read_text(errors="replace"):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 @dataclasses.dataclass
 class Result:
     """Exit status, output and duration of a process."""
@@ -183,3 +199,16 @@ class Runner:
     def run(self, side, tag, command, limit=60, **more):
         """Starts a process and waits for it."""
         return self.finish(self.start(side, tag, command, **more), limit)
+
+
+def asked_of_the_link(args, runner, tag, command, limit):
+    """Returns frames, waits, and waits by call from the library's own summary, or an error text."""
+    trace = args.out / f"trace-summary-{tag}.txt"
+    env = {"GPUSESSION_TRACE": "summary", "GPUSESSION_TRACE_FILE": str(trace)}
+    trace.unlink(missing_ok=True)
+    result = runner.run("remote", tag, command, limit, env=env)
+    text = trace.read_text(errors="replace") if trace.exists() else ""
+    found = re.search(r"(\d+) frames .* (\d+) waits", text)
+    if result.failure() or not found:
+        return result.failure() or "no summary"
+    return int(found[1]), int(found[2]), {name: int(count) for count, name in re.findall(r"(\d+) (\w+) \d+ ms", text)}

@@ -1,0 +1,178 @@
+"""The server under test, and the client's lease."""
+
+import json
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+
+from processes import HERE, kill_group
+
+# Only these lines depend on gpusession's command lines.
+REMOTE_PREFIX = "{here}/bin/gpusession run --server 127.0.0.1:{port} --allow-clear --gpus {gpus} --"
+
+
+class Server:
+    """The server under test: the runner creates its pool below the output folder, and joins it."""
+
+    def __init__(self, args):
+        self.args, self.process, self.log, self.holder, self.lease = args, None, None, None, {}
+        self.configuration = args.out / "gpuserver.toml"
+        self.popen = subprocess.Popen
+        # Folder of the client's identity, apart from the caller's own.
+        self.client_home = args.out / "config"
+        self.environment = dict(os.environ, GPUSERVER_CONF=str(self.configuration))
+
+    def client_environment(self):
+        """Returns the variables that the client's command line needs."""
+        return {"XDG_CONFIG_HOME": str(self.client_home)} if self.args.server_command is None else {}
+
+    def prefix(self):
+        """Returns the words before a remote command."""
+        known = {"port": self.args.port, "gpus": self.args.gpus, "here": HERE}
+        return [word.format(**known) for word in shlex.split(self.args.remote_prefix)]
+
+    def remote(self, command):
+        """Returns the command line and environment that make a command remote."""
+        if self.args.lease == "each":
+            return self.prefix() + command, self.client_environment()
+        return command, self.lease
+
+    def hold_lease(self):
+        """Takes one lease for all remote programs, like a boot lease: its workers are warm."""
+        found = self.args.out / "lease-environment"
+        found.unlink(missing_ok=True)
+        script = 'env -0 >"$0.new" && mv "$0.new" "$0"; exec sleep 1000000'
+        environment = dict(os.environ, **self.client_environment())
+        self.holder = subprocess.Popen(
+            [*self.prefix(), "sh", "-c", script, str(found)],
+            cwd=HERE,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+        end = time.monotonic() + 60
+        while not found.exists():
+            if self.holder.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"no lease from the server; see {self.args.out / 'server.log'}")
+            time.sleep(0.01)
+        entries = dict(entry.split("=", 1) for entry in found.read_text().split("\0") if "=" in entry)
+        self.lease = {
+            name: value for name, value in entries.items() if name.startswith("GPUSESSION_") or name == "LD_LIBRARY_PATH"
+        }
+
+    def release_lease(self):
+        """Releases the lease; returns True if there was one."""
+        held, self.holder = self.holder, None
+        if held is not None:
+            kill_group((held,), signal.SIGTERM)
+        return held is not None
+
+    def start(self):
+        """Starts the server and waits for its port; the first start creates and joins the pool."""
+        self.release_lease()
+        if self.log is None:
+            self.log = open(self.args.out / "server.log", "ab")
+        self.start_server()
+        if self.args.lease == "shared":
+            self.hold_lease()
+
+    def start_server(self):
+        """Starts the server process."""
+        command = ["./bin/gpuserver", "serve"]
+        fresh = not self.client_home.exists()
+        if self.args.server_command is not None:
+            command = shlex.split(self.args.server_command.format(port=self.args.port, here=HERE))
+            fresh = False
+        if not command:
+            return
+        if fresh:
+            self.write_configuration()
+            self.tool("pool", "init")
+        self.process = self.popen(
+            command,
+            cwd=HERE,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+        self.wait_for_port()
+        if fresh:
+            token = json.loads(self.tool("token", "create", "--json"))["token"]
+            token = token["token"] if isinstance(token, dict) else token
+            self.client_home.mkdir(parents=True, exist_ok=True)
+            join = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{self.args.port}", "--user"]
+            self.call(join, dict(os.environ, **self.client_environment()))
+
+    def write_configuration(self):
+        """Writes the configuration of a server for this machine alone."""
+        folder = self.args.out
+        # The path of a Unix socket has at most 107 bytes.
+        runtime = folder / "run" if len(str(folder)) < 60 else pathlib.Path(tempfile.mkdtemp(prefix="gpu-run-"))
+        lines = [
+            'name = "bench"',
+            f'listen = "127.0.0.1:{self.args.port}"',
+            f'data_ports = "{self.args.data_port}"',
+            f'state_dir = "{folder / "state"}"',
+            f'runtime_dir = "{runtime}"',
+            f'encryption = "{"on" if self.args.encrypted else "off"}"',
+            'trusted_networks = ["127.0.0.0/8"]',
+            'drain_timeout = 0',
+            'limits.gpus = 64',
+            *self.args.server_config,
+        ]
+        runtime.mkdir(exist_ok=True)
+        self.configuration.write_text("\n".join(lines) + "\n")
+
+    def tool(self, *words):
+        """Runs a command of gpuserver."""
+        return self.call(["./bin/gpuserver", *words], self.environment)
+
+    def call(self, command, environment):
+        """Runs a short command; returns its output, or raises an error that quotes it."""
+        try:
+            done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeError(f"{shlex.join(command[:3])}: {error}") from error
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command[:3])}: {(done.stderr + done.stdout).strip()[-500:]}")
+        return done.stdout
+
+    def wait_for_port(self):
+        """Waits until the server accepts connections."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server exited with status {self.process.returncode}; see {self.log.name}")
+            try:
+                socket.create_connection(("127.0.0.1", self.args.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+        raise RuntimeError(f"the server does not answer on port {self.args.port}; see {self.log.name}")
+
+    def alive(self):
+        """Returns True if the server still runs, or was started by another program."""
+        return self.process is None or self.process.poll() is None
+
+    def stop(self):
+        """Asks the server to exit, then kills it."""
+        self.release_lease()
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self.log is not None:
+            self.log.close()
+        self.process = self.log = None
