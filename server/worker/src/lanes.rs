@@ -69,6 +69,8 @@ struct Outgoing {
     len: usize,
     slot: Slot,
     failed: Status,
+    /// The client's handle of the stream that fills the slot.
+    stream: u64,
 }
 
 impl Outgoing {
@@ -531,7 +533,8 @@ impl Lanes {
             self.sent.fetch_add(len as u64, Ordering::Relaxed);
             let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
-            let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
+            let stream = source.as_ref().map_or(0, |source| source.name);
+            let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed, stream };
             lock(&self.down.pieces).push_back(piece);
             self.down.changed.notify_one();
             result?;
@@ -545,6 +548,8 @@ pub struct Source<'a> {
     pub driver: &'static Driver,
     pub contexts: &'a Contexts,
     pub stream: Handle,
+    /// The client's handle of it.
+    pub name: u64,
 }
 
 impl Source<'_> {
@@ -711,13 +716,22 @@ impl DownQueue {
 }
 
 /// Takes any piece that is ready: a blocked stream must not delay the others.
+///
+/// A stream fills its slots in their order, so that one query for each stream suffices: other lanes
+/// wait for the queue meanwhile.
 fn ready(driver: &Driver, queue: &mut VecDeque<Outgoing>) -> Option<Outgoing> {
+    let mut waiting = Vec::new();
     for i in 0..queue.len() {
+        let place = (queue[i].slot.ctx, queue[i].stream);
+        if waiting.contains(&place) {
+            continue;
+        }
         let state = queue[i].state(driver);
         if state != status::NOT_READY {
             queue[i].failed = state;
             return queue.remove(i);
         }
+        waiting.push(place);
     }
     None
 }

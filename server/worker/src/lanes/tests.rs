@@ -159,11 +159,15 @@ fn closed_lane_to_the_device_is_no_error() {
     assert!(lab.lanes.next_chunk(1).is_none());
 }
 
-/// Queues a chunk from the device with this value, and returns its event.
+/// Queues a chunk from the device with this value on a stream of its own; returns its event.
 fn queue(lab: &Lab, transfer: u64, ctx: u64, value: u8) -> Handle {
+    queue_on(lab, 0x5000 + transfer, transfer, ctx, value)
+}
+
+fn queue_on(lab: &Lab, name: u64, transfer: u64, ctx: u64, value: u8) -> Handle {
     let mut event = std::ptr::null_mut();
-    let stream = std::ptr::without_provenance_mut(0x5000);
-    let source = Source { driver: lab.driver, contexts: &lab.contexts, stream };
+    let stream = std::ptr::null_mut();
+    let source = Source { driver: lab.driver, contexts: &lab.contexts, stream, name };
     let queued = lab.lanes.send(transfer, 3, Some(source), |_, len, slot| {
         event = begin(lab, slot, ctx);
         // SAFETY: the slot has room for a chunk.
@@ -192,6 +196,21 @@ fn blocked_stream_delays_no_other_copy_to_the_client() {
     );
     assert!(lab.lanes.idle());
     assert_eq!(lab.lanes.bytes_from_device(), 6);
+}
+
+#[test]
+fn a_stream_is_asked_for_its_oldest_chunk_alone() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(FIRST_DOWN_LANE);
+    let first = queue_on(&lab, 0x5000, 1, CTX_0, 1);
+    let second = queue_on(&lab, 0x5000, 2, CTX_0, 2);
+    let elsewhere = queue_on(&lab, 0x5000, 3, CTX_1, 3);
+    // No device fills the second one first.
+    fake::happen(second, 0);
+    fake::happen(elsewhere, 0);
+    assert_eq!(peer.next().0.seq.get(), 3, "the same handle in another context");
+    fake::happen(first, 0);
+    assert_eq!([peer.next().0.seq.get(), peer.next().0.seq.get()], [1, 2]);
 }
 
 #[test]

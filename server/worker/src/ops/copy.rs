@@ -147,12 +147,12 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
 
 /// `COPY_FROM_DEVICE`: source, length, stream, whether the program waits.
 pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (source, len, stream, wait) =
-        (r.word()?, bounded(r.word()?, MAX_COPY)?, session.stream(r.word()?)?, r.word()? != 0);
+    let (source, len, name, wait) = (r.word()?, bounded(r.word()?, MAX_COPY)?, r.word()?, r.word()? != 0);
+    let stream = session.stream(name)?;
     let call = &session.driver.call;
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
-        let from = Source { driver: session.driver, contexts: &session.contexts, stream };
+        let from = Source { driver: session.driver, contexts: &session.contexts, stream, name };
         let queued = session.lanes.send(seq, len, Some(from), |offset, len, slot| {
             slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
             // SAFETY: the slot has room for a chunk and is not reused before it is sent; stream and
