@@ -486,14 +486,7 @@ impl Replay {
                     state.held -= 1;
                     continue;
                 }
-                let next = state.kept.get_mut(&executor.id).and_then(|kept| kept.later.pop_front());
-                if let Some(next) = next {
-                    let frame = next.frame.clone();
-                    state.queued_bytes -= frame.held_bytes();
-                    if let Some(kept) = state.kept.get_mut(&executor.id) {
-                        kept.since = order::nobody_waits(&frame).then(Instant::now);
-                        kept.current = Some(next);
-                    }
+                if let Some(frame) = state.take_kept(executor.id, session.activity()) {
                     return Some((frame, true));
                 }
                 // Caught up: its threads' frames follow the common order again.
@@ -578,6 +571,18 @@ impl Replay {
 }
 
 impl State {
+    /// Takes the next frame that a blocked executor keeps, to be replayed now.
+    fn take_kept(&mut self, executor: usize, activity: &Activity) -> Option<Frame> {
+        let kept = self.kept.get_mut(&executor)?;
+        let next = kept.later.pop_front()?;
+        let (frame, now) = (next.frame.clone(), Instant::now());
+        kept.since = order::nobody_waits(&frame).then_some(now);
+        kept.current = Some(next);
+        self.queued_bytes -= frame.held_bytes();
+        activity.frame(frame.header.op.get(), now);
+        Some(frame)
+    }
+
     /// Returns `true` if every received frame is done.
     fn idle(&self) -> bool {
         self.queue.is_empty() && self.busy.is_none() && self.kept.is_empty()

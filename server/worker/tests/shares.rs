@@ -230,6 +230,8 @@ fn records_events() {
     cuda.ok("cuEventSynchronize", &[event]);
     assert_eq!(cuda.word(word), 10 + 2 * ROUNDS);
     cuda.ok("cuEventDestroy_v2", &[event]);
+    // The call above does not wait for the worker.
+    cuda.ok("cuCtxSynchronize", &[]);
     other.tell(b'd');
     assert!(child.wait().unwrap().success());
 }

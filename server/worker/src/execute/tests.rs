@@ -227,6 +227,7 @@ fn thread_continues_while_its_bulk_copy_waits_for_bytes() {
     assert!(lab.still(), "the copy's own stream waits");
     lab.unblock(1);
     assert_eq!(lab.next(), 3);
+    assert_eq!(lab.fake.activity.calls.load(Ordering::Relaxed), 3, "kept frames count, too");
 }
 
 #[test]
