@@ -281,6 +281,8 @@ impl Client {
     }
 
     /// Lets the worker free the blocks that the program has freed, before a frame that waits.
+    ///
+    /// Also notes when the frame changes a device's current pool.
     #[inline]
     pub fn free_blocks(&self, op: u16) -> Result {
         if matches!(op, op::cuDeviceSetMemPool | op::cuMemSetMemPool) {
