@@ -35,11 +35,11 @@ use crate::staging::{Slot, Slots};
 /// The bytes of older ones have arrived.
 const MAX_UNWANTED: usize = 1024;
 /// Slots of one lane to the device at first: one fills while the device reads the other.
-const UP_SLOTS: usize = 2;
+pub const UP_SLOTS: usize = 2;
 /// Most slots of one lane to the device: 36 MiB, of all lanes 288 MiB.
 const MAX_UP_SLOTS: usize = 18;
 /// Slots of all lanes to the client at first, and the most, of 160 MiB.
-const DOWN_SLOTS: usize = 18;
+pub const DOWN_SLOTS: usize = 18;
 const MAX_DOWN_SLOTS: usize = 80;
 /// Slots that only a copy takes whose stream is idle.
 const RESERVED: usize = 2;

@@ -8,7 +8,8 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gpusession_link::flight::{Ended, acknowledgements, next_header};
@@ -33,6 +34,7 @@ use crate::execute::{Perform, Replay};
 use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::handles::{Table, kind};
+use crate::lanes::{DOWN_SLOTS, UP_SLOTS};
 use crate::objects::Stream;
 use crate::replies::Replies;
 use crate::serve::{accept, greeting, identity, proves, refuse, secret};
@@ -48,8 +50,6 @@ const MAX_CONNECTIONS: usize = 40;
 const MAX_TRANSFERS: usize = 64;
 /// Most pieces that wait for a lane to the client.
 const MAX_PIECES: usize = 256;
-/// Buffers of one lane, as a worker has slots: so the processor's caches help as much.
-const BUFFERS: usize = 2;
 
 /// Serves the supervisor until it closes the socket, or the client leaves.
 pub fn run() -> ExitCode {
@@ -217,6 +217,7 @@ impl Endpoint {
             streams: Table::new(kind::STREAM),
             secret,
             acknowledges: self.start.resume_grace_s > 0,
+            pattern: Pattern::default(),
             state: Mutex::default(),
             arrival: Condvar::new(),
             pieces: Condvar::new(),
@@ -251,6 +252,7 @@ struct Session {
     secret: [u8; 32],
     /// Whether both ends acknowledge chunks, as where programs' connections come back.
     acknowledges: bool,
+    pattern: Pattern,
     state: Mutex<State>,
     /// Bytes have arrived, or the session is closed.
     arrival: Condvar,
@@ -269,6 +271,27 @@ struct State {
     arrived: HashMap<u64, u64>,
     /// Pieces that no lane has taken, oldest first.
     queue: VecDeque<Piece>,
+}
+
+/// Bytes for the client, in as many buffers as a worker has slots.
+///
+/// As a worker's slots, each serves any lane: so the processor's caches help no more than there.
+#[derive(Default)]
+struct Pattern {
+    buffers: OnceLock<Vec<Vec<u8>>>,
+    next: AtomicUsize,
+}
+
+impl Pattern {
+    /// Returns the buffers; the kernel zeroes no page of them after the first call.
+    fn buffers(&self) -> &[Vec<u8>] {
+        self.buffers.get_or_init(|| vec![vec![0x5a; CHUNK]; DOWN_SLOTS])
+    }
+
+    /// Returns the buffer that was used longest ago.
+    fn next(&self) -> &[u8] {
+        &self.buffers()[self.next.fetch_add(1, Ordering::Relaxed) % DOWN_SLOTS]
+    }
 }
 
 /// Part of a transfer to the client.
@@ -304,11 +327,9 @@ impl Session {
             state.lanes |= 1 << lane;
             state.open.push(transport.clone());
         }
-        // Pages that the kernel has not zeroed on first use while the clock runs.
-        let mut buffers: Vec<Vec<u8>> = (0..BUFFERS).map(|_| vec![0x5a; CHUNK]).collect();
         let served = match lane < FIRST_UP_LANE + UP_LANES {
-            true => self.take(&transport, &mut buffers),
-            false => self.give(&transport, &buffers),
+            true => self.take(&transport),
+            false => self.give(&transport),
         };
         let ended = match served {
             Err(Ended::Fatal(reason)) => Err(refuse(&transport, reason)),
@@ -320,11 +341,13 @@ impl Session {
     }
 
     /// Receives chunks until the connection ends, and counts their bytes.
-    fn take(&self, transport: &Transport, buffers: &mut [Vec<u8>]) -> Result<(), Ended> {
+    fn take(&self, transport: &Transport) -> Result<(), Ended> {
+        // The kernel zeroes no page while the clock runs.
+        let mut buffers = vec![vec![0x5a; CHUNK]; UP_SLOTS];
         for number in 1.. {
             let header = next_header(transport)?;
             let len = chunk_len(&header, number)?;
-            let buffer = &mut buffers[number as usize % BUFFERS][..header.body_len()];
+            let buffer = &mut buffers[number as usize % UP_SLOTS][..header.body_len()];
             transport.recv_exact(buffer, Wait::Spin(Duration::ZERO))?;
             let mut state = self.state();
             let transfer = header.seq.get();
@@ -342,23 +365,24 @@ impl Session {
     }
 
     /// Sends pieces until the session is closed; drops the client's acknowledgements.
-    fn give(&self, transport: &Transport, buffers: &[Vec<u8>]) -> Result<(), Ended> {
+    fn give(&self, transport: &Transport) -> Result<(), Ended> {
+        self.pattern.buffers();
         std::thread::scope(|scope| {
             if self.acknowledges {
                 scope.spawn(|| acknowledgements(transport, |_| Ok(())));
             }
-            let sent = self.send(transport, buffers);
+            let sent = self.send(transport);
             // Ends the other thread.
             transport.shutdown();
             sent
         })
     }
 
-    fn send(&self, transport: &Transport, buffers: &[Vec<u8>]) -> Result<(), Ended> {
+    fn send(&self, transport: &Transport) -> Result<(), Ended> {
         for number in 1.. {
             let Some(piece) = self.next_piece() else { break };
             let header = chunk_header(number, piece.transfer, piece.offset, piece.len, 0);
-            let bytes = &buffers[number as usize % BUFFERS][..piece.len.next_multiple_of(8)];
+            let bytes = &self.pattern.next()[..piece.len.next_multiple_of(8)];
             transport.send_parts(&[header.as_bytes(), bytes])?;
         }
         Ok(())
