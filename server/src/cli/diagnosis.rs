@@ -24,7 +24,7 @@ use crate::config::{Advertised, Config};
 use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::refusal::Refusal;
-use crate::signer::link::{folder_of, places};
+use crate::signer::link::{folder_of, places, unit_of};
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;
@@ -89,6 +89,7 @@ const CHECKS: &[Check<Facts>] = &[
     Check { id: "server.answers", run: answers },
     Check { id: "server.unit", run: unit },
     Check { id: "server.drop-ins", run: drop_ins },
+    Check { id: "server.signer", run: signer },
     Check { id: "server.driver", run: driver },
     Check { id: "server.cards", run: cards },
     Check { id: "server.isolation", run: isolation },
@@ -166,6 +167,33 @@ fn drop_ins(facts: &Facts) -> Finding {
         names => Finding::warning(
             format!("{folder}/{{{}}} change gpuserver.service", names.join(",")),
             "systemctl cat gpuserver; sudo systemctl revert gpuserver removes the changes",
+        ),
+    }
+}
+
+/// Judges the socket by which systemd starts the signer.
+fn signer(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let Some(socket) = &config.signer else {
+        return Finding::skipped("the server signs in its own process: `signer` is not set");
+    };
+    let unit = unit_of(socket);
+    let state = |of: &str, property: &str| facts.machine.unit(&format!("{unit}.{of}"), property);
+    if state("socket", "LoadState").as_deref() != Some("loaded") {
+        return Finding::skipped(format!("{unit}.socket is not installed, or systemd does not answer"));
+    }
+    match (state("socket", "ActiveState").as_deref(), state("service", "ActiveState").as_deref()) {
+        (Some("active"), Some("failed")) => Finding::fault(
+            format!("{unit}.service has failed: the server signs no certificate"),
+            format!("journalctl -u {unit} says why; sudo systemctl restart {unit}"),
+        ),
+        (Some("active"), _) => Finding::ok(format!("{unit}.socket starts the signer")),
+        (listens, _) => Finding::fault(
+            format!(
+                "{unit}.socket is {}: no machine joins, and no certificate is renewed",
+                listens.unwrap_or("unknown")
+            ),
+            format!("sudo systemctl enable --now {unit}.socket"),
         ),
     }
 }
@@ -531,7 +559,10 @@ fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
     }
     report.add_output("nvidia-smi", &facts.machine, "nvidia-smi", &["-q"]);
     report::add_host(&mut report, &facts.machine);
-    report::add_units(&mut report, &facts.machine, &[UNIT]);
+    let signer = facts.config.as_ref().ok().and_then(|config| Some(unit_of(config.signer.as_deref()?)));
+    let signer = signer.map(|unit| [format!("{unit}.service"), format!("{unit}.socket")]);
+    let units = [UNIT].into_iter().chain(signer.iter().flatten().map(String::as_str));
+    report::add_units(&mut report, &facts.machine, &units.collect::<Vec<_>>());
     report.finish();
     Ok(report)
 }
@@ -589,11 +620,14 @@ mod tests {
 
     #[test]
     fn a_silent_server_and_old_keys_are_faults() {
-        let (_root, mut facts) = facts();
+        let (root, mut facts) = facts();
         assert!(answers(&facts).remedy.contains("systemctl start gpuserver"));
         facts.status = Err(Silence::Denied("/run/gpuserver/admin.sock: Permission denied".into()));
         assert_eq!(answers(&facts).state, State::Skipped);
-        facts.config = Err("gpuserver.toml:1: unknown key mps_gpus, did you mean gpu_sharing.mps?".into());
+        let file = root.path().join("old.toml");
+        std::fs::write(&file, "name = \"gpu-a\"\nmps_gpus = [0]\n").unwrap();
+        facts.config = crate::config::load_here(&file, true).map_err(|e| e.to_string());
+        assert!(configuration(&facts).found.contains("old.toml:2: unknown key `mps_gpus`"));
         assert_eq!(configuration(&facts).state, State::Fault);
         assert_eq!(cards(&facts).state, State::Skipped);
     }
@@ -668,6 +702,28 @@ mod tests {
         assert_eq!((stack(&facts).state, descriptor_store(&facts).state), (State::Fault, State::Fault));
         plant(&root, "etc/systemd/system/gpuserver.service.d/a.conf", "");
         assert_eq!(drop_ins(&facts).state, State::Warning);
+    }
+
+    #[test]
+    fn a_signer_that_does_not_start_is_named() {
+        let (root, mut facts) = facts();
+        assert_eq!(signer(&facts).state, State::Skipped);
+        let file = root.path().join("signs.toml");
+        std::fs::write(&file, "signer = \"/run/gpuserver-ca-b/signer.sock\"\n").unwrap();
+        facts.config = Ok(crate::config::load_here(&file, true).unwrap());
+        assert_eq!(signer(&facts).state, State::Skipped, "systemd does not answer");
+        let units = |socket: &str, service: &str| {
+            let script = format!(
+                "case $3.$5 in LoadState.*) echo loaded;; *.gpuserver-ca@b.socket) echo {socket};; *) echo {service};; esac"
+            );
+            program(&root, "systemctl", &script);
+        };
+        units("active", "inactive");
+        assert_eq!(signer(&facts).state, State::Ok);
+        units("inactive", "inactive");
+        assert_eq!(signer(&facts).remedy, "sudo systemctl enable --now gpuserver-ca@b.socket");
+        units("active", "failed");
+        assert!(signer(&facts).found.starts_with("gpuserver-ca@b.service has failed"));
     }
 
     #[test]

@@ -46,8 +46,8 @@ pub fn places(signer: Option<&Path>, state_dir: &Path) -> Places {
     }
 }
 
-/// Returns the unit of the signer whose socket is at `socket`.
-fn unit_of(socket: &Path) -> String {
+/// Returns the unit of the signer whose socket is at `socket`, without the type's suffix.
+pub fn unit_of(socket: &Path) -> String {
     let folder = socket.parent().and_then(Path::file_name).and_then(|name| name.to_str());
     let folder = folder.unwrap_or("gpuserver-ca");
     folder.strip_prefix("gpuserver-ca-").map_or_else(|| folder.into(), |name| format!("gpuserver-ca@{name}"))

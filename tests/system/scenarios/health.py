@@ -1,4 +1,4 @@
-"""Planted faults, 42 of them: `health` names each, and its remedy helps."""
+"""Planted faults, 43 of them: `health` names each, and its remedy helps."""
 import contextlib
 import json
 
@@ -117,6 +117,8 @@ def server_faults():
         Fault("a misspelled key of the server", "server.configuration", bad, f"echo 'wram_workers = 1' >{bad}", remedy=f"rm {bad} && gpuserver check-config"),
         Fault("a card that is switched off", "server.cards", "card 0", "gpuserver off 0", "warning"),
         Fault("a state folder that everybody can read", "server.state-folder", "mode 0755", "chmod 755 /var/lib/gpuserver"),
+        Fault("a signer that does not start", "server.signer", "gpuserver-ca.socket is inactive", "systemctl stop gpuserver-ca.socket gpuserver-ca.service 2>&1",
+              remedy="systemctl start gpuserver-ca.socket"),
         Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, remedy=no_stack),
         Fault("too little locked memory", "gpu-host.locked-memory", "65536 bytes", locked, remedy=no_locked),
         Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", remedy=f"rm {bad}"),
