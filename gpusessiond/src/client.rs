@@ -30,6 +30,8 @@ const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(15);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// Time for an ordinary call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for a heartbeat: so a silent server is suspect within 10 s.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for an allocation or a cold worker: the server starts workers for it.
 const SLOW_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time to move a lease's device memory: all of a server's GPUs at the driver's 2.7 GB/s.
@@ -219,7 +221,7 @@ impl PoolServer for Remote {
 
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError> {
         let request = control::RenewRequest { leases, boot_id };
-        self.call(CALL_TIMEOUT, async |mut c| c.renew(request).await).await
+        self.call(HEARTBEAT_TIMEOUT, async |mut c| c.renew(request).await).await
     }
 
     async fn release(&self, lease: String) -> Result<(), PoolError> {

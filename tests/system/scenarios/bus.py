@@ -148,7 +148,7 @@ def changes(site, check, id):
         away, manager = watched("Server", f"{PATH}/server/gpu1"), watched("Manager", PATH)
         server.lab("cut", "--silent")
         try:
-            away.comes(30, State="suspect")
+            away.comes(10, State="suspect")
             manager.comes(State="offline")
         finally:
             server.lab("heal")

@@ -14,8 +14,8 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 pub(super) const COALESCE_WINDOW: Duration = Duration::from_millis(250);
 /// Interval between heartbeats to a server that holds no lease of this client.
 pub const IDLE_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
-/// Silence after which a server is suspect.
-pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Silence after which a server is suspect: one interval, and the timeout of a heartbeat.
+pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(7);
 /// Silence after which a server is offline.
 pub const OFFLINE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a lease of class `user` outlives its user's last session and process.
