@@ -675,7 +675,9 @@ fn unset(environment: impl IntoIterator<Item = (String, String)>) -> Vec<(String
 async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
     match file.via {
         Via::Daemon => {
-            run::program_with(program, vec![("GPUSESSION_LEASE".into(), file.id.clone().into())]).await
+            let mut environment = [("GPUSESSION_LEASE".to_owned(), file.id.clone())].into();
+            run::add_needed(&mut environment, file.gpus);
+            run::program_with(program, unset(environment)).await
         }
         Via::Servers => {
             let mut spec = Wanted {

@@ -49,6 +49,8 @@ def run(site, check):
         node.until("sinfo -h -o %T | grep -q idle", 20)
     with check("a job has the number of GPUs that it requested, with the memory that the prolog sets"):
         expect(node.ok("su -l alice -c 'srun --gres=rgpu:2 multiDevice'", timeout=60), "2 device(s) right")
+        expect(node.ok("su -l alice -c 'srun --gres=rgpu:2 printenv NCCL_P2P_LEVEL'", timeout=60), "SYS")
+        expect(node.ok("su -l alice -c 'NCCL_P2P_LEVEL=PHB srun --gres=rgpu:2 printenv NCCL_P2P_LEVEL'", timeout=60), "PHB")
         seen = node.ok("su -l alice -c 'srun --gres=rgpu:1 sh -c \"multiDevice; memFree\"'", timeout=60)
         expect(seen, "1 device(s) right")
         expect(seen, "819")
