@@ -21,18 +21,18 @@ const BEFORE_END: u64 = 30 * DAY;
 const SPREAD: u64 = 5 * DAY;
 /// Certificates of earlier versions, made to last, live longer than this.
 const LASTING: u64 = 100 * DAY;
-/// Pause between tries that fail.
-const RETRY: u64 = 6 * 3600;
-/// Pause between tries for a certificate that has expired.
-const RETRY_EXPIRED: u64 = 300;
+/// Pause between tries that fail, in seconds.
+const RETRY_INTERVAL: u64 = 6 * 3600;
+/// Pause between tries for a certificate that has expired, in seconds.
+const EXPIRED_RETRY_INTERVAL: u64 = 300;
 /// Time before its end from which the daemon warns, once a day.
 const WARNING: u64 = 14 * DAY;
-/// Pause between looks at the clock and at the identity's folder.
+/// Pause between checks of the clock and of the identity's folder.
 ///
 /// The server keeps a replaced certificate valid for longer, so that no process is shut out.
-const LOOK_INTERVAL: Duration = Duration::from_secs(300);
-/// Shortest time between looks, however often servers ask for one.
-const LOOK_GRACE: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(300);
+/// Shortest time between checks, however often servers ask for one.
+const MIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which servers are asked for the pool's authorities again.
 ///
 /// A server reports a change at once, to clients that are connected.
@@ -118,8 +118,8 @@ impl Renewer {
     pub async fn follow(mut self) {
         loop {
             self.look().await;
-            tokio::time::sleep(LOOK_GRACE).await;
-            if tokio::time::timeout(LOOK_INTERVAL, self.identity.woken()).await.is_ok() {
+            tokio::time::sleep(MIN_CHECK_INTERVAL).await;
+            if tokio::time::timeout(CHECK_INTERVAL, self.identity.woken()).await.is_ok() {
                 self.trusted = None;
             }
         }
@@ -141,7 +141,7 @@ impl Renewer {
             warn!("identity: the pool's authorities: {why}; a new try follows within an hour");
         }
         let facts = self.identity.facts();
-        let retry = if facts.expires_unix <= unix { RETRY_EXPIRED } else { RETRY };
+        let retry = if facts.expires_unix <= unix { EXPIRED_RETRY_INTERVAL } else { RETRY_INTERVAL };
         let due = due(&facts, unix);
         if due != Due::No
             && self.home.is_ours()

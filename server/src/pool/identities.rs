@@ -10,8 +10,8 @@ use super::lock::locked;
 use super::state::Pool;
 use crate::certificate::day;
 
-/// Pause between looks at the certificates that end.
-const LOOK: u64 = 3600;
+/// Pause between checks for certificates that end, in seconds.
+const CHECK_INTERVAL: u64 = 3600;
 /// Time before the end of the authority from which the server warns.
 const AUTHORITY_WARNING: u64 = 2 * 365 * DAY;
 /// Time before the end of the server's own certificate from which the server warns.
@@ -36,7 +36,7 @@ impl Pool {
         }
         {
             let mut warned = locked(&self.warned);
-            if unix < warned.looked_unix + LOOK {
+            if unix < warned.looked_unix + CHECK_INTERVAL {
                 return;
             }
             warned.looked_unix = unix;

@@ -21,8 +21,8 @@ use crate::signer::{Operation, Refused, Why};
 
 /// Age at which a server replaces its certificate: a third of its life.
 const RENEWAL_AGE: u64 = 10 * 24 * 3600;
-/// Pause after a failed replacement.
-const RETRY: u64 = 3600;
+/// Pause after a failed replacement, in seconds.
+const RETRY_INTERVAL: u64 = 3600;
 
 /// The server's certificates and keys, which never leave this process: one of each authority.
 ///
@@ -88,7 +88,7 @@ impl ServerCertificate {
                 }
                 Err(e) => {
                     if let Some(shown) = all.get_mut(&fingerprint) {
-                        shown.renew_unix = unix + RETRY;
+                        shown.renew_unix = unix + RETRY_INTERVAL;
                     }
                     Err(e)
                 }

@@ -16,7 +16,7 @@ use crate::pool::{Pool, locked};
 use crate::signer::Operation;
 
 /// Most renewals of one client in a second: each costs a signature and a write to disk.
-const MOST: u64 = 4;
+const MAX_RENEWALS_PER_S: u64 = 4;
 
 pub(super) async fn renew(
     pool: &Arc<Pool>,
@@ -26,7 +26,7 @@ pub(super) async fn renew(
     let (present, der) = (present.fingerprint, present.der.clone());
     let from = peer(&request).and_then(Peer::remote).map(|p| p.ip().to_canonical().to_string());
     pool.may_change().await.map_err(Status::unavailable)?;
-    if !locked(&pool.rates).allow(&format!("{client} renewals"), MOST, pool.clock.now()) {
+    if !locked(&pool.rates).allow(&format!("{client} renewals"), MAX_RENEWALS_PER_S, pool.clock.now()) {
         return Err(Status::resource_exhausted("too many renewals of this client; try again later"));
     }
     let csr_pem = request.into_inner().csr_pem;

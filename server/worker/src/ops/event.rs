@@ -19,8 +19,8 @@ use crate::session::Session;
 /// `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
-/// Times between two looks at a record of another process: at first, and later on.
-const LOOK: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(200)];
+/// Pauses between polls of a record of another process: at first, and later on.
+const POLL_INTERVALS: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(200)];
 
 /// `CUstreamBatchMemOpParams`: a wait until a word is at least a value, or a write of it.
 #[repr(C)]
@@ -62,11 +62,11 @@ fn captures(session: &Session, stream: Handle) -> bool {
 /// Waits for a record of another process, as its worker or the end of it completes the record.
 #[expect(clippy::disallowed_methods, reason = "another process's device writes the counter")]
 fn wait_for(counters: &Counters, record: Record) {
-    for look in 0u32.. {
+    for poll in 0u32.. {
         if counters.is_complete(record) {
             return;
         }
-        std::thread::sleep(LOOK[usize::from(look > 50)]);
+        std::thread::sleep(POLL_INTERVALS[usize::from(poll > 50)]);
     }
 }
 
