@@ -139,7 +139,7 @@ impl Direct {
         let mut renewer = Renewer::new(home.clone(), identity.clone(), Arc::new(renewal::wall), standing);
         if renewer.expired() {
             // With this certificate, servers answer nothing but its renewal.
-            renewer.look().await;
+            renewer.renew_if_due().await;
         }
         tokio::spawn(renewer.follow());
         releases::repeat_meanwhile(home.clone(), identity.clone());

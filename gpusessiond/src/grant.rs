@@ -40,14 +40,14 @@ pub struct Limits {
     pub per_uid: usize,
     pub total: usize,
     /// Time to send a request, and to accept the answer.
-    pub patience: Duration,
+    pub io_timeout: Duration,
     /// Largest request in bytes.
     pub request_bytes: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { per_uid: 512, total: 4096, patience: Duration::from_secs(5), request_bytes: 16 << 10 }
+        Self { per_uid: 512, total: 4096, io_timeout: Duration::from_secs(5), request_bytes: 16 << 10 }
     }
 }
 
@@ -306,7 +306,8 @@ impl Server {
             true => self.turns.take(caller.uid, Instant::now()),
             false => Duration::ZERO,
         };
-        let Some(answer) = self.ask(&caller, &wish, turn, gone(&stream, pidfd.as_ref())).await else {
+        let Some(answer) = self.ask(&caller, &wish, turn, caller_disconnected(&stream, pidfd.as_ref())).await
+        else {
             return Ok(());
         };
         match answer {
@@ -379,7 +380,7 @@ impl Server {
     /// Reads the request; a library of another version gets an answer that it can show.
     async fn receive(&self, stream: &mut UnixStream, uid: u32, pid: u32) -> io::Result<Request> {
         let request =
-            tokio::time::timeout(self.limits.patience, read_request(stream, self.limits.request_bytes))
+            tokio::time::timeout(self.limits.io_timeout, read_request(stream, self.limits.request_bytes))
                 .await
                 .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no request within the time limit"))?;
         if let Err(error) = &request
@@ -402,20 +403,20 @@ impl Server {
 
     /// Asks, after `turn`, until there is a final answer or the waiting time is over.
     ///
-    /// `None` if the caller was `gone` meanwhile. It awaits each answer of the lease manager, since
-    /// a dropped answer would leave its workers counted.
+    /// `None` if the caller `disconnected` meanwhile. It awaits each answer of the lease manager,
+    /// since a dropped answer would leave its workers counted.
     async fn ask(
         &self,
         caller: &Caller,
         wish: &WorkerRequest,
         turn: Duration,
-        gone: impl Future<Output = ()>,
+        disconnected: impl Future<Output = ()>,
     ) -> Option<Answer> {
-        tokio::pin!(gone);
+        tokio::pin!(disconnected);
         if !turn.is_zero() {
             tokio::select! {
                 () = tokio::time::sleep(turn) => {}
-                () = &mut gone => return None,
+                () = &mut disconnected => return None,
             }
         }
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
@@ -447,7 +448,7 @@ impl Server {
                     Ok(Ok(())) => {}
                     _ => return Some(answer),
                 },
-                () = &mut gone => return None,
+                () = &mut disconnected => return None,
             }
         }
     }
@@ -490,7 +491,7 @@ impl Server {
                                     caller.uid
                                 ),
                             },
-                            None => gone(&stream, None).await,
+                            None => caller_disconnected(&stream, None).await,
                         }
                         break;
                     }
@@ -538,9 +539,11 @@ impl Server {
     }
 
     async fn answer(&self, stream: &mut UnixStream, reply: &Reply) -> io::Result<()> {
-        tokio::time::timeout(self.limits.patience, stream.write_all(&message::encode(reply))).await.map_err(
-            |_| io::Error::new(io::ErrorKind::TimedOut, "answer not accepted within the time limit"),
-        )?
+        tokio::time::timeout(self.limits.io_timeout, stream.write_all(&message::encode(reply)))
+            .await
+            .map_err(|_| {
+                io::Error::new(io::ErrorKind::TimedOut, "answer not accepted within the time limit")
+            })?
     }
 }
 
@@ -641,7 +644,7 @@ async fn read_request(stream: &mut UnixStream, limit: usize) -> io::Result<Reque
 }
 
 /// Returns when the caller no longer waits: it exited, or closed its side.
-async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
+async fn caller_disconnected(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
     let closed = async {
         loop {
             if stream.readable().await.is_err() {

@@ -498,7 +498,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         let mut renewer = Renewer::new(home.clone(), identity.clone(), clock, standing);
         if renewer.expired() {
             // With this certificate, servers answer nothing but its renewal.
-            renewer.look().await;
+            renewer.renew_if_due().await;
         }
         tokio::spawn(renewer.follow());
         tokio::join!(follow_servers(&home, &identity, &engine, &settings), follow_status(&engine)).0

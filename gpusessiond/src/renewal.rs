@@ -117,7 +117,7 @@ impl Renewer {
     /// Looks after the identity as long as the future lives.
     pub async fn follow(mut self) {
         loop {
-            self.look().await;
+            self.renew_if_due().await;
             tokio::time::sleep(MIN_CHECK_INTERVAL).await;
             if tokio::time::timeout(CHECK_INTERVAL, self.identity.woken()).await.is_ok() {
                 self.trusted = None;
@@ -126,7 +126,7 @@ impl Renewer {
     }
 
     /// Takes a renewed identity from the folder, renews one that is due, and warns of the end.
-    pub async fn look(&mut self) {
+    pub async fn renew_if_due(&mut self) {
         match self.home.reload(&self.identity) {
             Ok(true) => self.renewed(),
             Ok(false) => {}

@@ -581,7 +581,7 @@ async fn garbage_disturbs_no_other_caller() {
     let config = config(&[1]);
     want(&engine, &config).await;
     until(&engine, held).await;
-    let limits = Limits { patience: Duration::from_secs(1), ..Limits::default() };
+    let limits = Limits { io_timeout: Duration::from_secs(1), ..Limits::default() };
     let socket = GrantSocket::start(&engine, &config, limits);
     let good = message::encode(&request());
     let mut longer = good.clone();
@@ -637,7 +637,7 @@ async fn slow_callers_delay_no_others_and_one_user_cannot_take_all_slots() {
     let config = config(&[1]);
     want(&engine, &config).await;
     until(&engine, held).await;
-    let limits = Limits { per_uid: 8, total: 8, patience: PATIENCE * 2, ..Limits::default() };
+    let limits = Limits { per_uid: 8, total: 8, io_timeout: PATIENCE * 2, ..Limits::default() };
     let socket = GrantSocket::start(&engine, &config, limits);
     let dripping: Vec<_> = (0..7)
         .map(|_| {

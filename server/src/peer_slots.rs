@@ -48,7 +48,7 @@ struct Held {
 ///
 /// As a future, it is ready when another connection has taken the slot.
 pub struct Place {
-    crowd: PeerSlots,
+    slots: PeerSlots,
     address: IpAddr,
     number: u64,
     /// `None` once the slot is lost.
@@ -85,7 +85,7 @@ impl PeerSlots {
                 match places.room(&self.0, address) {
                     Room::Now => {
                         let (number, held) = places.add(address);
-                        return Some(Place { crowd: self.clone(), address, number, held: Some(held) });
+                        return Some(Place { slots: self.clone(), address, number, held: Some(held) });
                     }
                     Room::From(at) => at,
                     Room::None => return None,
@@ -105,19 +105,19 @@ enum Room {
 
 impl Places {
     /// Makes room for one more connection of a machine.
-    fn room(&mut self, crowd: &Inner, address: IpAddr) -> Room {
+    fn room(&mut self, slots: &Inner, address: IpAddr) -> Room {
         let now = Instant::now();
-        let oldest = |held: &VecDeque<Held>| held.front().map(|h| h.since + crowd.patience);
+        let oldest = |held: &VecDeque<Held>| held.front().map(|h| h.since + slots.patience);
         let mine = self.held.get(&address);
         let count = mine.map_or(0, VecDeque::len);
         let victim = match mine.and_then(oldest) {
-            Some(old) if count >= crowd.most.div_ceil(2) => {
+            Some(old) if count >= slots.most.div_ceil(2) => {
                 if now < old {
                     return Room::None;
                 }
                 address
             }
-            _ if self.count < crowd.most => return Room::Now,
+            _ if self.count < slots.most => return Room::Now,
             _ => {
                 let most = self.held.iter().max_by_key(|(_, held)| held.len());
                 match most.filter(|(_, held)| held.len() > count + 1) {
@@ -183,8 +183,8 @@ impl Future for Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.crowd.places().remove(self.address, self.number);
-        self.crowd.0.freed.notify_waiters();
+        self.slots.places().remove(self.address, self.number);
+        self.slots.0.freed.notify_waiters();
     }
 }
 
@@ -205,8 +205,8 @@ mod tests {
 
     #[tokio::test]
     async fn the_machine_with_most_slots_loses_its_oldest() {
-        let crowd = PeerSlots::new(6, LONG);
-        let enter = async |host: &str| crowd.enter(ip(host)).await;
+        let slots = PeerSlots::new(6, LONG);
+        let enter = async |host: &str| slots.enter(ip(host)).await;
         let mut loud = Vec::new();
         for host in ["2001:db8::1", "2001:db8::2", "2001:db8::3"] {
             loud.push(enter(host).await.unwrap());
@@ -224,8 +224,8 @@ mod tests {
 
     #[tokio::test]
     async fn equals_wait_for_a_place_or_for_the_oldest() {
-        let crowd = PeerSlots::new(2, LONG);
-        let enter = async |host: &str| crowd.enter(ip(host)).await.unwrap();
+        let slots = PeerSlots::new(2, LONG);
+        let enter = async |host: &str| slots.enter(ip(host)).await.unwrap();
         let (a, mut b) = (enter("10.0.0.1").await, enter("10.0.0.2").await);
         let mut third = Box::pin(enter("10.0.0.3"));
         assert!(now(&mut third).await.is_none(), "it waits");
@@ -233,7 +233,7 @@ mod tests {
         let third = third.await;
         assert_eq!(now(&mut b).await, None);
         drop((b, third));
-        assert!(crowd.places().held.is_empty() && crowd.places().count == 0);
+        assert!(slots.places().held.is_empty() && slots.places().count == 0);
 
         let hasty = PeerSlots::new(2, Duration::ZERO);
         let enter = async |host: &str| hasty.enter(ip(host)).await.unwrap();

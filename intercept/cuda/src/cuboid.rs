@@ -131,7 +131,7 @@ impl Cuboid {
 
     /// Makes the copy that a worker describes in words; `host` translates the region and the offset
     /// of host memory on the source's and the target's side into an address.
-    pub fn told(
+    pub fn from_words(
         client: &Client,
         words: &[u64; 25],
         host: impl Fn(usize, u64) -> Result<u64>,

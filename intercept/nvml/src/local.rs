@@ -117,12 +117,12 @@ fn pci_info(session: &mut Session, device: usize) -> Result<PciInfo> {
         // SAFETY: the structure has only integers and bytes, for which any bits are valid, and the
         // answer has its length.
         let info = unsafe { answer.as_ptr().cast::<PciInfo>().read_unaligned() };
-        let (_, more) = session.apart(device)?;
+        let (_, more) = session.uuid_and_domain_offset(device)?;
         return Ok(if more == 0 { info } else { info.at(info.domain.wrapping_add(more)) });
     }
     // A server without NVML still reports PCI addresses.
     let (domain, bus, number) = pci(&session.known(device)?.pci_address).ok_or(status::UNKNOWN)?;
-    let (_, more) = session.apart(device)?;
+    let (_, more) = session.uuid_and_domain_offset(device)?;
     let info = PciInfo {
         legacy: [0; 16],
         domain: 0,
@@ -171,7 +171,8 @@ pub fn process_name(session: &Session, pid: u32) -> Result<String> {
 
 fn by_uuid(session: &Session, uuid: Option<[u8; 16]>) -> Result<usize> {
     let wanted = uuid.ok_or(status::INVALID_ARGUMENT)?;
-    let found = (0..session.count()?).find(|d| session.apart(*d).is_ok_and(|(uuid, _)| uuid == wanted));
+    let found = (0..session.count()?)
+        .find(|d| session.uuid_and_domain_offset(*d).is_ok_and(|(uuid, _)| uuid == wanted));
     found.map(handle).ok_or(status::NOT_FOUND)
 }
 
@@ -310,7 +311,7 @@ nvml! {
     }
     fn nvmlDeviceGetUUID(which: usize, to: *mut c_char, room: u32) {
         let session = session();
-        text(to, room, &uuid_text(&session.apart(device(&session, which)?)?.0))
+        text(to, room, &uuid_text(&session.uuid_and_domain_offset(device(&session, which)?)?.0))
     }
     fn nvmlDeviceGetCudaComputeCapability(which: usize, major: *mut i32, minor: *mut i32) {
         let session = session();

@@ -49,10 +49,10 @@ struct Found {
     uuid: [u8; 16],
     /// Part of the identity, because two leases may be shares of one GPU.
     lease: String,
-    /// UUID for the program, and addition to the PCI domain.
+    /// UUID for the program, and offset of the PCI domain.
     ///
     /// They distinguish the program's devices, and equal those of our `libcuda.so.1`.
-    apart: ([u8; 16], u32),
+    uuid_and_domain_offset: ([u8; 16], u32),
 }
 
 impl Found {
@@ -129,9 +129,13 @@ impl Session {
                 trace::why("the lease has no GPUs");
                 return Err(status::DRIVER_NOT_LOADED);
             }
-            let apart = tell_apart(view.devices.iter().map(|d| (d.uuid, d.pci_address.as_str())));
-            let found = |(d, apart): (&Device, _)| Found { uuid: d.uuid, lease: d.lease.clone(), apart };
-            self.found = view.devices.iter().zip(apart).map(found).collect();
+            let distinct = tell_apart(view.devices.iter().map(|d| (d.uuid, d.pci_address.as_str())));
+            let found = |(d, uuid_and_domain_offset): (&Device, _)| Found {
+                uuid: d.uuid,
+                lease: d.lease.clone(),
+                uuid_and_domain_offset,
+            };
+            self.found = view.devices.iter().zip(distinct).map(found).collect();
             self.answers.clear();
             self.take(view.devices);
         }
@@ -171,9 +175,9 @@ impl Session {
         Ok(self.found(device)?.uuid)
     }
 
-    /// Returns the UUID of a device for the program, and the addition to its PCI domain.
-    pub fn apart(&self, device: usize) -> Result<([u8; 16], u32)> {
-        Ok(self.found(device)?.apart)
+    /// Returns the UUID of a device for the program, and the offset of its PCI domain.
+    pub fn uuid_and_domain_offset(&self, device: usize) -> Result<([u8; 16], u32)> {
+        Ok(self.found(device)?.uuid_and_domain_offset)
     }
 
     /// Returns a device's present readings; `GPU_IS_LOST` if the lease does not have it any more.
@@ -381,7 +385,7 @@ mod tests {
         let mut session = Session::new(parts);
         session.init().unwrap();
         let told = |session: &mut Session, n| {
-            let (uuid, domain) = session.apart(n).unwrap();
+            let (uuid, domain) = session.uuid_and_domain_offset(n).unwrap();
             (uuid[15], domain, session.device(n).unwrap().memory_bytes, session.uuid(n).unwrap())
         };
         assert_eq!(told(&mut session, 0), (1, 0, 1 << 30, [1; 16]));

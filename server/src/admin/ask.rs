@@ -346,7 +346,7 @@ impl Ask {
     /// Time that the caller waits for an answer.
     ///
     /// Killing workers takes a moment, and parking about a second for every few GiB.
-    pub fn patience(&self) -> Duration {
+    pub fn answer_timeout(&self) -> Duration {
         Duration::from_secs(if matches!(self, Self::Park { .. }) { 600 } else { 30 })
     }
 }

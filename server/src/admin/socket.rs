@@ -113,7 +113,7 @@ async fn serve_connection(mut socket: UnixStream, pool: &Arc<Pool>) -> io::Resul
 /// Sends a request to the server that listens on `path`; for the command line.
 pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
     let mut socket = StdUnixStream::connect(path)?;
-    socket.set_read_timeout(Some(ask.patience()))?;
+    socket.set_read_timeout(Some(ask.answer_timeout()))?;
     socket.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let body = serde_json::to_vec(ask)?;
     socket.write_all(&(body.len() as u32).to_le_bytes())?;

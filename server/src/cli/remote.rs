@@ -78,7 +78,7 @@ impl Remote {
             let endpoint = Endpoint::from_shared(format!("https://{}", self.address))?
                 .tls_config(tls)?
                 .connect_timeout(CONNECT_TIMEOUT)
-                .timeout(ask.patience());
+                .timeout(ask.answer_timeout());
             let channel = endpoint.connect().await.map_err(|e| self.unreachable(root_cause(&e)))?;
             let mut client = AdministrationClient::new(channel).max_decoding_message_size(MAX_ANSWER);
             let reply = client.ask(AskRequest { json }).await.map_err(|status| match status.code() {

@@ -17,29 +17,29 @@ use crate::supervise::WorkerId;
 const MAX_QUEUED_EVENTS: usize = 1024;
 
 /// Boxed, since each client's queue has room for some events from the start.
-type Said = Result<Box<PoolEvent>, Box<Status>>;
+type QueuedEvent = Result<Box<PoolEvent>, Box<Status>>;
 
 /// All open watches, by client.
 #[derive(Default)]
-pub struct Watches(Arc<Mutex<HashMap<String, Vec<mpsc::Sender<Said>>>>>);
+pub struct Watches(Arc<Mutex<HashMap<String, Vec<mpsc::Sender<QueuedEvent>>>>>);
 
 /// Receiver of one watch; dropping it ends the watch.
 pub struct Queue {
     all: Watches,
     client: String,
-    said: mpsc::Receiver<Said>,
+    events: mpsc::Receiver<QueuedEvent>,
 }
 
 impl Watches {
-    fn locked(&self) -> MutexGuard<'_, HashMap<String, Vec<mpsc::Sender<Said>>>> {
+    fn locked(&self) -> MutexGuard<'_, HashMap<String, Vec<mpsc::Sender<QueuedEvent>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens a watch for a client's events from now on.
     pub fn begin(&self, client: &str) -> Queue {
-        let (sender, said) = mpsc::channel(MAX_QUEUED_EVENTS);
+        let (sender, events) = mpsc::channel(MAX_QUEUED_EVENTS);
         self.locked().entry(client.into()).or_default().push(sender);
-        Queue { all: Self(self.0.clone()), client: client.into(), said }
+        Queue { all: Self(self.0.clone()), client: client.into(), events }
     }
 
     /// Sends an event to a client's watches. A watch whose queue is full ends after the queued
@@ -67,7 +67,7 @@ impl Watches {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        self.said.close();
+        self.events.close();
         let mut all = self.all.locked();
         if let Some(queues) = all.get_mut(&self.client) {
             queues.retain(|queue| !queue.is_closed());
@@ -102,7 +102,7 @@ impl<T: Unpin> Stream for Events<T> {
             return Poll::Ready(Some(Ok(event)));
         }
         let Some(queue) = &mut self.queue else { return Poll::Ready(None) };
-        let end = match std::task::ready!(queue.said.poll_recv(cx)) {
+        let end = match std::task::ready!(queue.events.poll_recv(cx)) {
             Some(Ok(event)) => return Poll::Ready(Some(Ok(*event))),
             Some(Err(status)) => *status,
             None => Status::data_loss("too slow: events were lost; renew and watch again"),

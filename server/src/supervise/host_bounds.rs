@@ -24,7 +24,7 @@ const REMEDY: &str = "an administrator can raise it";
 
 /// Memory and threads of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Taken {
+struct ProcessUsage {
     /// Anonymous and shared memory in bytes, swapped out or not.
     ///
     /// Memory that is mapped nowhere counts for no process, such as a memory file that was only
@@ -33,8 +33,8 @@ struct Taken {
     threads: u64,
 }
 
-impl Taken {
-    fn by(pid: u32) -> Option<Self> {
+impl ProcessUsage {
+    fn read(pid: u32) -> Option<Self> {
         Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
     }
 
@@ -93,7 +93,7 @@ impl State {
     }
 
     /// Stops workers that have more than the limits allow.
-    fn stop_excess(&mut self, found: &[(WorkerId, Taken)], host: u64) {
+    fn stop_excess(&mut self, found: &[(WorkerId, ProcessUsage)], host: u64) {
         let Self { workers, leases, limits, .. } = self;
         let mut clients: HashMap<String, Vec<(WorkerId, u64, u64)>> = HashMap::new();
         for (id, has) in found {
@@ -164,7 +164,8 @@ impl Supervisor {
         let asked: Vec<_> =
             self.state().workers.iter().filter_map(|(id, worker)| Some((*id, serve(worker)?))).collect();
         // The lock is free while `/proc` is read.
-        let found: Vec<_> = asked.into_iter().filter_map(|(id, pid)| Some((id, Taken::by(pid)?))).collect();
+        let found: Vec<_> =
+            asked.into_iter().filter_map(|(id, pid)| Some((id, ProcessUsage::read(pid)?))).collect();
         let host = host_memory();
         let (clients, workers) = {
             let mut state = self.state();
@@ -235,27 +236,27 @@ impl Supervisor {
 
 #[cfg(test)]
 mod tests {
-    use super::Taken;
+    use super::ProcessUsage;
 
     #[test]
     fn memory_and_threads_of_this_process() {
-        let before = Taken::by(std::process::id()).unwrap();
+        let before = ProcessUsage::read(std::process::id()).unwrap();
         let filled = std::hint::black_box(vec![1u8; 64 << 20]);
         let (stop, wait) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || wait.recv());
-        let after = Taken::by(std::process::id()).unwrap();
+        let after = ProcessUsage::read(std::process::id()).unwrap();
         assert!(after.memory >= before.memory + (60 << 20), "{before:?} {after:?}");
         assert!(after.threads >= 2, "{after:?}");
         drop((filled, stop));
         let _ = thread.join();
-        assert_eq!(Taken::by(u32::MAX), None);
+        assert_eq!(ProcessUsage::read(u32::MAX), None);
     }
 
     #[test]
     fn swapped_memory_counts() {
         let status = "RssAnon:\t     100 kB\nRssFile:\t    5000 kB\nRssShmem:\t      20 kB\nVmSwap:\t       3 kB\nThreads:\t7\n";
-        assert_eq!(Taken::parse(status), Some(Taken { memory: 123 << 10, threads: 7 }));
+        assert_eq!(ProcessUsage::parse(status), Some(ProcessUsage { memory: 123 << 10, threads: 7 }));
         let unswapped = status.replace("VmSwap:\t       3 kB\n", "");
-        assert_eq!(Taken::parse(&unswapped).map(|taken| taken.memory), Some(120 << 10));
+        assert_eq!(ProcessUsage::parse(&unswapped).map(|usage| usage.memory), Some(120 << 10));
     }
 }

@@ -223,11 +223,11 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
 
     for days in [1, 54] {
         ahead.store(days, Ordering::Relaxed);
-        renewer_.look().await;
+        renewer_.renew_if_due().await;
         assert_eq!(identity.facts(), old, "after {days} days");
     }
     ahead.store(66, Ordering::Relaxed);
-    renewer_.look().await;
+    renewer_.renew_if_due().await;
     let new = identity.facts();
     assert_ne!(new.certificate, old.certificate);
     assert_eq!(standing.borrow().as_ref().unwrap(), &Standing { facts: new.clone(), trouble: String::new() });
@@ -236,7 +236,7 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
     assert!(!reply.leases[0].lost, "{reply:?}");
     // Another process takes the certificate from the folder; until then, the older one serves.
     Remote::new(&server.control, &others).unwrap().describe(None).await.unwrap();
-    other.look().await;
+    other.renew_if_due().await;
     assert_eq!(others.facts(), new);
 
     assert!(server.verb(&["kill", &lease.id]).status.success());
@@ -252,14 +252,14 @@ async fn a_machine_that_was_off_for_100_days_comes_back_and_one_of_130_days_says
     let home = identity_of(&server, folder.path(), "vm-1", unix() - 100 * DAY);
     let (mut late, identity, _) = renewer(&home, unix);
     assert!(late.expired());
-    late.look().await;
+    late.renew_if_due().await;
     assert!(!late.expired());
     Remote::new(&server.control, &identity).unwrap().describe(None).await.unwrap();
 
     let folder = tempfile::tempdir().unwrap();
     let home = identity_of(&server, folder.path(), "vm-2", unix() - 130 * DAY);
     let (mut late, _, standing) = renewer(&home, unix);
-    late.look().await;
+    late.renew_if_due().await;
     assert!(late.expired());
     let trouble = standing.borrow().as_ref().unwrap().trouble.clone();
     assert!(trouble.contains("`gpuserver clients forget vm-2`"), "{trouble}");
@@ -278,7 +278,7 @@ async fn an_updated_daemon_renews_a_lasting_certificate_at_once_and_years_later(
     std::fs::write(home.identity.join("client.key"), key.serialize_pem()).unwrap();
     let (mut renewer, identity, _) = renewer(&home, unix);
     let before = identity.facts();
-    renewer.look().await;
+    renewer.renew_if_due().await;
     let after = identity.facts();
     assert!(after.certificate != before.certificate && after.expires_unix < before.expires_unix);
     Remote::new(&server.control, &identity).unwrap().describe(None).await.unwrap();

@@ -44,7 +44,7 @@ impl Machine {
 
     /// Looks after the identity once, as a daemon does at its start.
     async fn looks(&self) {
-        self.daemon().renewer.look().await;
+        self.daemon().renewer.renew_if_due().await;
     }
 
     /// Returns the number of authorities in its file.

@@ -43,7 +43,7 @@ pub struct Contexts {
     /// Resets so far of each primary context.
     resets: Vec<AtomicU64>,
     /// For each device, the context in which the worker copies managed memory.
-    apart: Vec<OnceLock<Apart>>,
+    worker_contexts: Vec<OnceLock<WorkerContext>>,
     opening: Mutex<()>,
     /// For each device, whether its memory can be shared as descriptors.
     exports: Vec<bool>,
@@ -54,12 +54,12 @@ pub struct Contexts {
 /// Streams of one context share hardware queues. So a copy of the worker's in a program's context
 /// can stand behind a stream that waits in a host function, which itself waits for the copy. No
 /// stream priority prevents this (seen on an H100, driver 580).
-struct Apart {
+struct WorkerContext {
     ctx: Object,
     stream: Object,
 }
 
-impl Apart {
+impl WorkerContext {
     fn create(driver: &Driver, ordinal: i32) -> Result<Self, Status> {
         let (mut ctx, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the out pointer is valid.
@@ -111,7 +111,7 @@ impl Contexts {
         let reach =
             devices.iter().map(|from| devices.iter().map(|to| reaches(*from, *to)).collect()).collect();
         let resets = devices.iter().map(|_| AtomicU64::new(0)).collect();
-        let apart = devices.iter().map(|_| OnceLock::new()).collect();
+        let worker_contexts = devices.iter().map(|_| OnceLock::new()).collect();
         let exports = |ordinal: &i32| {
             let mut value = 0;
             // SAFETY: the out pointer is valid.
@@ -120,7 +120,7 @@ impl Contexts {
         };
         let exports = devices.iter().map(exports).collect();
         let (created, opening) = (Table::new(kind::CTX), Mutex::default());
-        Ok(Self { devices, limits, primary, reach, created, resets, apart, opening, exports })
+        Ok(Self { devices, limits, primary, reach, created, resets, worker_contexts, opening, exports })
     }
 
     /// Returns `true` if contexts on all devices are shared by MPS.
@@ -139,9 +139,9 @@ impl Contexts {
     /// Primary contexts and the worker's own count.
     pub fn most_on_a_device(&self) -> u32 {
         let created = self.created.all();
-        let apart = |device: usize| u32::from(self.apart[device].get().is_some());
+        let own = |device: usize| u32::from(self.worker_contexts[device].get().is_some());
         let on = |device: usize| {
-            1 + apart(device) + created.iter().filter(|(_, on)| *on as usize == device).count() as u32
+            1 + own(device) + created.iter().filter(|(_, on)| *on as usize == device).count() as u32
         };
         (0..self.devices.len()).map(on).max().unwrap_or(0)
     }
@@ -261,7 +261,7 @@ impl Contexts {
     /// Creates the worker's own context on a device, once, after `count` has found room for it.
     ///
     /// `uncount` returns the room if the driver refuses.
-    pub fn open_apart(
+    pub fn open_worker_context(
         &self,
         driver: &Driver,
         device: u32,
@@ -269,26 +269,27 @@ impl Contexts {
         uncount: impl FnOnce(),
     ) -> Result<(), Status> {
         let ordinal = self.device(device.into())?;
-        let apart = &self.apart[device as usize];
+        let own = &self.worker_contexts[device as usize];
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if apart.get().is_some() {
+        if own.get().is_some() {
             return Ok(());
         }
         count()?;
-        let made = Apart::create(driver, ordinal).inspect_err(|_| uncount())?;
-        let _ = apart.set(made);
+        let made = WorkerContext::create(driver, ordinal).inspect_err(|_| uncount())?;
+        let _ = own.set(made);
         Ok(())
     }
 
     /// Calls `work` with the stream of the worker's own context on a device; it is current then.
-    pub fn within_apart(
+    pub fn within_worker_context(
         &self,
         driver: &Driver,
         device: u32,
         work: impl FnOnce(Handle) -> Result<(), Status>,
     ) -> Result<(), Status> {
-        let apart = self.apart.get(device as usize).and_then(OnceLock::get).ok_or(status::INVALID_VALUE)?;
-        within(driver, apart.ctx.0, || work(apart.stream.0))
+        let own =
+            self.worker_contexts.get(device as usize).and_then(OnceLock::get).ok_or(status::INVALID_VALUE)?;
+        within(driver, own.ctx.0, || work(own.stream.0))
     }
 
     /// Waits for everything that runs in one context.

@@ -341,7 +341,7 @@ impl Replay {
     fn hand_over<P: Perform>(&self, session: &Arc<P>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
-        if !order::nobody_waits(&current) {
+        if !order::is_unawaited_copy(&current) {
             state.kept_by.insert(current.thread(), blocked);
         }
         let touched = order::touches(session.streams(), &current);
@@ -576,7 +576,7 @@ impl State {
         let kept = self.kept.get_mut(&executor)?;
         let next = kept.later.pop_front()?;
         let (frame, now) = (next.frame.clone(), Instant::now());
-        kept.since = order::nobody_waits(&frame).then_some(now);
+        kept.since = order::is_unawaited_copy(&frame).then_some(now);
         kept.current = Some(next);
         self.queued_bytes -= frame.held_bytes();
         activity.frame(frame.header.op.get(), now);

@@ -38,7 +38,7 @@ pub fn is_bulk(frame: &Frame) -> bool {
 /// Returns `true` for a copy that the replay waits for and the program does not.
 ///
 /// The other streams of its thread need not wait for it either.
-pub fn nobody_waits(frame: &Frame) -> bool {
+pub fn is_unawaited_copy(frame: &Frame) -> bool {
     is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
 }
 
@@ -382,10 +382,10 @@ pub mod tests {
     #[test]
     fn bulk_copy_waits_for_bytes_and_no_program_for_it() {
         let copy = |inline| frame(op::COPY_TO_DEVICE, 1, 1, false, &[0, 8, BLOCKING, inline]);
-        assert!(is_bulk(&copy(0)) && nobody_waits(&copy(0)));
-        assert!(!is_bulk(&copy(1)) && !nobody_waits(&copy(1)));
+        assert!(is_bulk(&copy(0)) && is_unawaited_copy(&copy(0)));
+        assert!(!is_bulk(&copy(1)) && !is_unawaited_copy(&copy(1)));
         let from = |waits| frame(op::COPY_FROM_DEVICE, 1, 1, waits, &[0, 8, BLOCKING, 0]);
-        assert!(nobody_waits(&from(false)) && !nobody_waits(&from(true)) && may_block(&from(true)));
+        assert!(is_unawaited_copy(&from(false)) && !is_unawaited_copy(&from(true)) && may_block(&from(true)));
         assert!(may_block(&frame(op::STREAM_SYNC, 1, 1, true, &[BLOCKING])));
         assert!(!may_block(&frame(op::STREAM_SYNC, 1, 1, false, &[BLOCKING])));
     }

@@ -52,7 +52,7 @@ pub fn request(bytes: &[u8]) {
 /// A request of an administrator, and the server's answer.
 pub fn admin(bytes: &[u8]) {
     if let Ok(read) = serde_json::from_slice::<Ask>(bytes) {
-        let _ = (read.local(), read.patience(), read.event("administrator a".into()));
+        let _ = (read.local(), read.answer_timeout(), read.event("administrator a".into()));
         let written = serde_json::to_vec(&read).expect("a request that was read");
         let again: Ask = serde_json::from_slice(&written).expect("a request that was written");
         assert_eq!(serde_json::to_vec(&again).ok(), Some(written));

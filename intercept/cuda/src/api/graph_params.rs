@@ -111,7 +111,7 @@ fn copy(node: u64) -> Result<Cuboid> {
     let words = words(string(&mut r)?);
     let ids = [word(&mut r)?, word(&mut r)?];
     let words = words.first_chunk().ok_or(UNKNOWN)?;
-    Cuboid::told(client, words, |side, offset| {
+    Cuboid::from_words(client, words, |side, offset| {
         regions::address(client, ids[side], offset).ok_or(NOT_SUPPORTED)
     })
 }

@@ -74,10 +74,10 @@ fn resource(client: &Client, subject: u64, which: u64, target: *mut Resource, ki
         w.word(which);
         w.word(kind as u32 as u64);
     })?;
-    give(target, told(string(&mut reply.reader())?)?)
+    give(target, parse_resource(string(&mut reply.reader())?)?)
 }
 
-fn told(resource: &[u8]) -> Result<Resource> {
+fn parse_resource(resource: &[u8]) -> Result<Resource> {
     resource.try_into().map_err(|_| UNKNOWN)
 }
 
@@ -190,9 +190,9 @@ driver! {
         }
         // SAFETY: by the call's contract the array has `count` elements, which is the length.
         unsafe { demands.cast::<u8>().copy_from_nonoverlapping(completed.as_ptr(), len) };
-        give_optional(rest, told(string(&mut r)?)?);
+        give_optional(rest, parse_resource(string(&mut r)?)?);
         for i in 0..if groups.is_null() { 0 } else { count as usize } {
-            let group = told(string(&mut r)?)?;
+            let group = parse_resource(string(&mut r)?)?;
             // SAFETY: by the call's contract the array has `count` elements, which bounds `i`.
             unsafe { groups.add(i).write_unaligned(group) };
         }
@@ -217,10 +217,10 @@ driver! {
         })?;
         let mut r = reply.reader();
         let made = word(&mut r)? as u32;
-        give_optional(rest, told(string(&mut r)?)?);
+        give_optional(rest, parse_resource(string(&mut r)?)?);
         if !groups.is_null() {
             for i in 0..made.min(most) as usize {
-                let group = told(string(&mut r)?)?;
+                let group = parse_resource(string(&mut r)?)?;
                 // SAFETY: by the call's contract the array has `most` elements, which bounds `i`.
                 unsafe { groups.add(i).write_unaligned(group) };
             }

@@ -28,7 +28,7 @@ mod change {
 /// `CU_TENSOR_MAP_ALLOC_CLASS_SMALL`
 const SMALL: u32 = 1;
 
-fn told(r: &mut Reader<'_>) -> Result<Map> {
+fn read_map(r: &mut Reader<'_>) -> Result<Map> {
     let answer = string(r)?;
     let mut words: Map = [0; 16];
     if answer.len() != size_of_val(&words) {
@@ -56,7 +56,7 @@ fn encode(map: *mut Map, form: u64, rank: u32, scalars: &[u64], arrays: &[&[u8]]
             w.bytes(array);
         }
     })?;
-    give(map, told(&mut reply.reader())?)
+    give(map, read_map(&mut reply.reader())?)
 }
 
 fn changed(map: &Map, change: u64, value: u64) -> Result<Reply> {
@@ -122,14 +122,14 @@ driver! {
 
     fn cuTensorMapReplaceAddress(map: *mut Map, address: u64) {
         let reply = changed(&take(map)?, change::ADDRESS, address)?;
-        give(map, told(&mut reply.reader())?)
+        give(map, read_map(&mut reply.reader())?)
     }
 
     fn cuTensorMapSetAllocationClass(map: *mut Map, class: u32, now: *mut u32) {
         give_optional(now, SMALL);
         let reply = changed(&take(map)?, change::CLASS, u64::from(class))?;
         let mut r = reply.reader();
-        give(map, told(&mut r)?)?;
+        give(map, read_map(&mut r)?)?;
         give_optional(now, word(&mut r)? as u32);
         Ok(())
     }

@@ -393,10 +393,10 @@ mod tests {
             context_bytes: 0,
         };
         let contexts = Contexts::warm(driver, &[device]).unwrap();
-        contexts.open_apart(driver, 0, || Ok(()), || ()).unwrap();
+        contexts.open_worker_context(driver, 0, || Ok(()), || ()).unwrap();
         for under_mps in [false, true] {
             contexts
-                .within_apart(driver, 0, |stream| {
+                .within_worker_context(driver, 0, |stream| {
                     let keys = Keys::draw().unwrap();
                     let mut finder = Finder::open(driver, &keys, under_mps).unwrap();
                     assert_eq!(finder.kernel.is_null(), under_mps);

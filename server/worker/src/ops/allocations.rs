@@ -65,9 +65,9 @@ pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<()
 }
 
 /// Creates the worker's own context on a device, once, and counts it as long as the worker lives.
-pub fn open_apart(session: &Session, device: u32) -> Result<(), Status> {
+pub fn open_worker_context(session: &Session, device: u32) -> Result<(), Status> {
     let bytes = session.allocations.contexts.get(device as usize).copied().unwrap_or(0);
-    session.contexts.open_apart(
+    session.contexts.open_worker_context(
         session.driver,
         device,
         || session.quota.take(device, bytes),

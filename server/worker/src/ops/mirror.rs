@@ -103,7 +103,7 @@ impl Inner {
             let mut changed = Changed { session, out, region: 0, body: Vec::new() };
             // A context that no longer copies has had an error, which the program receives
             // elsewhere.
-            let _ = session.contexts.within_apart(session.driver, device, |stream| {
+            let _ = session.contexts.within_worker_context(session.driver, device, |stream| {
                 finder.find(session.driver, keys, stream, &mut regions, |region, offset, bytes| {
                     if region != changed.region {
                         changed.flush_beyond(0);
@@ -151,7 +151,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         // Without the lock: the driver may wait for a host function, whose callback takes the lock.
         mirror::DEVICE => {
             let (_, device) = session.contexts.get(frame.header.ctx.get())?;
-            allocations::open_apart(session, device)?;
+            allocations::open_worker_context(session, device)?;
             open_finder(session, device)?;
             device
         }
@@ -183,7 +183,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             if !session.memory.contains(base as Address, len as u64) {
                 return Err(status::INVALID_VALUE.into());
             }
-            session.contexts.within_apart(session.driver, device, |stream| {
+            session.contexts.within_worker_context(session.driver, device, |stream| {
                 let call = &session.driver.call;
                 // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
@@ -229,7 +229,7 @@ fn open_finder(session: &Session, device: u32) -> Result<(), Status> {
     let under_mps = session.contexts.under_mps(session.driver);
     let keys = session.mirrors.keys()?;
     let mut finder = None;
-    session.contexts.within_apart(session.driver, device, |_| {
+    session.contexts.within_worker_context(session.driver, device, |_| {
         finder = Some(Finder::open(session.driver, keys, under_mps)?);
         Ok(())
     })?;
@@ -343,7 +343,7 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
                 return Err(Failure::Status(status::INVALID_VALUE));
             }
             let keys = session.mirrors.keys()?;
-            let written = session.contexts.within_apart(session.driver, *device, |stream| {
+            let written = session.contexts.within_worker_context(session.driver, *device, |stream| {
                 let call = &session.driver.call;
                 for (offset, bytes) in &parts {
                     let target = (*address + offset) as Address;
