@@ -271,7 +271,7 @@ impl Server {
         }
         let person = self.gate.person(peer.uid).await;
         let sessions = self.sessions.as_ref();
-        let session = sessions.and_then(|s| s.of(peer.uid, peer.pid, request.session.as_deref()));
+        let session = sessions.and_then(|s| s.for_process(peer.uid, peer.pid, request.session.as_deref()));
         let caller = Caller {
             uid: peer.uid,
             pid: peer.pid,

@@ -104,7 +104,7 @@ impl Sessions {
     /// Finds the session of a process: that of its cgroup, else the one with the id `hint`.
     ///
     /// `hint` is the process's `GPUSESSION_ID`. Only sessions of the process's own user count.
-    pub fn of(&self, uid: u32, pid: u32, hint: Option<&str>) -> Option<Arc<Session>> {
+    pub fn for_process(&self, uid: u32, pid: u32, hint: Option<&str>) -> Option<Arc<Session>> {
         let logind = logind_session(pid);
         let known = self.known();
         let mine = || known.values().map(|k| &k.session).filter(|s| s.uid == uid);

@@ -69,7 +69,7 @@ impl Settings {
     pub async fn apply(&self) {
         let config = self.get();
         self.gate.set(config.access.clone());
-        let uids = self.users.lock().await.of(&config).await;
+        let uids = self.users.lock().await.resolve(&config).await;
         self.leases.allow_clear(config.transport.encryption == "server");
         self.configure(specs(&config, &uids)).await;
         let (transport, default) = (&config.transport, Config::default().transport);
@@ -99,7 +99,7 @@ impl Settings {
             tokio::time::sleep(RETRY_INTERVAL).await;
             let _one = self.changing.lock().await;
             let config = self.get();
-            let uids = self.users.lock().await.of(&config).await;
+            let uids = self.users.lock().await.resolve(&config).await;
             // Without a newly known user there is no reason to apply the leases again.
             if self.unknown_users.borrow().iter().any(|s| uids.contains_key(&s.user)) {
                 self.configure(specs(&config, &uids)).await;
@@ -158,7 +158,7 @@ impl Users {
     /// Looks up all users that a configuration names.
     ///
     /// Users without an answer in time keep their last known uid.
-    async fn of(&mut self, config: &Config) -> BTreeMap<String, u32> {
+    async fn resolve(&mut self, config: &Config) -> BTreeMap<String, u32> {
         let names: BTreeSet<String> = config.leases.iter().filter_map(|l| l.for_user.clone()).collect();
         if names.is_empty() {
             return BTreeMap::new();
@@ -194,15 +194,15 @@ mod tests {
     async fn users_are_asked_for_and_stay_known_while_the_database_hangs() {
         let mut users = Users::default();
         let config = config(&["root", "nobody-of-this-name"]);
-        let uids = users.of(&config).await;
+        let uids = users.resolve(&config).await;
         assert_eq!(uids, BTreeMap::from([("root".to_owned(), 0)]));
         assert_eq!(specs(&config, &uids).iter().map(|s| s.uid).collect::<Vec<_>>(), [Some(0), None]);
         // While one lookup hangs, no second one starts; its late answer counts.
         let (answer, hangs) = std::sync::mpsc::channel();
         users.asking = Some(tokio::task::spawn_blocking(move || hangs.recv().unwrap_or_default()));
-        assert_eq!(users.of(&config).await, uids);
+        assert_eq!(users.resolve(&config).await, uids);
         assert!(users.asking.is_some());
         answer.send(vec![("root".to_owned(), Ok(None))]).unwrap();
-        assert!(users.of(&config).await.is_empty() && users.asking.is_none());
+        assert!(users.resolve(&config).await.is_empty() && users.asking.is_none());
     }
 }

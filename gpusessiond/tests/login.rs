@@ -163,8 +163,15 @@ async fn a_login_gets_its_environment_and_lasts_as_long_as_its_leader() {
     let session = list.iter().find(|s| s.id == leader.id).unwrap();
     assert_eq!((session.uid, session.service.as_str(), session.rhost.as_str()), (me(), "sshd", "h"));
     assert_eq!(session.tty, "", "sshd says `ssh` before it knows a terminal");
-    assert_eq!(socket.sessions.of(me(), std::process::id(), Some(&leader.id)).unwrap().id, leader.id);
-    assert_eq!(socket.sessions.of(me() + 1, std::process::id(), Some(&leader.id)), None, "of another user");
+    assert_eq!(
+        socket.sessions.for_process(me(), std::process::id(), Some(&leader.id)).unwrap().id,
+        leader.id
+    );
+    assert_eq!(
+        socket.sessions.for_process(me() + 1, std::process::id(), Some(&leader.id)),
+        None,
+        "of another user"
+    );
     let gone = leader.id.clone();
     drop(leader);
     if !nested {

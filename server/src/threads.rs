@@ -18,7 +18,7 @@ pub struct Thread {
 }
 
 /// Lists the threads of a process, its first thread in front; empty if it has exited.
-pub fn of(pid: u32) -> Vec<Thread> {
+pub fn of_process(pid: u32) -> Vec<Thread> {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     let tick_usec = 1_000_000 / u64::try_from(ticks.unwrap_or(100)).unwrap_or(100).max(1);
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
@@ -65,11 +65,11 @@ mod tests {
         let mut threads = Vec::new();
         // The thread sets its name once it runs.
         while !threads.iter().any(|t: &Thread| t.name == "looked-at") {
-            threads = of(std::process::id());
+            threads = of_process(std::process::id());
         }
         assert!(threads.len() > 1 && threads[0].tid == std::process::id(), "{threads:?}");
         drop(end);
         let _ = thread.join();
-        assert!(of(u32::MAX).is_empty());
+        assert!(of_process(u32::MAX).is_empty());
     }
 }

@@ -32,7 +32,7 @@ struct Seen<'a> {
 impl Seen<'_> {
     /// Runs `PROGRAM VERB`, and compares its output with the section of that name.
     #[track_caller]
-    fn of(&mut self, section: &str, more: &[&str]) -> Value {
+    fn check(&mut self, section: &str, more: &[&str]) -> Value {
         let value = self.value(section, more);
         self.compare(section, std::slice::from_ref(&value));
         value
@@ -82,9 +82,9 @@ fn every_verb_prints_what_the_page_describes() {
     let mut site = Site::with_simulated_gpus();
     std::fs::remove_dir_all(site.path("server/ca")).unwrap();
     let mut seen = Seen { site: &site, sections: BTreeSet::new() };
-    seen.of("gpuserver pool init", &[]);
-    seen.of("gpuserver check-config", &[]);
-    seen.of("gpuserver check-isolation", &[]);
+    seen.check("gpuserver pool init", &[]);
+    seen.check("gpuserver check-config", &[]);
+    seen.check("gpuserver check-isolation", &[]);
     let no_server = seen.value("gpuserver status", &[]);
     assert_eq!((&no_server["schema"], &no_server["error"]["code"]), (&json!(1), &json!("not-running")));
     let mut done = seen.sections;
@@ -97,11 +97,11 @@ fn every_verb_prints_what_the_page_describes() {
     site.lease();
     let mut seen = Seen { site: &site, sections: std::mem::take(&mut done) };
     let file = site.path("lease.toml").display().to_string();
-    seen.of("gpusession request", &["--memory", "10%", "-o", &file]);
-    seen.of("gpusession release", &[&file]);
+    seen.check("gpusession request", &["--memory", "10%", "-o", &file]);
+    seen.check("gpusession release", &[&file]);
     let both = format!("{one}[[lease]]\nname = \"large\"\ngpus = 2\nmemory = \"100%\"\n");
     std::fs::write(site.path("etc/gpusession.toml"), both).unwrap();
-    seen.of("gpusession reload", &[]);
+    seen.check("gpusession reload", &[]);
     let mut done = seen.sections;
     let described = site.described("a lease and a request that waits", |d| {
         let state = |name: &str| {
@@ -124,9 +124,9 @@ fn every_verb_prints_what_the_page_describes() {
     let mut seen = Seen { site: &site, sections: std::mem::take(&mut done) };
     let status = seen.value("gpusession status", &[]);
     seen.compare("gpusession status", &[with_rare_events(status.clone()), status]);
-    seen.of("gpusession env", &[]);
-    seen.of("gpusession cache show", &[]);
-    seen.of("gpusession cache clear", &[]);
+    seen.check("gpusession env", &[]);
+    seen.check("gpusession cache show", &[]);
+    seen.check("gpusession cache clear", &[]);
 
     let status = seen.value("gpuserver status", &[]);
     let mut warned = status.clone();
@@ -142,20 +142,20 @@ fn every_verb_prints_what_the_page_describes() {
     }
     seen.compare("gpuserver top", &[top]);
     for verb in ["leases", "gpus", "queue", "limits", "stats", "clients"] {
-        seen.of(&format!("gpuserver {verb}"), &[]);
+        seen.check(&format!("gpuserver {verb}"), &[]);
     }
     documented("gpuserver stats", &seen.value("gpuserver stats", &["--users"]));
 
-    let token = seen.of("gpuserver token create", &[]);
-    seen.of("gpuserver token list", &[]);
-    seen.of("gpuserver token revoke", &[token["token"]["id"].as_str().unwrap()]);
+    let token = seen.check("gpuserver token create", &[]);
+    seen.check("gpuserver token list", &[]);
+    seen.check("gpuserver token revoke", &[token["token"]["id"].as_str().unwrap()]);
     let file = site.path("admin.pem").display().to_string();
-    seen.of("gpuserver admin create", &["ada", "--out", &file]);
+    seen.check("gpuserver admin create", &["ada", "--out", &file]);
     let remote = seen.value("gpuserver gpus", &["--server", &site.address, "--identity", &file]);
     documented("gpuserver gpus", &remote);
-    seen.of("gpuserver admin list", &[]);
-    seen.of("gpuserver admin revoke", &["ada"]);
-    seen.of("gpuserver config get", &[]);
+    seen.check("gpuserver admin list", &[]);
+    seen.check("gpuserver admin revoke", &["ada"]);
+    seen.check("gpuserver config get", &[]);
     documented("gpuserver config get", &seen.value("gpuserver config diff", &[]));
     let now = seen.value("gpuserver config set", &["warm_workers", "1"]);
     site.server_has("gpu_memory = \"90%\"\n");
@@ -164,9 +164,9 @@ fn every_verb_prints_what_the_page_describes() {
     seen.compare("gpuserver config set", &[now, later, unset]);
     let index = ps["workers"].as_array().unwrap().iter().find(|w| w["state"] == "active").unwrap();
     let index = index["gpu_indices"][0].as_u64().unwrap();
-    seen.of("gpuserver off", &[&index.to_string()]);
+    seen.check("gpuserver off", &[&index.to_string()]);
     documented("gpuserver off", &seen.value("gpuserver on", &[&index.to_string()]));
-    seen.of("gpuserver drain", &[]);
+    seen.check("gpuserver drain", &[]);
     documented("gpuserver drain", &seen.value("gpuserver drain", &["--end"]));
 
     // An idle lease is lent: the program has ended, and another request waits.
@@ -177,8 +177,8 @@ fn every_verb_prints_what_the_page_describes() {
     });
     let parked = seen.value("gpuserver park", &[&train]);
     seen.compare("gpuserver park", &[parked]);
-    seen.of("gpuserver unpark", &[&train]);
-    seen.of("gpusession park", &[&train]);
+    seen.check("gpuserver unpark", &[&train]);
+    seen.check("gpusession park", &[&train]);
     documented("gpusession park", &seen.value("gpusession unpark", &[&train]));
     let worker = site.until("a worker", |site| {
         let ps: Value = serde_json::from_str(&site.gpuserver(&["ps", "--json"])).unwrap();
@@ -196,20 +196,20 @@ fn every_verb_prints_what_the_page_describes() {
             .any(|r| r["kind"] == "lease" && r["users"] != json!([]))
             .then_some(())
     });
-    seen.of("gpuserver accounting", &[]);
+    seen.check("gpuserver accounting", &[]);
 
     daemon.stop();
-    seen.of("gpusession leave", &["--for-template"]);
+    seen.check("gpusession leave", &["--for-template"]);
     let (address, token) = (site.address.clone(), site.token());
-    seen.of("gpusession join", &[&address, &token, "--user", "--name", "ada"]);
+    seen.check("gpusession join", &[&address, &token, "--user", "--name", "ada"]);
     let unset = seen.value("gpusession status", &[]);
     assert_eq!((&unset["schema"], &unset["error"]["code"]), (&json!(1), &json!(69)));
-    seen.of("gpuserver clients revoke", &["vm-1"]);
+    seen.check("gpuserver clients revoke", &["vm-1"]);
     documented("gpuserver clients revoke", &seen.value("gpuserver clients forget", &["vm-1"]));
     let stopped = seen.value("gpuserver stop", &[]);
     let waited = json!({ "stopped": { "programs": ["python3 (pid 1, uid 0) of vm-1"] } });
     seen.compare("gpuserver stop", &[stopped, waited]);
-    seen.of("gpuserver audit verify", &[]);
+    seen.check("gpuserver audit verify", &[]);
     let done = seen.sections;
     drop(server);
 

@@ -105,7 +105,7 @@ impl Manager {
         let person = self.shared.settings.gate().person(uid).await;
         let (user, access) = (person.name, person.access);
         let caller = Caller { uid, pid, user, access, session, control_groups };
-        let slots = self.shared.leases.of(caller).await;
+        let slots = self.shared.leases.default_slots(caller).await;
         let snapshot = self.shared.snapshot();
         snapshot.lease_facts().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
     }
@@ -266,7 +266,7 @@ impl Manager {
         let _call = Call::begin(&self.shared, connection, &header).await?;
         let (pid, uid) = identify(&pidfd)
             .map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
-        let session = self.shared.sessions.as_ref().and_then(|s| s.of(uid, pid, None));
+        let session = self.shared.sessions.as_ref().and_then(|s| s.for_process(uid, pid, None));
         let groups = control_groups(pid, Some(&std::os::fd::OwnedFd::from(pidfd)));
         Ok(self.leases_of(uid, pid, session.map(|s| s.id.clone()), groups).await)
     }

@@ -157,7 +157,7 @@ pub trait Leases: Send + Sync {
     /// Waits for no lease and asks no server.
     async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)>;
     /// Returns the leases that a process of this user gets without naming one.
-    async fn of(&self, caller: Caller) -> Vec<Slot>;
+    async fn default_slots(&self, caller: Caller) -> Vec<Slot>;
     /// Records the state of a process's connection to its worker, `for_time` without one.
     ///
     /// Returns why the worker no longer waits for the process, if that is known.

@@ -246,7 +246,7 @@ impl Keeper {
             self.learn(name)?;
         }
         let present = self.present()?;
-        let authority = of(&present, authority)?;
+        let authority = find_authority(&present, authority)?;
         self.turn()?;
         let issued = authority.issue_server(name, csr_pem, self.clock.unix(), self.random.as_ref())?;
         signed("server", name, "its own certificate", &issued);
@@ -296,7 +296,7 @@ impl Keeper {
         all.verify(&der, &[], now).map_err(|e| unfit(e.to_string()))?;
         let holder = holder(&der).filter(|holder| holder.role == Role::Client);
         let holder = holder.ok_or_else(|| unfit("it is not a client's".into()))?;
-        let authority = of(&all, authority)?;
+        let authority = find_authority(&all, authority)?;
         self.turn()?;
         let (name, identity) = (holder.name.as_str(), Some(&holder.identity));
         let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity };
@@ -410,7 +410,10 @@ impl Keeper {
     }
 }
 
-fn of<'a>(present: &'a Present<AuthorityKey>, authority: &[u8; 32]) -> Result<&'a AuthorityKey, Refused> {
+fn find_authority<'a>(
+    present: &'a Present<AuthorityKey>,
+    authority: &[u8; 32],
+) -> Result<&'a AuthorityKey, Refused> {
     let found = present.find(authority);
     found.ok_or_else(|| Refused::new(Why::Request, "the authority is not one of this pool's present ones"))
 }

@@ -24,7 +24,7 @@ impl Supervisor {
         let Some(worker) = state.workers.get_mut(id) else {
             let error = match state.left.iter().any(|left| left.book.id == *id) {
                 true => AdoptError::Starting,
-                false => state.farewells.of(preface, self.0.clock.now()),
+                false => state.farewells.refusal(preface, self.0.clock.now()),
             };
             return Err((error, socket));
         };

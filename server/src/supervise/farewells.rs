@@ -44,7 +44,7 @@ impl Farewells {
     /// Returns the refusal of a connection to a worker that no longer exists.
     ///
     /// Only a grant for the worker learns the reason.
-    pub fn of(&self, preface: &Preface, now: Moment) -> AdoptError {
+    pub fn refusal(&self, preface: &Preface, now: Moment) -> AdoptError {
         let known =
             self.reasons.get(&preface.worker).filter(|known| now.saturating_sub(known.at) < FAREWELL_TTL);
         match known {
@@ -72,10 +72,10 @@ mod tests {
         let mut farewells = Farewells::default();
         farewells.add([1; 16], [7; 32], "its lease ended".into(), T);
         let ended = AdoptError::Ended("its lease ended".into());
-        assert_eq!(farewells.of(&preface(1, 7), T + FAREWELL_TTL - Duration::from_secs(1)), ended);
-        assert_eq!(farewells.of(&preface(1, 7), T + FAREWELL_TTL), AdoptError::Unknown);
-        assert_eq!(farewells.of(&preface(1, 8), T), AdoptError::Unknown, "a stranger learns nothing");
-        assert_eq!(farewells.of(&preface(2, 7), T), AdoptError::Unknown);
+        assert_eq!(farewells.refusal(&preface(1, 7), T + FAREWELL_TTL - Duration::from_secs(1)), ended);
+        assert_eq!(farewells.refusal(&preface(1, 7), T + FAREWELL_TTL), AdoptError::Unknown);
+        assert_eq!(farewells.refusal(&preface(1, 8), T), AdoptError::Unknown, "a stranger learns nothing");
+        assert_eq!(farewells.refusal(&preface(2, 7), T), AdoptError::Unknown);
     }
 
     #[test]
@@ -85,9 +85,9 @@ mod tests {
         for n in 0..MAX_REMEMBERED as u128 - 1 {
             farewells.add((n + 1000).to_le_bytes(), [7; 32], String::new(), T);
         }
-        assert_eq!(farewells.of(&preface(1, 7), T), AdoptError::Ended("first".into()));
+        assert_eq!(farewells.refusal(&preface(1, 7), T), AdoptError::Ended("first".into()));
         farewells.add([2; 16], [7; 32], "last".into(), T);
-        assert_eq!(farewells.of(&preface(1, 7), T), AdoptError::Unknown);
-        assert_eq!(farewells.of(&preface(2, 7), T), AdoptError::Ended("last".into()));
+        assert_eq!(farewells.refusal(&preface(1, 7), T), AdoptError::Unknown);
+        assert_eq!(farewells.refusal(&preface(2, 7), T), AdoptError::Ended("last".into()));
     }
 }

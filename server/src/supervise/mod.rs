@@ -392,7 +392,7 @@ impl Supervisor {
             gpus: w.gpus.clone(),
             usage: w.usage,
             isolation: w.isolation.clone(),
-            memory_bytes: counted(&w.lease, &|ledger, device| ledger.of(id, device)),
+            memory_bytes: counted(&w.lease, &|ledger, device| ledger.used_by(id, device)),
             busy: w.busy,
             unasked_bytes: counted(&w.lease, &|ledger, device| ledger.unasked(id, device)),
             age: now.saturating_sub(w.since),
@@ -411,7 +411,7 @@ impl Supervisor {
         let state = self.state();
         let Some(entry) = state.leases.get(lease) else { return Vec::new() };
         let memory =
-            |id| (0..entry.ledger.devices().len()).map(|device| entry.ledger.of(id, device)).collect();
+            |id| (0..entry.ledger.devices().len()).map(|device| entry.ledger.used_by(id, device)).collect();
         let mine = state.workers.iter().filter(|(_, w)| w.lease == lease);
         let mut out: Vec<_> = mine.filter_map(|(id, w)| Some((w.process.clone()?, memory(id)))).collect();
         out.sort_by_key(|(process, _)| process.pid);

@@ -147,7 +147,7 @@ impl Supervisor {
         let bytes = |id: &WorkerId| {
             let ledger = state.leases.get(lease).map(|l| &l.ledger);
             ledger.map_or(0, |l| {
-                (0..l.devices().len()).map(|device| l.of(id, device)).fold(0, u64::saturating_add)
+                (0..l.devices().len()).map(|device| l.used_by(id, device)).fold(0, u64::saturating_add)
             })
         };
         let of = |(id, w): (&WorkerId, &Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });

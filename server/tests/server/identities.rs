@@ -62,7 +62,7 @@ fn issued(server: &Server, name: &str, issued_unix: u64) -> (String, KeyPair) {
     (authority.issue(&csr, &order, issued_unix, &SystemRandom).unwrap().pem, key)
 }
 
-fn of(pem: &str) -> gpuserver::certificate::Holder {
+fn parse_holder(pem: &str) -> gpuserver::certificate::Holder {
     holder(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()).unwrap()
 }
 
@@ -85,7 +85,7 @@ async fn a_renewal_touches_no_lease_and_no_connection() {
     let alive = RenewRequest { leases: vec![lease.id.clone()], boot_id: "b1".into() };
     let reply = new.renew(alive.clone()).await.unwrap().into_inner();
     assert!(!reply.leases[0].lost, "{reply:?}");
-    let now = of(&certificate);
+    let now = parse_holder(&certificate);
     assert!(now.expires_unix.abs_diff(unix() + CLIENT_TTL.as_secs()) < 60);
 
     // Another process of the client still has the old one, which renews nothing any more.
@@ -94,7 +94,7 @@ async fn a_renewal_touches_no_lease_and_no_connection() {
     let late = renewed(&server, &mut old.pool).await.err().unwrap();
     assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
     let (_, again) = renewed(&server, &mut new).await.unwrap();
-    assert_eq!(of(&again).identity, now.identity, "the identity outlives its keys");
+    assert_eq!(parse_holder(&again).identity, now.identity, "the identity outlives its keys");
     let row = &server.json(&["clients"])["clients"][0];
     assert_eq!(row["expires_unix"], now.expires_unix);
 
@@ -138,15 +138,15 @@ async fn clients_of_before_get_a_lasting_certificate_and_their_certificates_stay
     };
     let channel = server.connect(None).await.unwrap();
     let reply = EnrolmentClient::new(channel).join(request).await.unwrap().into_inner();
-    let lasting = of(&reply.certificate_pem);
+    let lasting = parse_holder(&reply.certificate_pem);
     assert!(lasting.expires_unix.abs_diff(unix() + LASTING_TTL.as_secs()) < 60);
     let mut pool = connected(&server, &reply.certificate_pem, &key).await;
     pool.describe(describe()).await.unwrap();
     // The client's update renews it.
     let (mut new, certificate) = renewed(&server, &mut pool).await.unwrap();
     new.describe(describe()).await.unwrap();
-    assert!(of(&certificate).expires_unix < lasting.expires_unix);
-    assert_eq!(of(&certificate).identity, lasting.identity);
+    assert!(parse_holder(&certificate).expires_unix < lasting.expires_unix);
+    assert_eq!(parse_holder(&certificate).identity, lasting.identity);
 }
 
 #[tokio::test]

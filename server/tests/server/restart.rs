@@ -154,12 +154,12 @@ fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
 async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, TcpStream, serde_json::Value) {
     let worker = vm.take(lease).await.unwrap();
     let (lane, said) = server.adopt(&worker.id, 0, true);
-    eventually("it is counted", async || of(server, &said)["memory_bytes"] == 128 << 20).await;
+    eventually("it is counted", async || worker_row(server, &said)["memory_bytes"] == 128 << 20).await;
     (worker.id, lane, said)
 }
 
 /// Returns the row of a program's worker.
-fn of(server: &Server, said: &serde_json::Value) -> serde_json::Value {
+fn worker_row(server: &Server, said: &serde_json::Value) -> serde_json::Value {
     server.workers().into_iter().find(|w| w["worker"] == said["worker"]).unwrap_or_default()
 }
 
@@ -174,7 +174,7 @@ async fn programs_outlive_the_server() {
     let granted = vm.take(&lease.id).await.unwrap();
     let data = server.data.clone();
     for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
-        let before = of(&server, &said);
+        let before = worker_row(&server, &said);
         let preface = server.preface(&granted.id, u16::from(signal != Signal::SIGUSR2), true);
         assert_eq!(server.signal(signal).code(), (signal == Signal::SIGUSR2).then_some(0));
         // A connection that is made between two servers waits.
@@ -188,7 +188,7 @@ async fn programs_outlive_the_server() {
             "its connection was not handed over"
         );
         assert_eq!(byte, [b'{']);
-        let after = of(&server, &said);
+        let after = worker_row(&server, &said);
         for key in ["worker", "pid", "state", "lease", "program", "client_pid", "memory_bytes", "isolation"] {
             assert_eq!(after[key], before[key], "{key} after {signal}");
         }
@@ -204,7 +204,7 @@ async fn programs_outlive_the_server() {
     // The server notices and records the worker's exit, although it is not its parent.
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
-    eventually("it is off the books", async || of(&server, &said).is_null()).await;
+    eventually("it is off the books", async || worker_row(&server, &said).is_null()).await;
     let mut records = server.json(&["accounting"]);
     records = records["records"].take();
     let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();
@@ -257,7 +257,7 @@ async fn workers_with_unreadable_records_are_killed() {
     for gone in [&garbled, &newer, &leaseless] {
         eventually("it ended", async || !alive(pid(&gone["pid"]))).await;
     }
-    assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
+    assert!(alive(pid(&good["pid"])) && worker_row(&server, &good)["state"] == "active");
     // Their programs are recorded, although the server could not read their workers' records.
     let unseen = |r: &&serde_json::Value| r["reason"].as_str().unwrap().starts_with("its end was not seen");
     let rows = server.json(&["accounting", "--kind", "process"]);

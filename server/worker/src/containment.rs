@@ -204,7 +204,7 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     let (gpus, known) = match &files.gpus {
         // Clients of MPS open further devices, which no test has determined: allow all of them.
         _ if files.mps => (vec!["/dev".into()], Ok(())),
-        Gpus::These(uuids) => devices::of(uuids),
+        Gpus::These(uuids) => devices::of_gpus(uuids),
         Gpus::All => (devices::all(), Ok(())),
     };
     let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);

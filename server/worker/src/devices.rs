@@ -13,7 +13,7 @@ const GPUS: &str = "/proc/driver/nvidia/gpus";
 const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-caps"];
 
 /// Returns the files; for an unknown GPU the files of all GPUs, and an error that names it.
-pub fn of(uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) {
+pub fn of_gpus(uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) {
     below(Path::new(GPUS), uuids)
 }
 

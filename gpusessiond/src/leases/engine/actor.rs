@@ -146,7 +146,7 @@ impl Actor {
             Message::Places(caller, wish, reply) => {
                 let _ = reply.send(self.places(&caller, &wish));
             }
-            Message::Of(caller, reply) => {
+            Message::DefaultSlots(caller, reply) => {
                 let _ = reply.send(self.select(&caller, &WorkerRequest::default()).unwrap_or_default());
             }
             Message::Interrupted(granted, interruption, for_time, reply) => {

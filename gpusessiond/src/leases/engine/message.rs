@@ -20,7 +20,7 @@ pub(super) enum Message {
     Renew(String, Option<Duration>, oneshot::Sender<Result<Duration, PoolError>>),
     Grant(Caller, WorkerRequest, oneshot::Sender<Answer>),
     Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
-    Of(Caller, oneshot::Sender<Vec<Slot>>),
+    DefaultSlots(Caller, oneshot::Sender<Vec<Slot>>),
     Interrupted(Granted, Interruption, Option<Duration>, oneshot::Sender<Option<String>>),
     Ended(Vec<Granted>),
     Outcome(Slot, u32, Option<Failure>),

@@ -221,8 +221,8 @@ impl Leases for Engine {
         oldest.ok_or_else(|| (Denial::NotReady, "no server has reported its CUDA version".into()))
     }
 
-    async fn of(&self, caller: Caller) -> Vec<Slot> {
-        self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
+    async fn default_slots(&self, caller: Caller) -> Vec<Slot> {
+        self.call(|reply| Message::DefaultSlots(caller, reply)).await.unwrap_or_default()
     }
 
     async fn interrupted(

@@ -191,7 +191,7 @@ pub(in crate::admin) async fn ps(pool: &Pool) -> Result<Value, Refusal> {
 pub(in crate::admin) async fn threads(pool: &Pool) -> Result<Value, Refusal> {
     let mut rows = ps_rows(pool).await;
     for row in &mut rows {
-        row.threads = row.pid.map_or_else(Vec::new, threads::of);
+        row.threads = row.pid.map_or_else(Vec::new, threads::of_process);
     }
     show(serde_json::to_value(rows))
 }

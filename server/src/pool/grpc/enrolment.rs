@@ -15,7 +15,7 @@ use crate::pool::status::{bounded, refused, stored, unsigned};
 use crate::signer::Operation;
 use crate::signer::ca::requested_key;
 
-fn of(event: &str, client: &str, from: &str) -> audit::Event {
+fn client_event(event: &str, client: &str, from: &str) -> audit::Event {
     let actor = format!("client {client}");
     audit::Event { actor, from: from.into(), client: client.into(), ..audit::own(event) }
 }
@@ -37,7 +37,7 @@ impl Enrolment for Service {
                 pool.audit.note(audit::Event {
                     result: "refused".into(),
                     detail: format!("{why}{more}"),
-                    ..of("join-refused", &wish.client_name, &peer)
+                    ..client_event("join-refused", &wish.client_name, &peer)
                 });
             }
             status
@@ -73,7 +73,7 @@ impl Enrolment for Service {
         pool.store_clients().await.map_err(stored)?;
         let joined = audit::Event {
             detail: format!("token {}", data_encoding::HEXLOWER.encode(&token.id)),
-            ..of("join", &name, &peer)
+            ..client_event("join", &name, &peer)
         };
         pool.audited(joined).await.map_err(Status::unavailable)?;
         info!(gpusession_client = name, "client {name} joined from {peer}");

@@ -166,7 +166,7 @@ impl Ledger {
     }
 
     /// Returns the bytes that count for one worker's process on one device.
-    pub fn of(&self, worker: &WorkerId, device: usize) -> u64 {
+    pub fn used_by(&self, worker: &WorkerId, device: usize) -> u64 {
         match (self.held.get(worker).and_then(|h| h.get(device)), self.devices.get(device)) {
             (Some(held), Some(limit)) => Self::charged(limit, held),
             _ => 0,
@@ -206,7 +206,7 @@ impl Ledger {
 
     /// Returns the bytes of all processes on one device.
     pub fn used(&self, device: usize) -> u64 {
-        self.held.keys().map(|w| self.of(w, device)).fold(0, u64::saturating_add)
+        self.held.keys().map(|w| self.used_by(w, device)).fold(0, u64::saturating_add)
     }
 
     /// Returns how many more programs have room for their contexts on every device.
@@ -228,7 +228,7 @@ impl Ledger {
     }
 
     fn marked(&mut self, worker: &WorkerId, device: usize) {
-        let now = self.of(worker, device);
+        let now = self.used_by(worker, device);
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device)) {
             held.peak = held.peak.max(now);
         }
@@ -311,7 +311,7 @@ impl Ledger {
         let Some(limit) = self.devices.get(device) else { return false };
         let Some(held) = self.held.get(worker).and_then(|h| h.get(device)) else { return false };
         let more = Held { granted: held.granted.saturating_add(bytes), ..*held };
-        let others = self.held.keys().filter(|id| *id != worker).map(|id| self.of(id, device));
+        let others = self.held.keys().filter(|id| *id != worker).map(|id| self.used_by(id, device));
         let sum = others.fold(Self::charged(limit, &more), u64::saturating_add);
         sum <= limit.memory_bytes && self.card_has(device, bytes)
     }

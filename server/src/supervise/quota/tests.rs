@@ -154,7 +154,7 @@ fn a_reading_above_the_grants_counts() {
     l.admit([2; 16]);
     l.ask([1; 16], 0, 1, 64 * MIB, T);
     l.reading(&[1; 16], 0, 900 * MIB);
-    assert_eq!((l.of(&[1; 16], 0), l.used(0)), (900 * MIB, 1400 * MIB));
+    assert_eq!((l.used_by(&[1; 16], 0), l.used(0)), (900 * MIB, 1400 * MIB));
     assert!(l.offenders(|_| true).is_empty());
     // Granted memory fills what it has already.
     assert_eq!(granted(&l.ask([1; 16], 0, 2, 256 * MIB, T)), 256 * MIB);
@@ -187,7 +187,7 @@ fn returned_memory_is_granted_once_a_reading_confirms_it() {
     assert!(l.all_read(T).is_empty());
     l.reading(&[1; 16], 0, 150 * MIB);
     assert_eq!(granted(&l.all_read(T)), 512 * MIB);
-    assert_eq!((l.of(&[1; 16], 0), l.unasked(&[1; 16], 0)), (150 * MIB, 50 * MIB));
+    assert_eq!((l.used_by(&[1; 16], 0), l.unasked(&[1; 16], 0)), (150 * MIB, 50 * MIB));
     assert_eq!((l.peak(&[1; 16]), l.peak_of_all()), (790 * MIB, 890 * MIB), "the other one's context, too");
     // Once all is settled, a request that does not fit is refused at once.
     l.returned(&[1; 16], 0, 0);
