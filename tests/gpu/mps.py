@@ -184,7 +184,7 @@ class Mps(parking.Parking):
         self.check(f"{name}: service resumes", self.ask(fresh, "check", "state") == ["0"])
         self.note(f"{name}: from the fault to the next program", round(time.monotonic() - begun, 1), "s")
         reached = self.died(victim, 8) if other else states[0]
-        self.note(f"{name}: the other program", "goes on" if reached is None else f"{reached[1]} after {reached[0]:.1f} s", "")
+        self.note(f"{name}: the other program", "continues" if reached is None else f"{reached[1]} after {reached[0]:.1f} s", "")
         self.check(f"{name}: as documented", (reached is None) == other)
         self.until(lambda: any(d["faults"] for d in self.domains()), 5)
         faults = [f for d in self.domains() for f in d["faults"]]
@@ -360,7 +360,7 @@ class Mps(parking.Parking):
         with Native(self) as daemon:
             for name, wait in (("killed", None), ("MPS notified, killed at once", 0), ("MPS notified, killed 0.5 s later", 0.5)):
                 reached = sum(ends(daemon, wait) for _ in range(self.args.repeat))
-                self.note(f"{name}: the other one ended too", f"{reached} of {self.args.repeat}", "")
+                self.note(f"{name}: the other one exited too", f"{reached} of {self.args.repeat}", "")
             self.check("after 0.5 s no other program ends", not reached)
 
     def part_contexts(self):

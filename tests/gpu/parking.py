@@ -284,7 +284,7 @@ class Parking:
         lease = self.only_lease()
         self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked"))
         self.check("warned before", WARNING.encode() in log.read_bytes()[earlier:])
-        self.check("goes on", self.intact(program) >= 0)
+        self.check("continues", self.intact(program) >= 0)
         begun, seen = time.monotonic(), set()
         while time.monotonic() - begun < 7:
             program.say("spin 1")

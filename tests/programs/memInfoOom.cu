@@ -59,6 +59,6 @@ int main() {
     CHECK(cudaMemcpy(host, values, sizeof host, cudaMemcpyDeviceToHost));
     for (int value : host) EXPECT(value == 11);
     CHECK(cudaFree(values));
-    std::printf("memInfoOom: went on fine\n");
+    std::printf("memInfoOom: continued\n");
     return 0;
 }

@@ -231,7 +231,7 @@ fn eighty_one_boot_leases_on_eighty_gpus_wait_in_turn() {
     assert_eq!(waits(allocate(&mut t, &named("vm-80", 1, 100.0), 30, &r)), (1, 2), "keeps its place");
     t.remove(None, &leases[7].id);
     assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 31, &r)), (2, 2), "not its turn");
-    assert_eq!(waits(allocate(&mut t, &request("vm-82", 1, 1.0), 31, &r)).0, 0, "nobody passes the queue");
+    assert_eq!(waits(allocate(&mut t, &request("vm-82", 1, 1.0), 31, &r)).0, 0, "no request overtakes");
     let lease = allocate(&mut t, &named("vm-80", 1, 100.0), 32, &r).unwrap();
     assert_eq!(lease.shares[0].gpu, leases[7].shares[0].gpu);
     assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 33, &r)), (1, 1));

@@ -80,7 +80,7 @@ async fn the_kernel_kills_a_worker_whose_unmapped_memory_exceeds_its_limit() {
     .await;
     assert!(!journal().contains("of client vm-2 ("), "{}", journal());
     let active = |w: &&serde_json::Value| w["state"] == "active" && w["client"] == "vm-2";
-    assert_eq!(server.workers().iter().filter(active).count(), 1, "the other one goes on");
+    assert_eq!(server.workers().iter().filter(active).count(), 1, "the other worker continues");
     let groups: Vec<_> = group.workers().iter().map(|w| w.file_name().unwrap().to_owned()).collect();
     eventually("each worker has its group, and no other is left", async || {
         let groups = group.workers().len();

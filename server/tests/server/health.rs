@@ -81,8 +81,8 @@ async fn a_killed_process_that_does_not_end_breaks_its_gpu() {
     let (_lane, said) = server.adopt(&worker.id, 0, true);
     let pid = said["pid"].as_u64().unwrap() as u32;
     let Some(let_go) = keep_from_ending(pid) else {
-        assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "nobody may trace here");
-        return eprintln!("not tested: nobody may trace here");
+        assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "this kernel lets only root trace");
+        return eprintln!("not tested: this kernel lets only root trace");
     };
     vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
     let released = Instant::now();

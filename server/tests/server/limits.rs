@@ -79,7 +79,7 @@ async fn every_limit_refuses_by_name() {
     let mut warned = Vec::new();
     let reason = loop {
         vm.pool.renew(renew(&[&short.id])).await.unwrap();
-        match watch.message().await.unwrap().expect("the stream goes on") {
+        match watch.message().await.unwrap().expect("the stream continues") {
             event if event.lease != short.id => {}
             event => match event.event {
                 Some(Event::PrepareForLoss(warning)) => warned.push((warning.reason, warning.idle)),
@@ -135,7 +135,7 @@ async fn ends_alone(driver: &str, limits: &str) -> String {
     assert_eq!(
         server.workers().iter().filter(|w| w["state"] == "active").count(),
         1,
-        "the other one goes on"
+        "the other worker continues"
     );
     std::fs::read_to_string(server.path("journal")).unwrap()
 }
@@ -283,7 +283,11 @@ async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
     assert!(server.workers().iter().any(|w| w["worker"] == said["worker"]));
     lane.set_nonblocking(true).unwrap();
     let mut byte = [0];
-    assert_eq!(lane.read(&mut byte).unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody was ended");
+    assert_eq!(
+        lane.read(&mut byte).unwrap_err().kind(),
+        std::io::ErrorKind::WouldBlock,
+        "its link stays open"
+    );
 }
 
 #[tokio::test]
@@ -338,7 +342,7 @@ async fn idle_times_are_those_of_client_user_and_lease() {
     let mut watch = a.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let (mut bob, bobs) = program(&a, AllocateRequest { user: "bob".into(), ..wish(&a) }).await;
     let lost = async |watch: &mut tonic::Streaming<control::PoolEvent>, lease: &str| loop {
-        let event = watch.message().await.unwrap().expect("the stream goes on");
+        let event = watch.message().await.unwrap().expect("the stream continues");
         match event.event {
             Some(Event::Lost(loss)) if event.lease == lease => return loss.reason,
             _ => {}
@@ -398,7 +402,7 @@ async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
         assert_eq!(b.pool.idle_hint(hint.clone()).await.unwrap_err().code(), Code::NotFound);
         assert_eq!(a.pool.idle_hint(hint).await.unwrap().into_inner().state, state);
         let told = loop {
-            let event = watch.message().await.unwrap().expect("the stream goes on");
+            let event = watch.message().await.unwrap().expect("the stream continues");
             if let Some(Event::State(change)) = event.event {
                 break (event.lease, change.state);
             }

@@ -149,7 +149,7 @@ async fn ps_shows_whose_program_uses_which_gpu_and_how() {
         assert_eq!(row["gpu_indices"], serde_json::json!([1]));
     }
     assert_eq!((&row("active")["transport"], &row("active")["encrypted"]), (&"tcp".into(), &true.into()));
-    assert!(row("warm")["transport"].is_null(), "nobody is connected");
+    assert!(row("warm")["transport"].is_null(), "no program is connected");
     let table = String::from_utf8(server.verb(&["ps"]).stdout).unwrap();
     let shown = table.lines().find(|line| line.contains("vectorAdd")).unwrap();
     let cell = |name: &str| shown[table.find(name).unwrap()..].split_whitespace().next().unwrap();
@@ -520,7 +520,7 @@ async fn a_silent_client_loses_its_lease() {
     assert_eq!(lease.ttl_usec, 5_000_000);
     let mut stock = 0;
     let reason = loop {
-        let event = watch.message().await.unwrap().expect("the stream goes on");
+        let event = watch.message().await.unwrap().expect("the stream continues");
         assert_eq!(event.lease, lease.id);
         match event.event.unwrap() {
             Event::WorkersReady(ready) => stock = stock.max(ready.stock),

@@ -454,7 +454,7 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     assert_ne!(pipe(&newcomer), pipe(&victim));
     let took = ends.join().unwrap();
     assert!(took < Duration::from_secs(5), "{took:?}");
-    eventually("they are told", async || site.reasons().len() == 2).await;
+    eventually("both programs have a reason", async || site.reasons().len() == 2).await;
     let reasons: Vec<String> = site.reasons().into_iter().map(|(_, why)| why).collect();
     assert!(reasons.iter().any(|r| r.starts_with("it caused a fatal GPU fault")), "{reasons:?}");
     assert!(reasons.iter().any(|r| r.starts_with("another program of its MPS domain")), "{reasons:?}");
@@ -551,7 +551,7 @@ async fn a_daemon_that_dies_is_started_again_with_its_limits() {
             while !ask(&folder, &said, "fake_deaf") && std::path::Path::new(&pipe).exists() {}
         })
     };
-    eventually("it is ended", async || !alive(second) && deaf.is_finished()).await;
+    eventually("the server kills the silent daemon", async || !alive(second) && deaf.is_finished()).await;
 }
 
 #[tokio::test]

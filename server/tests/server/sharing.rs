@@ -115,7 +115,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let taken = lease.expect("a lease").devices[0].uuid.clone();
     let lent = |server: &Server| -> Vec<String> {
         let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
-        assert_eq!(leases.len(), 81, "nobody lost a lease");
+        assert_eq!(leases.len(), 81, "no client lost a lease");
         let lent = leases.iter().filter(|l| l["state"] == "lent");
         lent.map(|l| l["lease"].as_str().unwrap().to_string()).collect()
     };
@@ -137,7 +137,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let worker = client.pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
     let (_lane, said) = server.adopt(&worker.id, 0, true);
     let told = loop {
-        match watch.message().await.unwrap().expect("the stream goes on") {
+        match watch.message().await.unwrap().expect("the stream continues") {
             control::PoolEvent { lease, event: Some(Event::State(change)) }
                 if lease == lender[0] && change.state == "active" =>
             {
@@ -349,7 +349,7 @@ async fn a_stop_waits_for_programs() {
     };
     assert!((50_000_000..=60_000_000).contains(&left), "{left}");
     lane.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-    assert!(std::io::Read::read(&mut lane, &mut [0]).is_err(), "it goes on");
+    assert!(std::io::Read::read(&mut lane, &mut [0]).is_err(), "the connection stays open");
     assert!(lane.as_raw_fd() >= 0 && process.try_wait().unwrap().is_none());
     let status = vm.allocate(10.0).await.unwrap_err();
     assert!(status.message().contains("it stops"), "{status}");

@@ -28,7 +28,7 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     assert!(rest(&mut lane).is_empty());
     // Its client gets an event, in case it has not granted the worker yet.
     loop {
-        let event = watch.message().await.unwrap().expect("the stream goes on");
+        let event = watch.message().await.unwrap().expect("the stream continues");
         if let Some(Event::WorkersReady(workers)) = event.event
             && workers.ended.contains(&first.id)
         {

@@ -113,7 +113,7 @@ fn four_processes_share_one_limit() {
     let readings: Vec<_> =
         pids.iter().zip([60 * MIB, 60 * MIB, 3 << 30]).map(|(pid, b)| (*pid, GPU, b)).collect();
     supervisor.reconcile(&readings);
-    eventually("it is ended", || supervisor.workers().iter().filter(|w| w.process.is_some()).count() == 2);
+    eventually("it is killed", || supervisor.workers().iter().filter(|w| w.process.is_some()).count() == 2);
     assert!(supervisor.workers().iter().all(|w| w.pid != Some(pids[2])));
 
     // A program gets a worker while there is room for its context.

@@ -246,7 +246,7 @@ fn waits_across() {
         }
         cuda.ok("cuEventRecord", &[here.3, here.2]);
         cuda.ok("cuStreamWaitEvent", &[there.2, here.3, 0]);
-        assert_eq!(cuda.call("cuEventQuery", &[here.3]), 0, "the other stream may go on");
+        assert_eq!(cuda.call("cuEventQuery", &[here.3]), 0, "the other stream may continue");
         cuda.ok("cuMemcpyAsync", &[there.1, here.1, 4, there.2]);
         assert_eq!(cuda.launch(there.0, there.1, there.2), 0);
         cuda.ok("cuStreamSynchronize", &[there.2]);
@@ -402,7 +402,7 @@ fn loses_one() {
         DEVICE_UNAVAILABLE,
         "to the one that is lost"
     );
-    assert_eq!(cuda.word(memory), 43, "this one goes on");
+    assert_eq!(cuda.word(memory), 43, "this lease continues");
     cuda.ok("cuCtxSetCurrent", &[second]);
     assert_eq!(cuda.launch(kernel, lost, 0), DEVICE_UNAVAILABLE);
 }

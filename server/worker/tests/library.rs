@@ -891,7 +891,7 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     stolen.wait_for(
         |m| matches!(m, FromWorker::Refused { reason, .. } if reason.contains("ticket used twice")),
     );
-    assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
+    assert_eq!(other.get(WINDOW, 4), b"mine", "no other program is disturbed");
     assert!(other.heard.0.lock().expect("a list").is_empty());
     // Without another worker the owner receives the reason.
     let refused = gpusession_test_worker::Client::open(&stolen.endpoint(false)).err().expect("a refusal");

@@ -279,7 +279,7 @@ fn the_right_certificate_with_another_key_is_refused_by_the_client() {
     });
     let lost = Client::open(&endpoint).err().expect("the client refuses");
     assert!(lost.0.contains("does not have its key; look for a proxy between"), "{lost}");
-    assert_eq!(between.join().expect("no panic"), b"", "nothing was told to the thief");
+    assert_eq!(between.join().expect("no panic"), b"", "the thief received no data");
     works(&worker.client(true));
 }
 
@@ -341,7 +341,7 @@ fn clear_text_is_refused_where_encryption_is_demanded() {
     let machine = Machine::new();
     let mut worker = Worker::start_with(&machine, &Options { require_tls: true, ..Options::default() });
     let told = Client::open(&worker.endpoint(false)).err().expect("a refusal");
-    assert!(told.0.contains("demands encryption"), "the program is told why: {told}");
+    assert!(told.0.contains("demands encryption"), "the program receives the reason: {told}");
     assert!(worker.refusal().contains("demands encryption"));
     // A good ticket in clear is not used up.
     works(&worker.client(true));

@@ -27,7 +27,7 @@ def run(site, check):
     # The lab may have no controllers to give.
     has = server.run(f"cat {CONTROL_GROUP}/cgroup.controllers").out.split()
     bounded = version >= 254 and unified and {"memory", "pids"} <= set(has)
-    with check("status tells how the limits of memory are kept") as note:
+    with check("status shows how the server keeps the limits of memory") as note:
         seen = next(line.strip() for line in server.ok("gpuserver status").splitlines() if "memory limits" in line)
         expect(seen, "memory limits: control groups" if bounded else "memory limits: sampled (")
         note(f"{seen}; systemd {version}")

@@ -89,7 +89,7 @@ def look(host, program, verbs, column, name, user):
             wrong.append(f"{seen}, not {wanted}")
         wrong += [f"{seen}\nhas {text!r}" for text in NEVER if text in seen.out]
         if seen.code and not seen.out:
-            wrong.append(f"{seen}\nsays nothing")
+            wrong.append(f"{seen}\nprints nothing")
         if verb in WITHOUT_JSON:
             continue
         seen = host.run(f"{program} --json {verb} 2>/dev/null", user=None if user == "root" else user)

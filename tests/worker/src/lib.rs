@@ -351,7 +351,7 @@ impl Worker {
         let message = match self.inbox.recv_timeout(left) {
             Ok(message) => message,
             Err(RecvTimeoutError::Disconnected) => return None,
-            Err(RecvTimeoutError::Timeout) => panic!("the worker says nothing; it said {:?}", self.told),
+            Err(RecvTimeoutError::Timeout) => panic!("no message in time; earlier ones: {:?}", self.told),
         };
         self.told.push(message.clone());
         Some(message)
@@ -364,7 +364,7 @@ impl Worker {
             match self.next(until) {
                 Some(message) if wanted(&message) => return message,
                 Some(_) => {}
-                None => panic!("the worker ended; it said {:?}", self.told),
+                None => panic!("the worker exited; its messages: {:?}", self.told),
             }
         }
     }
@@ -382,7 +382,7 @@ impl Worker {
         let until = Instant::now() + limit;
         while self.next(until).is_some() {}
         let status = self.child.wait().expect("a child");
-        assert_eq!((status.signal(), status.code()), (None, Some(0)), "the worker said {:?}", self.told);
+        assert_eq!((status.signal(), status.code()), (None, Some(0)), "its messages: {:?}", self.told);
     }
 
     /// Waits until the process has exited in any way.
@@ -401,7 +401,7 @@ impl Worker {
             FromWorker::Ended { reason, .. } => Some(reason.clone()),
             _ => None,
         });
-        reason.expect("the worker says why it ends")
+        reason.expect("the worker reports why it exits")
     }
 
     pub fn ended(&mut self) -> String {
@@ -627,7 +627,7 @@ impl Raw {
             Ok(0) => return None,
             Ok(n) => self.stream.read_exact(&mut head[n..]).ok()?,
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return None,
-            Err(e) => panic!("the worker says nothing: {e}"),
+            Err(e) => panic!("no frame from the worker: {e}"),
         }
         let header = Header::parse(&head).expect("a header");
         let mut body = vec![0; header.body_len()];

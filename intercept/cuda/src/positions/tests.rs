@@ -25,7 +25,7 @@ fn default_stream_is_idle_only_when_all_blocking_work_is_done() {
     assert!(!default.idle(&log), "the blocking stream's work came later");
     default.synced(5);
     assert!(default.idle(&log));
-    assert!(!blocking.idle(&log), "its own synchronization alone tells that");
+    assert!(!blocking.idle(&log), "only its own synchronization shows that");
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn copies_of_a_blocking_stream_may_wait_for_the_default_streams_work() {
     assert!(!blocking.only_copies_in(&log, Some(&default)), "a kernel, or a copy behind one");
     blocking.synced(6);
     blocking.copied_in(&log, 7);
-    assert!(!blocking.only_copies_in(&log, Some(&default)), "its own synchronization says nothing");
+    assert!(!blocking.only_copies_in(&log, Some(&default)), "its own synchronization does not show that");
     default.synced(8);
     assert!(blocking.only_copies_in(&log, Some(&default)));
     default.copied_in(&log, 9);

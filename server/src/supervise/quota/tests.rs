@@ -104,7 +104,7 @@ fn each_worker_waits_for_one_answer_and_owes_one() {
 #[test]
 fn a_lease_of_a_whole_card_is_granted_what_the_card_has() {
     let mut l = ledger(u64::MAX, 500 * MIB).of_cards(|uuid| (*uuid == [1; 16]).then_some(1024 * MIB));
-    assert_eq!(l.devices()[0].memory_bytes, u64::MAX, "what workers are told");
+    assert_eq!(l.devices()[0].memory_bytes, u64::MAX, "the size that workers receive");
     for n in 1..=4 {
         l.admit([n; 16]);
     }
@@ -144,7 +144,7 @@ fn another_server_counts_on() {
     next.restore([1; 16], &l.held(&[1; 16]));
     assert_eq!((next.used(0), next.peak(&[1; 16])), (l.used(0), 500 * MIB));
     assert_eq!(next.used(0), 420 * MIB);
-    assert!(l.held(&[2; 16]).is_empty(), "nobody");
+    assert!(l.held(&[2; 16]).is_empty(), "a worker that the ledger does not know");
 }
 
 #[test]

@@ -353,7 +353,7 @@ fn pause_waits_for_no_work_and_frames_end_it() {
     lab.send(launch(1, 2, BLOCKING));
     lab.send(launch(1, 3, BLOCKING));
     assert_eq!(supervisor.next(), FromWorker::Wanted);
-    assert!(lab.still() && supervisor.silent(), "the supervisor hears of it once");
+    assert!(lab.still() && supervisor.silent(), "the supervisor receives one message");
     fake.replay.resume();
     assert_eq!([lab.next(), lab.next()], [2, 3]);
 }

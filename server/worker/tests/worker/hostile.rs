@@ -143,7 +143,7 @@ fn ends_with(bytes: &[u8], reason: &str) {
     assert!(told.contains(reason), "{told}, not {reason}");
     let ended = worker.ended();
     assert!(ended.contains(reason), "{ended}, not {reason}");
-    assert_eq!(neighbour.ask_words(op::MEM_INFO, &[]), Ok(0), "nobody else is disturbed");
+    assert_eq!(neighbour.ask_words(op::MEM_INFO, &[]), Ok(0), "no other program is disturbed");
 }
 
 #[test]
