@@ -93,7 +93,7 @@ fn query(machine: &Machine, fields: &str) -> Result<Vec<Vec<String>>, Finding> {
 
 fn query_with(machine: &Machine, query: &str, fields: &str) -> Result<Vec<Vec<String>>, Finding> {
     let answer = smi(machine, &[&format!("{query}={fields}"), "--format=csv,noheader,nounits"])?;
-    // Drivers before a field existed say so.
+    // Drivers older than a field report it as unknown.
     if answer.contains("not a valid field") || answer.contains("not recognized") {
         return Err(Finding::skipped(format!("nvidia-smi of this driver does not know {fields}")));
     }

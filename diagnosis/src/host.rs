@@ -31,7 +31,7 @@ const SHORT: u64 = 512 << 20;
 const FULL: u64 = 16 << 20;
 /// Part of the processors' time taken by other virtual machines from which calls wait visibly.
 const STOLEN: u64 = 5;
-/// Packets below which a part of them says nothing.
+/// Fewest packets for a meaningful rate.
 const FEW_PACKETS: u64 = 100_000;
 
 /// Returns the soft limit of a row of `/proc/self/limits`; `u64::MAX` for unlimited.

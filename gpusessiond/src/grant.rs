@@ -60,7 +60,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
 const REPLY_GRACE: Duration = Duration::from_millis(100);
-/// Pause between two looks at a process's threads.
+/// Interval between polls of a process's threads.
 const EXEC_INTERVAL: Duration = Duration::from_millis(200);
 /// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
@@ -486,7 +486,7 @@ impl Server {
                                 () = process_end(pidfd.as_ref()) => {}
                                 true = replaced(caller.pid), if served => info!(
                                     gpusession_user = caller.uid,
-                                    "process {} ({program}) of uid {}: runs another program now; its workers end",
+                                    "process {} ({program}) of uid {}: runs another program now; its workers exit",
                                     caller.pid,
                                     caller.uid
                                 ),

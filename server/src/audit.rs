@@ -651,7 +651,7 @@ mod tests {
         assert_eq!(audit.list(&Wanted::default(), 9).unwrap()[0].event.detail, "a [2J b");
         assert_eq!(audit.list(&Wanted::default(), 1).unwrap(), found, "the latest ones");
         assert!(audit.works());
-        // No folder, as no room on the disk: the caller hears it.
+        // Without the folder, as without room on the disk, the caller gets the error.
         let away = state.path().join("away");
         fs::rename(state.path().join("audit"), &away).unwrap();
         assert!(audit.sure(join("vm-2")).await.is_err());

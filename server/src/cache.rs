@@ -81,7 +81,9 @@ impl Cache {
         let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
         let folder = self.folder.join(kind).join(format!("{}{user}", &name[..32]));
         made(&folder)
-            .inspect_err(|e| warn!("cache {}: not created: {e}; workers go without it", folder.display()))
+            .inspect_err(|e| {
+                warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
+            })
             .ok()?;
         Some(folder)
     }

@@ -224,16 +224,18 @@ fn versions(facts: &Facts) -> Finding {
         if server.protocol != protocol {
             return Finding::fault(
                 format!(
-                    "{}: protocol {} there, {protocol} here: programs do not start",
+                    "server {}: protocol {}; this client: {protocol}; programs do not start",
                     server.name, server.protocol
                 ),
                 "upgrade the older side, so that both have packages of one version",
             );
         }
         match version == own {
-            true => Finding::ok(format!("{}: {version}, protocol {protocol}, as here", server.name)),
+            true => {
+                Finding::ok(format!("server {}: {version}, protocol {protocol}, as this client", server.name))
+            }
             false => Finding::warning(
-                format!("{}: version {version} there, {own} here; both work together", server.name),
+                format!("server {}: version {version}; this client: {own}; both work together", server.name),
                 "upgrade the older side at the next occasion",
             ),
         }

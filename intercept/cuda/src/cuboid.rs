@@ -18,7 +18,8 @@ const UNIFIED: u32 = 4;
 
 /// Returns `true` if a unified address is copied as device memory.
 ///
-/// Managed memory is: while the device works on it, only the device has its present contents.
+/// It treats managed memory as device memory: while the device works, only the device has that
+/// memory's contents.
 pub fn on_device(address: u64) -> bool {
     match ranges::find(address) {
         Some(range) => range.kind.on_device(),

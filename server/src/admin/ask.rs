@@ -193,7 +193,7 @@ impl Ask {
             | Self::Tokens
             | Self::RotateStatus
             | Self::Administrators => false,
-            // The trail tells who has read it.
+            // The trail records its readers.
             Self::Audit { .. }
             | Self::Revoke { .. }
             | Self::Forget { .. }

@@ -7,7 +7,7 @@ pub fn runtime_file(file: &Path) -> PathBuf {
     file.with_extension("d").join("90-runtime.toml")
 }
 
-/// Returns the text of that file with `key` set to this value, or removed if there is none.
+/// Returns the text of that file with `key` set to `value`, or without `key` if `value` is `None`.
 pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String, String> {
     let mut document: toml::Table = toml::from_str(text).map_err(|e| e.message().to_string())?;
     // TOML itself splits the dotted key, including quoted parts.

@@ -112,7 +112,7 @@ impl ResolvesServerCert for ServerCertificate {
     /// Shows a certificate of an authority that the client names.
     ///
     /// Earlier versions of clients, and administrators, name none: until a rotation is finished,
-    /// they get the old one. So a peer that has not heard of the rotation knows this server.
+    /// they get the old one. So a peer that does not know the rotation trusts this server.
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let present = self.signer.present();
         let names = hello.certificate_authorities().unwrap_or_default();

@@ -32,7 +32,9 @@ pub struct TokenRecord {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
     /// The token is not one of this pool, or its secret is wrong.
-    #[error("the join token is not one of this pool; ask for one made by `gpuserver token create` here")]
+    #[error(
+        "the join token is not one of this pool; ask for one made by `gpuserver token create` on this server"
+    )]
     Unknown,
     /// Its number of uses is exhausted.
     #[error(

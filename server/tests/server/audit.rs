@@ -30,7 +30,7 @@ async fn joins_changes_and_leases_are_there_before_their_answers() {
     assert_eq!(events(&server, &["--event", "revoke"]), [ok("revoke", &uid)]);
     server.verb(&["off", "9"]);
     assert_eq!(events(&server, &["--event", "off"])[0].2, "no-such-gpu");
-    // The trail tells who has read it.
+    // The trail records its readers.
     assert!(events(&server, &["--event", "audit"]).len() > 3);
 
     // An answer is on the disk, whatever becomes of the server.
