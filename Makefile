@@ -104,12 +104,14 @@ quick:
 		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
 	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi
 
-# Tests of the workspace start each other's programs, which are built first.
+# Tests of the workspace start each other's programs, which are built first. They wait half of the
+# time, so more of them run than there are processors.
 test-unit:
 	@.ci/setup build programs test
 	@profile.d/check
 	$(CARGO) build --locked --workspace --bins --lib --examples
-	@export GPUSESSION_ARTEFACTS=built; if $(CARGO) nextest --version >/dev/null 2>&1; then \
+	@export GPUSESSION_ARTEFACTS=built NEXTEST_TEST_THREADS=$${NEXTEST_TEST_THREADS:-$$(($$(nproc) * 3 / 2))}; \
+	if $(CARGO) nextest --version >/dev/null 2>&1; then \
 		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \

@@ -135,7 +135,10 @@ fn a_prolog_of_slurm_can_bind_the_lease_to_the_job() {
         let task = node.script("slurm/task-prolog", ("", ""), &[], &variables);
         assert_eq!(
             text(&task.stdout).trim(),
-            format!("export GPUSESSION_LEASE={}", leases[0]["id"].as_str().unwrap())
+            format!(
+                "export GPUSESSION_LEASE={}\nexport NCCL_P2P_LEVEL=SYS",
+                leases[0]["id"].as_str().unwrap()
+            )
         );
         node.script("slurm/epilog", ("", ""), &[], &variables);
         assert!(node.leases().is_empty());
