@@ -42,7 +42,10 @@ const MAX_UP_SLOTS: usize = 18;
 pub const DOWN_SLOTS: usize = 18;
 const MAX_DOWN_SLOTS: usize = 80;
 /// Slots that only a copy takes whose stream is idle.
-const RESERVED: usize = 2;
+pub const RESERVED: usize = 2;
+/// Pauses for which a lane spins while the device fills a slot, and the length of each.
+const SPINS: u32 = 32;
+const SPIN_TIME: Duration = Duration::from_micros(2);
 /// Time without a free slot after which there are more of them.
 ///
 /// Work of this length before a copy is usual.
@@ -687,8 +690,7 @@ impl DownQueue {
                 }
                 let Some(piece) = ready(driver, &mut queue) else {
                     drop((queue, place));
-                    // Backs off from 2 to 64 us: kernels before the copy may run for a long time.
-                    std::thread::sleep(Duration::from_micros(2 << idle.min(5)));
+                    pause(idle);
                     idle += 1;
                     continue;
                 };
@@ -713,6 +715,21 @@ impl DownQueue {
             sent?;
         }
     }
+}
+
+/// Pauses before the poll after `polls` of them that found nothing.
+///
+/// The device fills a slot within 100 us, and a sleep takes 50 us at least. A kernel before the
+/// copy may run for a long time.
+fn pause(polls: u32) {
+    let Some(sleeps) = polls.checked_sub(SPINS) else {
+        let since = Instant::now();
+        while since.elapsed() < SPIN_TIME {
+            std::hint::spin_loop();
+        }
+        return;
+    };
+    std::thread::sleep(Duration::from_micros(2 << sleeps.min(5)));
 }
 
 /// Takes any piece that is ready: a blocked stream must not delay the others.

@@ -8,7 +8,6 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -34,7 +33,7 @@ use crate::execute::{Perform, Replay};
 use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::handles::{Table, kind};
-use crate::lanes::{DOWN_SLOTS, UP_SLOTS};
+use crate::lanes::{DOWN_SLOTS, RESERVED, UP_SLOTS};
 use crate::objects::Stream;
 use crate::replies::Replies;
 use crate::serve::{accept, greeting, identity, proves, refuse, secret};
@@ -217,7 +216,7 @@ impl Endpoint {
             streams: Table::new(kind::STREAM),
             secret,
             acknowledges: self.start.resume_grace_s > 0,
-            pattern: Pattern::default(),
+            slots: Slots::new(),
             state: Mutex::default(),
             arrival: Condvar::new(),
             pieces: Condvar::new(),
@@ -252,7 +251,7 @@ struct Session {
     secret: [u8; 32],
     /// Whether both ends acknowledge chunks, as where programs' connections come back.
     acknowledges: bool,
-    pattern: Pattern,
+    slots: Slots,
     state: Mutex<State>,
     /// Bytes have arrived, or the session is closed.
     arrival: Condvar,
@@ -273,24 +272,44 @@ struct State {
     queue: VecDeque<Piece>,
 }
 
-/// Bytes for the client, in as many buffers as a worker has slots.
+/// Slots with bytes for the client, as many as lanes of a worker share at first.
 ///
-/// As a worker's slots, each serves any lane: so the processor's caches help no more than there.
-#[derive(Default)]
-struct Pattern {
-    buffers: OnceLock<Vec<Vec<u8>>>,
-    next: AtomicUsize,
+/// As there, a slot serves any lane, and is free again once the client has its chunk.
+struct Slots {
+    slots: OnceLock<Vec<Vec<u8>>>,
+    /// Numbers of free slots; `None` once the session is closed.
+    free: Mutex<Option<VecDeque<usize>>>,
+    changed: Condvar,
 }
 
-impl Pattern {
-    /// Returns the buffers; the kernel zeroes no page of them after the first call.
-    fn buffers(&self) -> &[Vec<u8>] {
-        self.buffers.get_or_init(|| vec![vec![0x5a; CHUNK]; DOWN_SLOTS])
+impl Slots {
+    fn new() -> Self {
+        let free = Mutex::new(Some((0..DOWN_SLOTS - RESERVED).collect()));
+        Self { slots: OnceLock::new(), free, changed: Condvar::new() }
     }
 
-    /// Returns the buffer that was used longest ago.
-    fn next(&self) -> &[u8] {
-        &self.buffers()[self.next.fetch_add(1, Ordering::Relaxed) % DOWN_SLOTS]
+    /// Returns the slots; the kernel zeroes no page of them after the first call.
+    fn all(&self) -> &[Vec<u8>] {
+        self.slots.get_or_init(|| vec![vec![0x5a; CHUNK]; DOWN_SLOTS - RESERVED])
+    }
+
+    /// Takes the slot that has been free for the longest time; `None` once the session is closed.
+    fn take(&self) -> Option<usize> {
+        let none = |free: &mut Option<VecDeque<usize>>| free.as_ref().is_some_and(VecDeque::is_empty);
+        let waited = self.changed.wait_while(lock(&self.free), none);
+        waited.unwrap_or_else(PoisonError::into_inner).as_mut()?.pop_front()
+    }
+
+    fn give(&self, slot: usize) {
+        if let Some(free) = lock(&self.free).as_mut() {
+            free.push_back(slot);
+        }
+        self.changed.notify_one();
+    }
+
+    fn close(&self) {
+        *lock(&self.free) = None;
+        self.changed.notify_all();
     }
 }
 
@@ -312,6 +331,7 @@ impl Session {
         state.closed = true;
         state.open.drain(..).for_each(|transport| transport.shutdown());
         drop(state);
+        self.slots.close();
         self.arrival.notify_all();
         self.pieces.notify_all();
     }
@@ -364,26 +384,44 @@ impl Session {
         Ok(())
     }
 
-    /// Sends pieces until the session is closed; drops the client's acknowledgements.
+    /// Sends pieces until the session is closed.
     fn give(&self, transport: &Transport) -> Result<(), Ended> {
-        self.pattern.buffers();
+        self.slots.all();
+        let under_way = Mutex::new(VecDeque::new());
         std::thread::scope(|scope| {
             if self.acknowledges {
-                scope.spawn(|| acknowledgements(transport, |_| Ok(())));
+                scope.spawn(|| acknowledgements(transport, |number| self.arrived(&under_way, number)));
             }
-            let sent = self.send(transport);
+            let sent = self.send(transport, &under_way);
             // Ends the other thread.
             transport.shutdown();
             sent
         })
     }
 
-    fn send(&self, transport: &Transport) -> Result<(), Ended> {
+    /// Frees the slots of chunks up to a number. `under_way`: numbers and slots, oldest first.
+    fn arrived(&self, under_way: &Mutex<VecDeque<(u64, usize)>>, number: u64) -> Result<(), BadFrame> {
+        let mut under_way = lock(under_way);
+        if under_way.back().is_none_or(|(newest, _)| number > *newest) {
+            return Err(BadFrame("acknowledges what was not sent"));
+        }
+        while let Some((_, slot)) = under_way.pop_front_if(|(sent, _)| *sent <= number) {
+            self.slots.give(slot);
+        }
+        Ok(())
+    }
+
+    fn send(&self, transport: &Transport, under_way: &Mutex<VecDeque<(u64, usize)>>) -> Result<(), Ended> {
         for number in 1.. {
             let Some(piece) = self.next_piece() else { break };
+            let Some(slot) = self.slots.take() else { break };
+            lock(under_way).push_back((number, slot));
             let header = chunk_header(number, piece.transfer, piece.offset, piece.len, 0);
-            let bytes = &self.pattern.next()[..piece.len.next_multiple_of(8)];
+            let bytes = &self.slots.all()[slot][..piece.len.next_multiple_of(8)];
             transport.send_parts(&[header.as_bytes(), bytes])?;
+            if !self.acknowledges {
+                self.arrived(under_way, number)?;
+            }
         }
         Ok(())
     }
