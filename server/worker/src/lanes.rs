@@ -45,7 +45,7 @@ const MAX_DOWN_SLOTS: usize = 80;
 pub const RESERVED: usize = 2;
 /// Pauses for which a lane spins while the device fills a slot, and the length of each.
 const SPINS: u32 = 32;
-const SPIN_TIME: Duration = Duration::from_micros(2);
+const SPIN_INTERVAL: Duration = Duration::from_micros(2);
 /// Time without a free slot after which there are more of them.
 ///
 /// Work of this length before a copy is usual.
@@ -724,7 +724,7 @@ impl DownQueue {
 fn pause(polls: u32) {
     let Some(sleeps) = polls.checked_sub(SPINS) else {
         let since = Instant::now();
-        while since.elapsed() < SPIN_TIME {
+        while since.elapsed() < SPIN_INTERVAL {
             std::hint::spin_loop();
         }
         return;
