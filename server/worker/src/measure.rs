@@ -405,7 +405,10 @@ impl Session {
         if under_way.back().is_none_or(|(newest, _)| number > *newest) {
             return Err(BadFrame("acknowledges what was not sent"));
         }
-        while let Some((_, slot)) = under_way.pop_front_if(|(sent, _)| *sent <= number) {
+        while let Some(&(sent, slot)) = under_way.front()
+            && sent <= number
+        {
+            under_way.pop_front();
             self.slots.give(slot);
         }
         Ok(())
