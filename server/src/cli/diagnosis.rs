@@ -193,7 +193,7 @@ fn signer(facts: &Facts) -> Finding {
                 "{unit}.socket is {}: no machine joins, and no certificate is renewed",
                 listens.unwrap_or("unknown")
             ),
-            format!("sudo systemctl enable --now {unit}.socket"),
+            format!("sudo systemctl start {unit}.socket"),
         ),
     }
 }
@@ -721,7 +721,7 @@ mod tests {
         units("active", "inactive");
         assert_eq!(signer(&facts).state, State::Ok);
         units("inactive", "inactive");
-        assert_eq!(signer(&facts).remedy, "sudo systemctl enable --now gpuserver-ca@b.socket");
+        assert_eq!(signer(&facts).remedy, "sudo systemctl start gpuserver-ca@b.socket");
         units("active", "failed");
         assert!(signer(&facts).found.starts_with("gpuserver-ca@b.service has failed"));
     }
