@@ -20,7 +20,9 @@ use super::project::{expires_usec, shortest, state_of};
 use super::request;
 use super::shared::Shared;
 use crate::handover::Kept;
-use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, ServerFacts, Session, Slot, Snapshot, Spec};
+use crate::leases::{
+    Caller, LeaseFacts, LeaseState, Owner, STOPPED, ServerFacts, Session, Slot, Snapshot, Spec,
+};
 use crate::peer::control_groups;
 use crate::pool::{PoolError, Trouble};
 
@@ -460,7 +462,14 @@ impl Manager {
             let (leases, known) = (self.shared.leases.clone(), known[index].clone());
             async move { if let Some(error) = known { Err(error) } else { leases.ask(index, Some(uid)).await } }
         };
-        Ok(crate::survey::survey(addresses, uid, ask).await.to_json())
+        let mut survey = crate::survey::survey(addresses, uid, ask).await;
+        for (server, facts) in survey.servers.iter_mut().zip(snapshot.server_facts()) {
+            // Only the daemon heard why the server is silent.
+            if facts.state == STOPPED && server.state == "offline" {
+                STOPPED.clone_into(&mut server.state);
+            }
+        }
+        Ok(survey.to_json())
     }
 
     /// Starts an endpoint of a server for a measurement; see [`describe::Endpoint`].

@@ -77,7 +77,7 @@ async fn a_server_that_was_stopped_is_told_from_one_that_fell_silent() {
     assert_eq!(facts().trouble, "its administrator stopped it");
     let connection = bus.connect().await;
     let text: String = manager(&connection).await.call("DescribeServers", &()).await.unwrap();
-    assert!(text.contains("\"state\":\"offline\",\"trouble\":\"its administrator stopped it\""), "{text}");
+    assert!(text.contains("\"state\":\"stopped\",\"trouble\":\"its administrator stopped it\""), "{text}");
     sim.with(|s| s.failing = None);
     engine.ask(0, None).await.unwrap();
     until_state("online").await;

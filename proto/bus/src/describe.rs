@@ -212,7 +212,7 @@ pub struct Surveyed {
     /// Name; the address of a server that does not answer.
     pub name: String,
     pub address: String,
-    /// `online` or `draining`; `unauthorized` or `offline` with a trouble.
+    /// `online` or `draining`; `unauthorized`, `stopped` or `offline` with a trouble.
     pub state: String,
     /// Why it does not answer.
     pub trouble: Option<String>,
