@@ -464,7 +464,7 @@ impl Manager {
         };
         let mut survey = crate::survey::survey(addresses, uid, ask).await;
         for (server, facts) in survey.servers.iter_mut().zip(snapshot.server_facts()) {
-            // Only the daemon heard why the server is silent.
+            // A stopped server cannot say so in its answer; the daemon had its last event.
             if facts.state == STOPPED && server.state == "offline" {
                 STOPPED.clone_into(&mut server.state);
             }
