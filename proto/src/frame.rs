@@ -63,6 +63,15 @@ pub const WAIT: u16 = 1;
 /// Second word of `STREAM_SYNC`: work of the default stream counts that precedes later work only.
 pub const DRAIN: u64 = 1;
 
+/// Abilities of a worker: bits of the last word of its answer to `HELLO`.
+///
+/// An older worker omits the word.
+pub mod ability {
+    /// A `COPY_BOX` from the device may come without [`WAIT`](super::WAIT); its bytes then land as
+    /// those of a `COPY_FROM_DEVICE`. The source is no array if the bytes travel on the lanes.
+    pub const LANDING_BOXES: u64 = 1;
+}
+
 /// Header of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]

@@ -48,6 +48,8 @@ pub struct Client {
     pub driver_version: i32,
     /// The worker's devices, by ordinal there.
     pub devices: Vec<Device>,
+    /// The worker's bits of [`ability`].
+    pub abilities: u64,
     /// Contexts that the program created, by handle.
     pub created: RwLock<HashMap<u64, ContextInfo>>,
     /// Window and arena: memory that the device can reach at an address that this process chooses.
@@ -156,11 +158,14 @@ impl Client {
             // An older server omits these; its devices then reach no other device.
             device.peers = (0..count).map(|_| Peer::read(&mut r).unwrap_or_default()).collect();
         }
+        // An older server has none.
+        let abilities = r.word().unwrap_or_default();
         Ok(Self {
             number,
             link,
             driver_version: driver_version.min(NEWEST),
             devices,
+            abilities,
             created: RwLock::default(),
             whole_window: base..window::host_arena(base).end,
             host_arena: window::host_arena(base),

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use gpusession_link::lanes::{Detached, HostRange};
 use gpusession_link::link::Begun;
-use gpusession_proto::frame::{INLINE_MAX, op};
+use gpusession_proto::frame::{INLINE_MAX, ability, op};
 
 use crate::client::{Client, string, unavailable};
 use crate::cuboid::{Cuboid, DEVICE, HOST};
@@ -232,6 +232,80 @@ pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait
     thread::within(stream.ctx, || downwards(target, source, len, stream, wait))
 }
 
+/// Copies a box from a device of the stream's lease to pinned memory, without waiting.
+///
+/// `body` writes the frame, whose bytes come packed. `false`: the program has to wait, because of
+/// the memory's kind, an older worker, or an error that this call may have to return.
+pub fn box_from_device(
+    host: &Cuboid,
+    stream: &Stream,
+    body: impl Fn(&mut gpusession_proto::frame::Writer<'_>),
+) -> Result<bool> {
+    let client = stream.client;
+    let (target, len) = host.span(1);
+    let bulk = host.width * host.height * host.depth > INLINE_MAX;
+    let sure = |(first, len): (u64, usize)| ranges::is_device(client, first, len as u64);
+    if client.abilities & ability::LANDING_BOXES == 0
+        || !ranges::is_pinned(client, target as u64, len as u64)
+        || !host.device_source().is_some_and(sure)
+    {
+        return Ok(false);
+    }
+    let due = stream.due();
+    if (due > Due::Nothing || regions::any())
+        && let Some(range) = known(client, target, len)
+    {
+        if range.kind.managed() {
+            return Ok(false);
+        }
+        if put_behind(*host, range, (target, len), stream, due)? {
+            return Ok(true);
+        }
+        // A function of the graph could otherwise wait for data that comes behind the graph.
+        if due == Due::Graph {
+            return Ok(false);
+        }
+    }
+    if bulk {
+        client.link.lanes().map_err(unavailable)?;
+    }
+    let (rows, older) = (host.target_rows(), older(stream, target, len));
+    let seq = client.post(op::COPY_BOX, |w| {
+        body(w);
+        // SAFETY: by the call's contract the box is writable until the copy is complete.
+        let range = unsafe { HostRange::rows(target, rows, host.height * host.depth) };
+        client.link.down.expect(w.seq(), range, stream.on(), true, older);
+    })?;
+    stream.worked(seq);
+    Ok(true)
+}
+
+/// Copies to host memory by its mirror, in the stream's order, where order requires that.
+///
+/// Later copies read the data from the mirror, or must not make the program wait for the host
+/// function. `false`: the bytes go straight to the `len` bytes at `target`.
+fn put_behind(
+    mut cuboid: Cuboid,
+    range: Range,
+    (target, len): (usize, usize),
+    stream: &Stream,
+    due: Due,
+) -> Result<bool> {
+    let largest = match due {
+        Due::Nothing => 0,
+        Due::Function => PLACED_BEHIND,
+        Due::Graph => PLACED,
+    };
+    if !mapped::there(stream.client, target, len) && range.size > largest {
+        return Ok(false);
+    }
+    match cuboid.name_regions(stream.client) {
+        Ok(placed) => put(&cuboid, placed, stream).map(|()| true),
+        Err(OUT_OF_MEMORY) => Ok(false),
+        Err(status) => Err(status),
+    }
+}
+
 fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     if len == 0 {
@@ -255,23 +329,8 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         if range.kind.managed() {
             return managed(target as u64, source, len, stream, true);
         }
-        // Later copies read the data from the mirror, or must not make the program wait for the
-        // host function.
-        let placed = match due {
-            Due::Nothing => 0,
-            Due::Function => PLACED_BEHIND,
-            Due::Graph => PLACED,
-        };
-        if mapped::there(client, target, len) || range.size <= placed {
-            let mut cuboid = cuboid();
-            match cuboid.name_regions(client) {
-                Ok(placed) => {
-                    put(&cuboid, placed, stream)?;
-                    return if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) };
-                }
-                Err(OUT_OF_MEMORY) => {}
-                Err(status) => return Err(status),
-            }
+        if put_behind(cuboid(), range, (target, len), stream, due)? {
+            return if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) };
         }
         // A function of the graph could otherwise wait for data that comes behind the graph.
         wait |= due == Due::Graph;

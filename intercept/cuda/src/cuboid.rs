@@ -1,5 +1,7 @@
 //! Boxes of memory that one copy moves, in the driver's form and in the worker's.
 
+use gpusession_link::lanes::Rows;
+
 use crate::client::{Client, cross_lease_error};
 use crate::regions::Named;
 use crate::route::{elsewhere, home};
@@ -256,6 +258,20 @@ impl Cuboid {
         let side = if side == 0 { &self.source } else { &self.target };
         let first = side.row(0, 0);
         (first, side.row(self.height - 1, self.depth - 1) + self.width - first)
+    }
+
+    /// Returns first byte and length of the source's device memory; `None` for other memory.
+    pub fn device_source(&self) -> Option<(u64, usize)> {
+        let source = Side { host: self.source.device, ..self.source };
+        (source.kind == DEVICE)
+            .then(|| Self { source, ..*self }.span(0))
+            .map(|(first, len)| (first as u64, len))
+    }
+
+    /// Returns where the rows of the target's host memory lie.
+    pub fn target_rows(&self) -> Rows {
+        let Side { pitch, height: rows, .. } = self.target;
+        Rows { width: self.width, pitch, height: self.height, layer: rows.wrapping_mul(pitch) }
     }
 
     /// Returns for source and target whether they are host memory.

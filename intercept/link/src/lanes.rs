@@ -34,6 +34,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone, Copy)]
 pub struct HostRange {
     address: usize,
+    /// Bytes of the transfer.
+    len: usize,
+    /// Rows that the bytes are, one after the other; `None` if they are adjacent in memory too.
+    rows: Option<Rows>,
+}
+
+/// Rows of a 2D or 3D copy in the program's memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rows {
+    /// Bytes of a row, not 0.
+    pub width: usize,
+    /// Distance of two rows of a layer.
+    pub pitch: usize,
+    /// Rows of a layer, not 0.
+    pub height: usize,
+    /// Distance of two layers.
+    pub layer: usize,
+}
+
+impl Rows {
+    /// Returns the distance of row `number` from the first one.
+    fn offset(&self, number: usize) -> usize {
+        number / self.height * self.layer + number % self.height * self.pitch
+    }
+}
+
+/// Part of a piece of a transfer that is adjacent in the program's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    /// Offset in the piece.
+    offset: usize,
+    address: usize,
     len: usize,
 }
 
@@ -42,11 +74,44 @@ impl HostRange {
     /// The range stays mapped until the transfer has ended: readable for a transfer to the device,
     /// writable for one from the device.
     pub unsafe fn new(address: usize, len: usize) -> Self {
-        Self { address, len }
+        Self { address, len, rows: None }
+    }
+
+    /// Describes `count` rows from `address` on, for a transfer from the device.
+    ///
+    /// # Safety
+    /// The rows stay mapped and writable until the transfer has ended.
+    pub unsafe fn rows(address: usize, rows: Rows, count: usize) -> Self {
+        let adjacent = rows.pitch == rows.width && rows.layer == rows.height * rows.pitch;
+        Self { address, len: rows.width * count, rows: (!adjacent).then_some(rows) }
+    }
+
+    /// Returns the distance from the first byte to the end of the last one.
+    fn extent(&self) -> usize {
+        match &self.rows {
+            Some(rows) if self.len > 0 => rows.offset(self.len / rows.width - 1) + rows.width,
+            _ => self.len,
+        }
     }
 
     fn overlaps(&self, address: usize, len: usize) -> bool {
-        self.address < address.saturating_add(len) && address < self.address + self.len
+        self.address < address.saturating_add(len) && address < self.address + self.extent()
+    }
+
+    /// Returns where `len` bytes from an offset of the transfer lie, in the order of the bytes.
+    fn parts(&self, offset: usize, len: usize) -> Vec<Part> {
+        let Some(rows) = &self.rows else {
+            return vec![Part { offset: 0, address: self.address + offset, len }];
+        };
+        let (mut parts, mut done) = (Vec::with_capacity(len / rows.width + 2), 0);
+        while done < len {
+            let (row, column) = ((offset + done) / rows.width, (offset + done) % rows.width);
+            let part = (rows.width - column).min(len - done);
+            let address = self.address + rows.offset(row) + column;
+            parts.push(Part { offset: done, address, len: part });
+            done += part;
+        }
+        parts
     }
 }
 

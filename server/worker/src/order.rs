@@ -1,6 +1,6 @@
 //! Order between client threads: objects of a frame, and frames that wait.
 
-use gpusession_proto::frame::{Reader, WAIT, op};
+use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, op};
 
 use crate::calls;
 use crate::frame::Frame;
@@ -31,15 +31,30 @@ pub fn may_block(frame: &Frame) -> bool {
 /// Its replay waits for them.
 pub fn is_bulk(frame: &Frame) -> bool {
     const INLINE: usize = 3;
-    frame.header.op.get() == op::COPY_TO_DEVICE
-        && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
+    match frame.header.op.get() {
+        op::COPY_TO_DEVICE => frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0),
+        op::COPY_BOX => {
+            word_behind_box(frame, DIRECTION) == 1 && word_behind_box(frame, LENGTH) > INLINE_MAX as u64
+        }
+        _ => false,
+    }
+}
+
+/// Returns `true` for a copy from the device whose bytes the program expects without a reply.
+pub fn is_unawaited_download(frame: &Frame) -> bool {
+    let download = match frame.header.op.get() {
+        op::COPY_FROM_DEVICE => true,
+        op::COPY_BOX => word_behind_box(frame, DIRECTION) == 2,
+        _ => false,
+    };
+    download && frame.header.flags.get() & WAIT == 0
 }
 
 /// Returns `true` for a copy that the replay waits for and the program does not.
 ///
 /// The other streams of its thread need not wait for it either.
 pub fn is_unawaited_copy(frame: &Frame) -> bool {
-    is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
+    is_bulk(frame) || is_unawaited_download(frame)
 }
 
 /// Returns `true` for a frame that stays behind no kept frame.
@@ -149,7 +164,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
             touched.stream(streams, words[5]);
         }
         op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(streams, words[2]),
-        op::COPY_BOX => touched.stream(streams, box_stream(frame)),
+        op::COPY_BOX => touched.stream(streams, word_behind_box(frame, STREAM)),
         op::STREAM_SYNC | op::STREAM_QUERY => {
             touched.stream(streams, words[0]);
             touched.only_waits = true;
@@ -168,7 +183,6 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         }
         op::CTX_SYNC
         | op::FREE
-        | op::UNMIRROR_HOST
         | op::MODULE_UNLOAD
         | op::LIBRARY_UNLOAD
         | op::CTX_DESTROY
@@ -176,7 +190,16 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::PRIMARY_RESET => {
             touched.everything = true;
             touched.only_waits = true;
+            // The program may use the context again, in any thread.
+            touched.barrier =
+                frame.header.op.get() == op::PRIMARY_RESET && frame.header.flags.get() & WAIT == 0;
         }
+        // The program may give a freed address to another mirror before the worker has freed it.
+        op::UNMIRROR_HOST => {
+            touched.everything = true;
+            touched.object(MIRRORS);
+        }
+        op::MIRROR_HOST => touched.object(MIRRORS),
         op::EVENT_RECORD => {
             touched.object(words[0]);
             touched.stream(streams, words[1]);
@@ -223,6 +246,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::GRAPH_ADD
         | op::GRAPH_EXEC_SET
         | op::GRAPH_EXEC_DESTROY
+        | op::FUNC_SET_ATTRIBUTE
         | op::LINK_CREATE
         | op::LINK_ADD
         | op::LINK_COMPLETE
@@ -242,9 +266,17 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
     touched
 }
 
-/// Returns the stream of a `COPY_BOX` before any other check; 0 if the frame is too short.
-fn box_stream(frame: &Frame) -> u64 {
-    let at = 8 + BOX;
+/// Stands for the addresses of all mirrors; no handle has this value.
+const MIRRORS: u64 = u64::MAX;
+
+/// Words behind the description of a `COPY_BOX`.
+const STREAM: usize = 0;
+const DIRECTION: usize = 1;
+const LENGTH: usize = 2;
+
+/// Returns a word of a `COPY_BOX` before any other check; 0 if the frame is too short.
+fn word_behind_box(frame: &Frame, word: usize) -> u64 {
+    let at = 8 + BOX + 8 * word;
     frame.body.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
@@ -359,6 +391,153 @@ pub mod tests {
         assert!(!unfinished(&ask(event(3)), &wait), "a wait is no record");
     }
 
+    /// Operations that stay behind no frame and hold no frame back, with the reason.
+    ///
+    /// The program waits for each of them but images, so that none is kept when a later one comes.
+    const UNORDERED: &[(&str, &[u16])] = &[
+        ("the first frame of a connection", &[op::HELLO, op::LANE, op::MEASURE]),
+        (
+            "precedes all kept frames, or holds only its thread up",
+            &[op::WRITE_HOST, op::HOST_FUNC_DONE, op::MARK],
+        ),
+        (
+            "creates an object, which no earlier frame names",
+            &[
+                op::CTX_CREATE,
+                op::GREEN_CREATE,
+                op::ALLOC,
+                op::MODULE_LOAD,
+                op::LIBRARY_LOAD,
+                op::SHARE_EXPORT,
+                op::SHARE_IMPORT,
+                op::SHARE_ADDRESS,
+                op::SHARE_OPEN,
+                op::SHARE_POOL,
+                op::SHARE_POOL_IMPORT,
+                op::SHARE_POINTER,
+                op::SHARE_POINTER_IMPORT,
+                op::cuArrayCreate_v2,
+                op::cuArray3DCreate_v2,
+                op::cuMipmappedArrayCreate,
+                op::cuTexObjectCreate,
+                op::cuSurfObjectCreate,
+                op::cuMemCreate,
+                op::cuMemMap,
+                op::cuMemRetainAllocationHandle,
+                op::cuMemPoolCreate,
+            ],
+        ),
+        ("a check of the image follows its bytes", &[op::IMAGE_HAVE, op::IMAGE_DATA]),
+        (
+            "depends on no work",
+            &[
+                op::TPC_TOPOLOGY,
+                op::GET_FUNCTION,
+                op::GET_GLOBAL,
+                op::ENUMERATE,
+                op::FUNC_ATTRIBUTE,
+                op::OCCUPANCY,
+                op::LIBRARY_MODULE,
+                op::TENSOR_MAP,
+                op::TENSOR_MAP_CHANGE,
+                op::DEV_RESOURCE,
+                op::DEV_RESOURCE_SPLIT,
+                op::DEV_RESOURCE_DESC,
+                op::DEV_RESOURCE_GROUPS,
+                op::PEER_ATOMICS,
+                op::cuArrayGetDescriptor_v2,
+                op::cuArray3DGetDescriptor_v2,
+                op::cuMipmappedArrayGetLevel,
+                op::cuTexObjectGetResourceDesc,
+                op::cuTexObjectGetTextureDesc,
+                op::cuTexObjectGetResourceViewDesc,
+                op::cuSurfObjectGetResourceDesc,
+                op::cuMemGetAccess,
+                op::cuMemGetAllocationPropertiesFromHandle,
+                op::cuMemPoolGetAccess,
+                op::cuMemGetDefaultMemPool,
+                op::cuMemGetMemPool,
+                op::cuDeviceGetDefaultMemPool,
+                op::cuDeviceGetMemPool,
+                op::cuDeviceGetTexture1DLinearMaxWidth,
+                op::cuArrayGetPlane,
+                op::cuArrayGetSparseProperties,
+                op::cuMipmappedArrayGetSparseProperties,
+                op::cuArrayGetMemoryRequirements,
+                op::cuMipmappedArrayGetMemoryRequirements,
+            ],
+        ),
+        (
+            "counts memory, which work of the device changes at any time",
+            &[
+                op::MEM_INFO,
+                op::cuMemPoolGetAttribute,
+                op::cuDeviceGetGraphMemAttribute,
+                op::cuDeviceSetGraphMemAttribute,
+                op::cuDeviceGraphMemTrim,
+            ],
+        ),
+        (
+            "a setting of a context, a pool or a mapping, which work before it need not see",
+            &[
+                op::CTX_SET_LIMIT,
+                op::cuCtxResetPersistingL2Cache,
+                op::cuMemSetAccess,
+                op::cuMemPoolSetAttribute,
+                op::cuMemPoolSetAccess,
+                op::cuDeviceSetMemPool,
+                op::cuMemSetMemPool,
+            ],
+        ),
+        (
+            "names a node, for whose creation the program has waited",
+            &[
+                op::GRAPH_CHILD,
+                op::GRAPH_NODE_PARAMS,
+                op::cuGraphDestroyNode,
+                op::cuGraphNodeGetType,
+                op::cuGraphKernelNodeGetAttribute,
+                op::cuGraphKernelNodeSetAttribute,
+                op::cuGraphKernelNodeCopyAttributes,
+                op::cuGraphNodeGetLocalId,
+                op::cuGraphMemFreeNodeGetParams,
+            ],
+        ),
+    ];
+
+    #[test]
+    fn every_operation_is_ordered_or_says_why_not() {
+        const FROM_WORKER: std::ops::RangeInclusive<u16> = op::REPLY..=op::WELCOME;
+        let streams = streams();
+        let mut stated: Vec<u16> =
+            UNORDERED.iter().flat_map(|(_, operations)| operations.iter().copied()).collect();
+        stated.sort_unstable();
+        let unordered = |operation: &u16| {
+            let touched = touches(&streams, &frame(*operation, 1, 1, true, &[BLOCKING; 40]));
+            touched.objects.is_empty() && !touched.everything && !touched.every_stream
+        };
+        let requests = (1..op::COUNT as u16).filter(|o| op::name(*o) != "?" && !FROM_WORKER.contains(o));
+        let found: Vec<u16> = requests.filter(unordered).collect();
+        let named = |list: &[u16]| list.iter().map(|o| op::name(*o)).collect::<Vec<_>>();
+        assert_eq!(named(&found), named(&stated), "an arm of `touches`, or a line of `UNORDERED`");
+    }
+
+    #[test]
+    fn mirror_stays_behind_the_end_of_another_at_the_same_addresses() {
+        let end = frame(op::UNMIRROR_HOST, 1, 1, false, &[5]);
+        let begin = frame(op::MIRROR_HOST, 2, 2, true, &[6, 0x1000, 0x1000, 1]);
+        assert!(behind(&end, &launch(OTHER)) && behind(&begin, &end));
+        assert!(!behind(&begin, &launch(0)) && !behind(&launch(0), &end));
+    }
+
+    #[test]
+    fn frames_stay_behind_a_reset_that_the_program_does_not_wait_for() {
+        let reset = |waits| frame(op::PRIMARY_RESET, 1, 1, waits, &[0]);
+        let alloc = frame(op::ALLOC, 2, 2, true, &[0, 2 << 20, 0]);
+        assert!(behind(&alloc, &reset(false)), "it would free the new memory");
+        assert!(!behind(&alloc, &reset(true)));
+    }
+
     #[test]
     fn end_of_objects_stays_behind_every_frame() {
         for operation in [op::CTX_SYNC, op::FREE, op::MODULE_UNLOAD, op::CTX_DESTROY, op::cuMemUnmap] {
@@ -377,6 +556,21 @@ pub mod tests {
         assert!(behind(&copy, &launch(BLOCKING)) && !behind(&copy, &launch(OTHER)));
         let short = frame(op::COPY_BOX, 2, 2, false, &[1]);
         assert!(behind(&short, &launch(BLOCKING)), "a frame too short counts for the default stream");
+    }
+
+    #[test]
+    fn box_from_the_device_may_land_without_an_answer() {
+        let copy = |direction, len, waits| {
+            let mut words = vec![BOX as u64];
+            words.extend([0; BOX / 8]);
+            words.extend([BLOCKING, direction, len]);
+            frame(op::COPY_BOX, 2, 2, waits, &words)
+        };
+        let long = INLINE_MAX as u64 + 1;
+        assert!(is_unawaited_download(&copy(2, 8, false)) && is_unawaited_copy(&copy(2, long, false)));
+        assert!(!is_unawaited_download(&copy(2, 8, true)) && !is_unawaited_copy(&copy(0, long, false)));
+        assert!(is_bulk(&copy(1, long, false)) && !is_unawaited_download(&copy(1, long, false)));
+        assert!(!is_bulk(&copy(1, long - 1, false)) && !is_bulk(&copy(2, long, false)));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::WorkerEnd;
-use gpusession_proto::frame::{HEADER, Header, Reader, op};
+use gpusession_proto::frame::{HEADER, Header, Reader, ability, op};
 use gpusession_proto::preface::{self, Code, LEN, Preface};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker, Unshared};
 use gpusession_proto::ticket::Ticket;
@@ -380,6 +380,7 @@ impl Worker {
             w.word(self.start.resume_grace_s.into());
             w.word(window);
             described = session.contexts.describe(self.driver, session.shares.possible().is_ok(), w);
+            w.word(ability::LANDING_BOXES);
         });
         if let Err(error) = described {
             session.end(&format!("cannot describe the GPUs: CUDA error {error}"));

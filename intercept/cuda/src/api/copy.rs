@@ -346,7 +346,10 @@ fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: 
 }
 
 /// Runs a copy into the program's memory, whose rows come packed; `body` writes the frame's head.
-fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>)) -> Result {
+fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: bool) -> Result {
+    if !wait && copies::box_from_device(host, stream, &body)? {
+        return Ok(());
+    }
     let (client, width) = (stream.client, host.width);
     let len = width * host.height * host.depth;
     let mut packed = vec![0u8; len];
@@ -387,7 +390,11 @@ fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>)) -> R
 }
 
 /// Runs a copy whose device memory belongs to the stream's lease.
-fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
+fn run_on(cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
+    thread::within(stream.ctx, || run_within(cuboid, stream, wait))
+}
+
+fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     let (width, height, depth) = (cuboid.width, cuboid.height, cuboid.depth);
     let len = width.checked_mul(height).and_then(|n| n.checked_mul(depth)).ok_or(INVALID_VALUE)?;
@@ -422,7 +429,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         return copies::in_order(cuboid, stream);
     }
     if direction != 0 && len > PACKED && height * depth > 1 {
-        return cuboid.parts().try_for_each(|part| run_on(part, stream, wait));
+        return cuboid.parts().try_for_each(|part| run_within(part, stream, wait));
     }
     regions::upload(client)?;
     if direction == 1 {
@@ -450,7 +457,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             stream.worked(seq);
         }
         1 => upload(&host, stream, body, wait)?,
-        _ => download(&host, stream, body)?,
+        _ => download(&host, stream, body, wait)?,
     }
     client.take_late_error()
 }

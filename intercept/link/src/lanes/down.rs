@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gpusession_proto::frame::{BadFrame, CHUNK};
 
-use super::{HostRange, Open as Connections, chunk_len, lock};
+use super::{HostRange, Open as Connections, Part, chunk_len, lock};
 use crate::flight::{Ended, next_header};
 use crate::link::Link;
 use crate::resume::{Counts, ack};
@@ -66,44 +66,51 @@ struct Down {
     newer: Vec<(usize, usize)>,
 }
 
-/// Part of a piece's bytes that goes into the program's memory.
-struct Part {
-    /// Offset in the piece.
-    offset: usize,
-    address: usize,
-    len: usize,
-}
-
 /// Where the bytes of a piece go.
 enum Place {
     /// The transfer has failed or was canceled.
     Nowhere,
     /// All bytes, to this address.
     Whole(usize),
-    /// Only these parts; the other bytes have newer data.
+    /// These parts; other bytes have newer data.
     Parts(Vec<Part>),
 }
 
-/// Returns what a piece at `address` may write, apart from bytes with `newer` data.
-fn place(address: usize, len: usize, newer: &[(usize, usize)]) -> Place {
-    let end = address + len;
-    let mut taken: Vec<_> = newer
-        .iter()
-        .map(|(at, len)| (*at.max(&address), (at + len).min(end)))
-        .filter(|(from, to)| from < to)
-        .collect();
-    if taken.is_empty() {
-        return Place::Whole(address);
+/// Returns what a piece with these parts may write, apart from bytes with `newer` data.
+fn place(parts: Vec<Part>, newer: &mut Vec<(usize, usize)>) -> Place {
+    if let ([only], true) = (parts.as_slice(), newer.is_empty()) {
+        return Place::Whole(only.address);
     }
-    taken.sort_unstable();
-    let (mut parts, mut at) = (Vec::new(), address);
-    for (from, to) in taken.into_iter().chain([(end, end)]) {
-        if at < from {
-            parts.push(Part { offset: at - address, address: at, len: from - at });
+    unite(newer);
+    let mut left = Vec::with_capacity(parts.len());
+    for part in parts {
+        let end = part.address + part.len;
+        let mut at = part.address;
+        let mut keep = |from: usize, to: usize| {
+            if from < to {
+                left.push(Part { offset: part.offset + from - part.address, address: from, len: to - from });
+            }
+        };
+        let first = newer.partition_point(|(address, len)| address + len <= at);
+        for (address, len) in newer[first..].iter().take_while(|(address, _)| *address < end) {
+            keep(at, *address);
+            at = address + len;
         }
-        at = at.max(to);
+        keep(at, end);
     }
-    Place::Parts(parts)
+    Place::Parts(left)
+}
+
+/// Sorts ranges, and unites those that overlap or touch each other.
+fn unite(ranges: &mut Vec<(usize, usize)>) {
+    ranges.sort_unstable();
+    ranges.dedup_by(|later, earlier| {
+        let near = later.0 <= earlier.0 + earlier.1;
+        if near {
+            earlier.1 = earlier.1.max(later.0 + later.1 - earlier.0);
+        }
+        near
+    });
 }
 
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`
@@ -218,7 +225,7 @@ impl DownTransfers {
             let Some(offset) = offset else {
                 return Err(BadFrame("data beyond the end of a transfer"));
             };
-            let address = t.range.address + offset;
+            let parts = t.range.parts(offset, len);
             let older = t.older.clone();
             let writing = |seq: &u64| open.transfers.get(seq).is_some_and(|old| old.writing > 0);
             if older.iter().any(writing) {
@@ -228,12 +235,12 @@ impl DownTransfers {
             }
             for seq in older {
                 if let Some(old) = open.transfers.get_mut(&seq) {
-                    old.newer.push((address, len));
+                    old.newer.extend(parts.iter().map(|part| (part.address, part.len)));
                 }
             }
             let Some(t) = open.transfers.get_mut(&transfer) else { return Ok(Place::Nowhere) };
             t.writing += 1;
-            return Ok(place(address, len, &t.newer));
+            return Ok(place(parts, &mut t.newer));
         }
     }
 
@@ -388,6 +395,7 @@ fn receive_chunk(
 
 #[cfg(test)]
 mod tests {
+    use super::super::Rows;
     use super::*;
 
     const STREAM: On = On { ctx: 1, stream: 2, blocking: true };
@@ -454,13 +462,76 @@ mod tests {
 
     #[test]
     fn parts_are_what_newer_data_leaves() {
-        let left = |newer: &[(usize, usize)]| match place(100, 10, newer) {
+        let left = |newer: &[(usize, usize)]| match place(
+            vec![Part { offset: 0, address: 100, len: 10 }],
+            &mut newer.to_vec(),
+        ) {
             Place::Parts(parts) => parts.iter().map(|p| (p.offset, p.address, p.len)).collect(),
             _ => vec![(0, 100, 10)],
         };
         assert_eq!(left(&[(90, 10), (110, 5)]), [(0, 100, 10)]);
         assert_eq!(left(&[(95, 7), (108, 9)]), [(2, 102, 6)]);
         assert_eq!(left(&[(104, 2), (103, 2)]), [(0, 100, 3), (6, 106, 4)]);
+        assert_eq!(
+            left(&[(104, 1), (107, 1), (102, 1)]),
+            [(0, 100, 2), (3, 103, 1), (5, 105, 2), (8, 108, 2)]
+        );
         assert_eq!(left(&[(0, 200)]), []);
+    }
+
+    /// Announces a copy of two layers of two rows of three bytes, in memory with room for 24.
+    fn expect_rows(transfers: &DownTransfers, seq: u64, memory: &mut [u8; 24], older: Vec<u64>) {
+        let rows = Rows { width: 3, pitch: 5, height: 2, layer: 12 };
+        // SAFETY: each test's memory outlives its transfers; the last row ends with byte 20.
+        let range = unsafe { HostRange::rows(memory.as_mut_ptr() as usize, rows, 4) };
+        transfers.expect(seq, range, STREAM, true, older);
+    }
+
+    #[test]
+    fn rows_lie_apart_in_the_programs_memory() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 24];
+        expect_rows(&transfers, 1, &mut memory, Vec::new());
+        let start = memory.as_ptr() as usize;
+        assert_eq!(transfers.overlapping(start + 19, 1).len(), 1, "the last byte");
+        assert!(transfers.overlapping(start + 20, 9).is_empty(), "behind the last row");
+        assert!(matches!(transfers.begin_piece(1, 4, 9), Err(BadFrame(_))), "beyond the last row");
+        let piece = |offset: u64, bytes: &[u8]| {
+            let Ok(Place::Parts(parts)) = transfers.begin_piece(1, offset, bytes.len()) else { panic!() };
+            // SAFETY: as above.
+            unsafe { write_parts(bytes, &parts) };
+            transfers.piece_done(1, bytes.len(), 0);
+        };
+        piece(5, &[6, 7, 8, 9, 10, 11, 12]);
+        assert!(transfers.any(), "the first five bytes have still to come");
+        piece(0, &[1, 2, 3, 4, 5]);
+        let expected = [1, 2, 3, 0, 0, 4, 5, 6, 0, 0, 0, 0, 7, 8, 9, 0, 0, 10, 11, 12, 0, 0, 0, 0];
+        assert_eq!(memory, expected);
+        assert!(!transfers.any());
+    }
+
+    #[test]
+    fn older_rows_never_replace_newer_data_and_spare_the_bytes_between() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 24];
+        expect_rows(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory[1..6], vec![1]);
+        expect_rows(&transfers, 3, &mut memory, vec![1, 2]);
+        expect(&transfers, 4, &mut memory[13..15], vec![1, 2, 3]);
+        transfers.land(4, 0, &[4; 2]);
+        transfers.land(3, 0, &[3; 12]);
+        transfers.land(2, 0, &[2; 5]);
+        transfers.land(1, 0, &[1; 12]);
+        assert_eq!(memory, [3, 3, 3, 2, 2, 3, 3, 3, 0, 0, 0, 0, 3, 4, 4, 0, 0, 3, 3, 3, 0, 0, 0, 0]);
+        assert!(!transfers.any(), "every transfer has ended");
+    }
+
+    #[test]
+    fn adjacent_rows_are_one_range() {
+        let rows = Rows { width: 4, pitch: 4, height: 2, layer: 8 };
+        // SAFETY: nothing reads or writes the range.
+        let range = unsafe { HostRange::rows(64, rows, 6) };
+        assert_eq!(range.parts(5, 9), [Part { offset: 0, address: 69, len: 9 }]);
+        assert_eq!(range.extent(), 24);
     }
 }

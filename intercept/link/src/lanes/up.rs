@@ -243,8 +243,8 @@ impl UpQueue {
             None => (0..range.len)
                 .step_by(chunk)
                 .map(|offset| {
-                    let part =
-                        HostRange { address: range.address + offset, len: chunk.min(range.len - offset) };
+                    let (address, len) = (range.address + offset, chunk.min(range.len - offset));
+                    let part = HostRange { address, len, rows: None };
                     piece(offset, Source::Program(part))
                 })
                 .collect(),

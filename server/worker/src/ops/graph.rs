@@ -285,7 +285,7 @@ impl Params {
             }
             1 => {
                 let (description, ctx, regions) = (r.bytes()?, r.word()?, [r.word()?, r.word()?]);
-                let words = super::copy::mirrored(session, description, regions)?.to_vec();
+                let words = super::boxes::mirrored(session, description, regions)?.to_vec();
                 Self::Copy { words, ctx: session.contexts.get(ctx)?.0 }
             }
             2 => Self::Set { words: exact(r.bytes()?, 40)?, ctx: session.contexts.get(r.word()?)?.0 },

@@ -1,6 +1,7 @@
 //! Operations of the log, replayed on the driver.
 
 pub mod allocations;
+mod boxes;
 pub mod copy;
 mod event;
 mod flush;
@@ -36,6 +37,7 @@ use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::handles::Table;
 use crate::objects::Stream;
+use crate::order;
 use crate::replies::Replies;
 use crate::session::Session;
 use crate::supervise::Supervisor;
@@ -89,13 +91,12 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
     };
     let waits = frame.header.flags.get() & WAIT != 0;
-    match frame.header.op.get() {
-        op::COPY_TO_DEVICE | op::COPY_BOX if code != 0 => session.lanes.discard(seq),
-        // A program that does not wait for the answer waits for the bytes.
-        op::COPY_FROM_DEVICE if code != 0 && !waits => {
-            session.replies.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
-        }
-        _ => {}
+    if code != 0 && matches!(frame.header.op.get(), op::COPY_TO_DEVICE | op::COPY_BOX) {
+        session.lanes.discard(seq);
+    }
+    // A program that does not wait for the answer waits for the bytes.
+    if code != 0 && order::is_unawaited_download(frame) {
+        session.replies.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
     }
     if waits {
         session.replies.reply(seq, code, &answer);
@@ -117,11 +118,11 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::LAUNCH => launch::launch(session, &mut r),
         op::COPY_TO_DEVICE => copy::to_device(session, frame, &mut r),
         op::COPY_FROM_DEVICE => copy::from_device(session, frame, &mut r, answer),
-        op::COPY_HOST => copy::copy_host(session, &mut r),
+        op::COPY_HOST => boxes::copy_host(session, &mut r),
         op::cuMemcpyDtoDAsync_v2 if session.contexts.devices.len() > 1 => {
             copy::between_devices(session, executor, frame, &mut r, answer)
         }
-        op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
+        op::COPY_BOX => boxes::copy(session, frame, &mut r, answer),
         op::EVENT_RECORD => event::record(session, &mut r),
         op::STREAM_WAIT_EVENT => event::wait(session, &mut r),
         op::STREAM_SYNC => stream::sync(session, frame, &mut r, answer),

@@ -1,0 +1,203 @@
+// 2D and 3D copies between pinned memory and pitched device memory, which need not wait.
+//
+// Every byte of a box arrives in its place, and no byte between its rows changes. Copies into some
+// of the same host memory arrive in the stream's order. A copy behind a host function that waits
+// for the calling thread does not wait in the call. Host functions and synchronizations see the
+// bytes.
+#include "check.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+__host__ __device__ inline unsigned char pattern(size_t at, unsigned seed) {
+    return static_cast<unsigned char>((at * 2654435761u + seed * 40503u) >> 13);
+}
+
+__global__ void fill(unsigned char *bytes, size_t count, unsigned seed) {
+    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+        bytes[i] = pattern(i, seed);
+}
+
+struct Shape {
+    size_t width, height, depth;
+    size_t device_pitch, host_pitch;
+    // Rows from one layer to the next.
+    size_t device_rows, host_rows;
+    // Place of the box.
+    size_t x, y, z;
+
+    size_t device_at(size_t x_, size_t y_, size_t z_) const {
+        return ((z + z_) * device_rows + y + y_) * device_pitch + x + x_;
+    }
+    size_t host_at(size_t x_, size_t y_, size_t z_) const {
+        return ((z + z_) * host_rows + y + y_) * host_pitch + x + x_;
+    }
+    size_t device_bytes() const { return device_pitch * device_rows * (z + depth); }
+    size_t host_bytes() const { return host_pitch * host_rows * (z + depth); }
+};
+
+static cudaError_t copy(const Shape &s, unsigned char *device, unsigned char *host, cudaMemcpyKind kind,
+                        cudaStream_t stream) {
+    const bool down = kind == cudaMemcpyDeviceToHost;
+    if (s.depth == 1 && s.z == 0) {
+        unsigned char *there = device + s.device_at(0, 0, 0), *here = host + s.host_at(0, 0, 0);
+        return down ? cudaMemcpy2DAsync(here, s.host_pitch, there, s.device_pitch, s.width, s.height, kind, stream)
+                    : cudaMemcpy2DAsync(there, s.device_pitch, here, s.host_pitch, s.width, s.height, kind, stream);
+    }
+    cudaMemcpy3DParms p = {};
+    const cudaPitchedPtr there = make_cudaPitchedPtr(device, s.device_pitch, s.device_pitch, s.device_rows);
+    const cudaPitchedPtr here = make_cudaPitchedPtr(host, s.host_pitch, s.host_pitch, s.host_rows);
+    p.srcPtr = down ? there : here;
+    p.dstPtr = down ? here : there;
+    p.srcPos = p.dstPos = make_cudaPos(s.x, s.y, s.z);
+    p.extent = make_cudaExtent(s.width, s.height, s.depth);
+    p.kind = kind;
+    return cudaMemcpy3DAsync(&p, stream);
+}
+
+// Compares all bytes of `got`: those of the box with the device's, the others with `before`.
+static void expect_box(int line, const Shape &s, const unsigned char *got, unsigned seed, unsigned char before,
+                       bool there = false) {
+    const size_t pitch = there ? s.device_pitch : s.host_pitch, rows = there ? s.device_rows : s.host_rows;
+    for (size_t z = 0; z < s.z + s.depth; z++)
+        for (size_t y = 0; y < rows; y++)
+            for (size_t x = 0; x < pitch; x++) {
+                const bool inside = x >= s.x && x < s.x + s.width && y >= s.y && y < s.y + s.height && z >= s.z;
+                const size_t other = inside && !there ? s.device_at(x - s.x, y - s.y, z - s.z)
+                                     : inside         ? s.host_at(x - s.x, y - s.y, z - s.z)
+                                                      : 0;
+                const unsigned char want = inside ? pattern(other, seed) : before;
+                const size_t at = (z * rows + y) * pitch + x;
+                if (got[at] == want) continue;
+                std::printf("FAILED line %d: byte %zu of row %zu of layer %zu is %d, not %d\n", line, x, y, z, got[at],
+                            want);
+                std::exit(1);
+            }
+}
+
+static void wait_for(void *data) {
+    while (!static_cast<std::atomic<int> *>(data)->load()) std::this_thread::yield();
+}
+
+struct Look {
+    const Shape *shape;
+    const unsigned char *host;
+    unsigned seed;
+};
+
+static void look_at(void *data) {
+    const Look *look = static_cast<const Look *>(data);
+    expect_box(__LINE__, *look->shape, look->host, look->seed, 0xee);
+}
+
+int main() {
+    const Shape shapes[] = {
+        {3, 5, 1, 512, 7, 5, 5, 0, 0, 0},
+        {1, 3000, 1, 4, 9, 3000, 3000, 2, 0, 0},
+        {640, 480, 1, 1024, 1000, 480, 480, 0, 0, 0},
+        {1920 * 3, 1080, 1, 6144, 1920 * 3, 1080, 1080, 0, 0, 0},
+        {(3 << 20) + 77, 3, 1, 4 << 20, (3 << 20) + 100, 3, 3, 21, 0, 0},
+        {100, 7, 9, 128, 112, 11, 8, 5, 1, 2},
+        {1000, 100, 33, 1024, 1001, 101, 103, 0, 0, 0},
+        {64, 64, 200, 64, 64, 64, 64, 0, 0, 0},
+        {13, 1, 30000, 16, 14, 1, 2, 0, 0, 1},
+    };
+    cudaStream_t one, two;
+    CHECK(cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking));
+    cudaEvent_t event;
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    unsigned seed = 1;
+    for (const Shape &s : shapes) {
+        const size_t there = s.device_bytes(), here = s.host_bytes();
+        unsigned char *device, *host, *all;
+        CHECK(cudaMalloc(&device, there));
+        CHECK(cudaMallocHost(&host, here));
+        CHECK(cudaMallocHost(&all, there));
+        // To pinned memory, with synchronizations of each kind.
+        for (int round = 0; round < 4; round++) {
+            std::memset(host, 0xee, here);
+            fill<<<64, 256, 0, one>>>(device, there, ++seed);
+            CHECK(copy(s, device, host, cudaMemcpyDeviceToHost, one));
+            if (round == 0) CHECK(cudaStreamSynchronize(one));
+            if (round == 1) CHECK(cudaDeviceSynchronize());
+            if (round == 2) {
+                CHECK(cudaEventRecord(event, one));
+                while (cudaEventQuery(event) == cudaErrorNotReady) std::this_thread::yield();
+            }
+            if (round == 3) {
+                Look look = {&s, host, seed};
+                CHECK(cudaLaunchHostFunc(one, look_at, &look));
+                CHECK(cudaStreamSynchronize(one));
+            }
+            expect_box(__LINE__, s, host, seed, 0xee);
+        }
+        // Behind a host function that waits for this thread.
+        std::atomic<int> go(0);
+        std::memset(host, 0xee, here);
+        fill<<<64, 256, 0, one>>>(device, there, ++seed);
+        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+        CHECK(copy(s, device, host, cudaMemcpyDeviceToHost, one));
+        CHECK(cudaEventRecord(event, one));
+        CHECK(cudaStreamWaitEvent(two, event, 0));
+        go = 1;
+        CHECK(cudaStreamSynchronize(two));
+        expect_box(__LINE__, s, host, seed, 0xee);
+        // The same memory again and again, of which the last copy stays.
+        for (int round = 0; round < 5; round++) {
+            fill<<<64, 256, 0, one>>>(device, there, ++seed);
+            CHECK(copy(s, device, host, cudaMemcpyDeviceToHost, one));
+        }
+        CHECK(cudaStreamSynchronize(one));
+        expect_box(__LINE__, s, host, seed, 0xee);
+        // Adjacent bytes after a box, a box after adjacent bytes.
+        const size_t last = s.host_at(s.width - 1, s.height - 1, s.depth - 1);
+        if (last < there) {
+            CHECK(copy(s, device, host, cudaMemcpyDeviceToHost, one));
+            CHECK(cudaMemcpyAsync(host, device, last + 1, cudaMemcpyDeviceToHost, one));
+            CHECK(cudaStreamSynchronize(one));
+            for (size_t i = 0; i <= last; i++) EXPECT(host[i] == pattern(i, seed));
+            std::memset(host, 0xee, here);
+            CHECK(cudaMemcpyAsync(host + last, device + last, 1, cudaMemcpyDeviceToHost, one));
+            CHECK(copy(s, device, host, cudaMemcpyDeviceToHost, one));
+            CHECK(cudaStreamSynchronize(one));
+            expect_box(__LINE__, s, host, seed, 0xee);
+        }
+        // To the device.
+        seed++;
+        for (size_t i = 0; i < here; i++) host[i] = pattern(i, seed);
+        CHECK(cudaMemsetAsync(device, 0x55, there, one));
+        CHECK(copy(s, device, host, cudaMemcpyHostToDevice, one));
+        CHECK(cudaMemcpyAsync(all, device, there, cudaMemcpyDeviceToHost, one));
+        CHECK(cudaStreamSynchronize(one));
+        expect_box(__LINE__, s, all, seed, 0x55, true);
+        CHECK(cudaFree(device));
+        CHECK(cudaFreeHost(host));
+        CHECK(cudaFreeHost(all));
+        std::printf("boxes: %zu x %zu x %zu right\n", s.width, s.height, s.depth);
+    }
+
+    // Two streams fill the columns of one image, in turn.
+    const size_t width = 4096, height = 700, stripe = 512;
+    unsigned char *image, *device;
+    CHECK(cudaMallocHost(&image, width * height));
+    CHECK(cudaMalloc(&device, width * height));
+    fill<<<64, 256>>>(device, width * height, ++seed);
+    CHECK(cudaDeviceSynchronize());
+    for (size_t x = 0; x < width; x += stripe)
+        CHECK(cudaMemcpy2DAsync(image + x, width, device + x, width, stripe, height, cudaMemcpyDeviceToHost,
+                                x / stripe % 2 ? one : two));
+    CHECK(cudaStreamSynchronize(one));
+    CHECK(cudaStreamSynchronize(two));
+    for (size_t i = 0; i < width * height; i++) EXPECT(image[i] == pattern(i, seed));
+    std::printf("boxes: columns right\n");
+
+    // Wrong calls.
+    SHOW(cudaMemcpy2DAsync(image, 10, device, width, 11, 2, cudaMemcpyDeviceToHost, one));
+    SHOW(cudaMemcpy2DAsync(image, width, device, 10, 11, 2, cudaMemcpyDeviceToHost, one));
+    SHOW(cudaMemcpy2DAsync(image, width, device, width, 0, 2, cudaMemcpyDeviceToHost, one));
+    SHOW(cudaMemcpy2DAsync(image, width, nullptr, width, 8, 2, cudaMemcpyDeviceToHost, one));
+    CHECK(cudaDeviceSynchronize());
+    return 0;
+}
