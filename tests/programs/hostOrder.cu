@@ -151,6 +151,26 @@ int main() {
         go = 1;
         CHECK(cudaStreamSynchronize(one));
         expect(back, part / sizeof(int), first);
+        // Written by a host function behind one that waits for this thread, which requests more
+        // copies behind it: from the same memory, from other pinned memory, and of few bytes.
+        first += 1000;
+        go = 0;
+        Work late = {back, count, first};
+        std::memset(back, 0xff, length);
+        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+        CHECK(cudaLaunchHostFunc(one, write, &late));
+        CHECK(cudaMemcpyAsync(to, back, length, cudaMemcpyHostToDevice, one));
+        CHECK(cudaMemcpyAsync(host, to, length, cudaMemcpyDeviceToHost, one));
+        CHECK(cudaEventRecord(event, one));
+        CHECK(cudaStreamWaitEvent(two, event, 0));
+        for (int round = 0; round < (count == most ? 16 : 2); round++)
+            CHECK(cudaMemcpyAsync(from, host, length, cudaMemcpyHostToDevice, two));
+        CHECK(cudaMemcpyAsync(from, back, sizeof(int), cudaMemcpyHostToDevice, two));
+        CHECK(cudaMemcpyAsync(second, from, length, cudaMemcpyDeviceToHost, two));
+        go = 1;
+        CHECK(cudaStreamSynchronize(two));
+        expect(second, count, first);
+        expect(host, count, first);
         // Written by a host function ordered after an event of the copying stream.
         first += 1000;
         Look look = {back, count, first, 0};

@@ -7,7 +7,7 @@ use gpusession_link::lanes::{Detached, HostRange};
 use gpusession_link::link::Begun;
 use gpusession_proto::frame::{INLINE_MAX, ability, op};
 
-use crate::client::{Client, string, unavailable};
+use crate::client::{string, unavailable};
 use crate::cuboid::{Cuboid, DEVICE, HOST};
 use crate::host_functions::Due;
 use crate::positions::is_covered;
@@ -15,27 +15,15 @@ use crate::ranges::Range;
 use crate::regions::Named;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{mapped, ranges, regions, thread};
+use crate::{deferred_uploads, mapped, ranges, regions, thread};
 
 /// Keeps chunks of bulk transfers queued in the order of their frames.
 static BULK: Mutex<()> = Mutex::new(());
-
-/// Largest host memory that gets a mirror because of a host function, in bytes.
-///
-/// Copies with larger memory wait for the stream instead.
-const PLACED: u64 = 16 << 20;
 
 /// Largest target of a copy to the host that gets a mirror behind a function of a stream, in bytes.
 ///
 /// Later copies from larger memory may have to wait for the stream.
 const PLACED_BEHIND: u64 = 1 << 20;
-
-/// Returns the client's pinned or managed memory that contains these bytes.
-fn known(client: &Client, address: usize, len: usize) -> Option<Range> {
-    ranges::find(address as u64).filter(|r| {
-        r.kind.on_host() && r.server() == client.number && r.size - (address as u64 - r.base) >= len as u64
-    })
-}
 
 /// Copies from the mirror of host memory in the stream's order, where order requires it.
 ///
@@ -54,8 +42,8 @@ pub fn done_there(
     if !due && !regions::any() && !client.link.down.any() {
         return Ok(false);
     }
-    let Some(range) = known(client, source, len) else { return Ok(false) };
-    if due && range.size > PLACED {
+    let Some(range) = ranges::on_host(client, source, len) else { return Ok(false) };
+    if due && range.size > mapped::PLACED {
         stream.drain()?;
         due = false;
     }
@@ -100,8 +88,11 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         return in_order(cuboid(), stream);
     }
     regions::upload(client)?;
-    if regions::any() && known(client, source, len).is_some_and(|r| r.kind.managed()) {
+    if regions::any() && ranges::on_host(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
+    }
+    if deferred_uploads::try_defer((target, source, len), stream, wait)? {
+        return client.take_late_error();
     }
     if done_there(cuboid(), source, len, stream, wait)? {
         return Ok(());
@@ -253,7 +244,7 @@ pub fn box_from_device(
     }
     let due = stream.due();
     if (due > Due::Nothing || regions::any())
-        && let Some(range) = known(client, target, len)
+        && let Some(range) = ranges::on_host(client, target, len)
     {
         if range.kind.managed() {
             return Ok(false);
@@ -294,7 +285,7 @@ fn put_behind(
     let largest = match due {
         Due::Nothing => 0,
         Due::Function => PLACED_BEHIND,
-        Due::Graph => PLACED,
+        Due::Graph => mapped::PLACED,
     };
     if !mapped::there(stream.client, target, len) && range.size > largest {
         return Ok(false);
@@ -324,7 +315,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     let due = if wait { Due::Nothing } else { stream.due() };
     let mut wait = wait;
     if (due > Due::Nothing || regions::any())
-        && let Some(range) = known(client, target, len)
+        && let Some(range) = ranges::on_host(client, target, len)
     {
         if range.kind.managed() {
             return managed(target as u64, source, len, stream, true);
@@ -433,12 +424,14 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
 
 /// Posts a frame whose bytes travel on the lanes; at the return the bytes are sent.
 pub fn bulk_post(
-    client: &Client,
+    stream: &Stream,
     op: u16,
     body: impl FnOnce(&mut gpusession_proto::frame::Writer<'_>),
     bytes: &[u8],
 ) -> Result<u64> {
+    let client = stream.client;
     let lanes = client.link.lanes().map_err(unavailable)?;
+    deferred_uploads::settle(stream)?;
     // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
     let upload = lanes.upload(unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) }, true);
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);

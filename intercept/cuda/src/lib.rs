@@ -25,6 +25,7 @@ mod clients;
 mod compile_cache;
 mod copies;
 mod cuboid;
+mod deferred_uploads;
 mod descriptors;
 mod devices;
 mod entry;

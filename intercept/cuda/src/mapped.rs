@@ -16,6 +16,11 @@ use crate::status::{INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
 use crate::window::PAGE;
 use crate::{capture, clients, foreign_addresses, thread, trace};
 
+/// Largest host memory that gets a mirror because of a host function, in bytes.
+///
+/// Copies from larger memory send it later (`deferred_uploads`), or wait for the stream.
+pub const PLACED: u64 = 16 << 20;
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

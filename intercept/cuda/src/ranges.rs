@@ -130,6 +130,13 @@ pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
     })
 }
 
+/// Returns the client's pinned or managed memory that contains these bytes.
+pub fn on_host(client: &Client, address: usize, len: usize) -> Option<Range> {
+    find(address as u64).filter(|r| {
+        r.kind.on_host() && r.server() == client.number && r.size - (address as u64 - r.base) >= len as u64
+    })
+}
+
 /// Returns `true` if `len` bytes from `address` are pinned host memory of the client.
 pub fn is_pinned(client: &Client, address: u64, len: u64) -> bool {
     find(address).is_some_and(|r| {

@@ -336,7 +336,7 @@ fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: 
         })?;
         stream.worked(seq);
     } else {
-        let seq = copies::bulk_post(client, op::COPY_BOX, body, &packed)?;
+        let seq = copies::bulk_post(stream, op::COPY_BOX, body, &packed)?;
         stream.worked(seq);
     }
     if wait {

@@ -1,0 +1,120 @@
+//! Copies from pinned memory that a host function may still write.
+//!
+//! The library sends such memory once the stream has reached the copy: an empty place in front of
+//! the copy is a host function of the library's own. The worker's executor meanwhile waits for the
+//! bytes, and other streams continue. So the thread that enqueues the copy never waits for the host
+//! function, which may wait for that thread.
+//!
+//! Chunks of later transfers must not fill the lanes before these are sent. So every bulk copy to
+//! the device that is ordered behind a deferred one is deferred too, or waits for it.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use gpusession_link::lanes::{HostRange, On};
+use gpusession_proto::frame::{INLINE_MAX, op};
+
+use crate::client::{Client, unavailable};
+use crate::host_functions::{self, Due, HostFunction};
+use crate::positions::is_covered;
+use crate::status::Result;
+use crate::streams::Stream;
+use crate::{mapped, ranges, streams};
+
+/// Copy whose bytes are not sent yet.
+struct Deferred {
+    client: &'static Client,
+    range: HostRange,
+    on: On,
+    /// Position of the copy's frame; locked until that frame is posted.
+    seq: Mutex<Option<u64>>,
+}
+
+/// Deferred copies: client, stream and position of each.
+static WAITING: Mutex<Vec<(u8, On, u64)>> = Mutex::new(Vec::new());
+/// Number of them: at zero, a copy's check is a single load.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn change(change: impl FnOnce(&mut Vec<(u8, On, u64)>)) {
+    let mut waiting = lock(&WAITING);
+    change(&mut waiting);
+    COUNT.store(waiting.len(), Ordering::Relaxed);
+}
+
+/// Returns `true` if the stream's next work is ordered behind a deferred copy.
+fn is_behind_one(stream: &Stream) -> bool {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return false;
+    }
+    let covers = stream.covers(stream.client.link.position() + 1);
+    lock(&WAITING).iter().any(|(client, on, seq)| {
+        *client == stream.client.number && (*on == stream.on() || is_covered(&covers, *on, *seq))
+    })
+}
+
+/// Waits for the deferred copies that precede the stream's next work.
+///
+/// The driver, too, waits for a stream before it reads pageable memory for a copy there.
+pub fn settle(stream: &Stream) -> Result {
+    if is_behind_one(stream) { stream.drain() } else { Ok(()) }
+}
+
+/// Enqueues a copy of `len` bytes whose source is sent later; `false`: the caller sends it now.
+///
+/// With `wait` the program expects the copy to be complete at the return.
+pub fn try_defer((target, source, len): (u64, usize, usize), stream: &Stream, wait: bool) -> Result<bool> {
+    let client = stream.client;
+    if stream.due() == Due::Nothing {
+        return Ok(false);
+    }
+    // A deferred copy is due itself. Few bytes travel in the frame and fill no lane.
+    let behind = len > INLINE_MAX && is_behind_one(stream);
+    // SAFETY: the program must not change or free pinned memory before it has synchronized.
+    let range = unsafe { HostRange::new(source, len) };
+    let able = !wait
+        && ranges::is_pinned(client, source as u64, len as u64)
+        && !mapped::there(client, source, len)
+        && (behind || ranges::on_host(client, source, len).is_some_and(|range| range.size > mapped::PLACED));
+    if !able {
+        return if behind { stream.drain().map(|()| false) } else { Ok(false) };
+    }
+    let Some(shared) =
+        streams::all(client).into_iter().find(|shared| std::ptr::eq(&raw const **shared, stream))
+    else {
+        return Ok(false);
+    };
+    client.link.lanes().map_err(unavailable)?;
+    let deferred = Arc::new(Deferred { client, range, on: stream.on(), seq: Mutex::default() });
+    let mut place = lock(&deferred.seq);
+    let data = Arc::into_raw(deferred.clone()) as usize;
+    host_functions::enqueue(&shared, HostFunction::Plain(send, data), Some(stream.covers_so_far()))?;
+    let seq = client.post(op::COPY_TO_DEVICE, |w| {
+        w.word(target);
+        w.word(len as u64);
+        w.word(stream.handle);
+        w.word(0);
+    })?;
+    change(|waiting| waiting.push((client.number, deferred.on, seq)));
+    stream.worked(seq);
+    *place = Some(seq);
+    Ok(true)
+}
+
+/// Sends the bytes of a deferred copy, which its stream has reached.
+extern "C" fn send(data: *mut c_void) {
+    // SAFETY: `data` came from `Arc::into_raw` in `try_defer`, and the function runs once.
+    let deferred = unsafe { Arc::from_raw(data.cast::<Deferred>().cast_const()) };
+    let Some(seq) = *lock(&deferred.seq) else { return };
+    // Without a link there is no copy.
+    if let Ok(lanes) = deferred.client.link.lanes() {
+        lanes.send(seq, lanes.upload(deferred.range, false));
+    }
+    change(|waiting| {
+        waiting.retain(|(client, _, waits)| (*client, *waits) != (deferred.client.number, seq));
+    });
+}
