@@ -33,6 +33,7 @@ help:
 	@echo 'make demo         a whole site on this machine: server, daemon, programs on leased GPUs (simulated where there is none)'
 	@echo 'make quick        unit tests that need no GPU, no root and no network'
 	@echo 'make test         all tests that need no GPU, quick ones first'
+	@echo 'make test-unit test-conformance   parts of make test; make style deny: parts of make check'
 	@echo 'make check        formatting, lints, licences, shell scripts, language, generated pages'
 	@echo 'make gpu-bundle   target/gpu-bundle: a folder that tests and measures on a machine with a GPU'
 	@echo 'make build        release binaries'
@@ -100,6 +101,7 @@ test: test-unit test-conformance test-system
 QUICK := $(addprefix -p ,gpusession-common gpusession-image gpusession-proto gpusessiond gpuserver gpuserver-worker)
 quick:
 	@.ci/setup build
+	@echo 'quick: builds first; minutes on a machine that does so for the first time'
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
 		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
 	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi

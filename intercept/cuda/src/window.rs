@@ -135,6 +135,10 @@ impl Free {
     fn whole(&self, base: u64, len: u64) -> bool {
         self.ranges.get(&base) == Some(&len)
     }
+
+    fn bytes(&self) -> u64 {
+        self.ranges.values().sum()
+    }
 }
 
 /// A granule for small allocations of one context.
@@ -222,6 +226,19 @@ impl Window {
     /// Frees a range that the worker could not map.
     pub fn refused(&mut self, address: u64, size: u64) {
         self.device.give(address, size);
+    }
+
+    /// Frees an allocation that shares its granules with no other one.
+    ///
+    /// Returns the range that the worker must unmap before `unmapped`; `None`, without a change, if
+    /// there are others.
+    pub fn free_alone(&mut self, address: u64) -> Result<Option<(u64, u64)>> {
+        let len = *self.sizes.get(&address).ok_or(INVALID_VALUE)?;
+        let slab = self.slabs.range(..=address).next_back().filter(|(base, _)| address - **base < GRANULE);
+        match slab {
+            Some((_, slab)) if slab.free.bytes() + len < GRANULE => Ok(None),
+            _ => self.free(address),
+        }
     }
 
     /// Frees an allocation; returns the range that the worker must unmap before `unmapped`, if any.
@@ -325,6 +342,19 @@ mod tests {
         assert_eq!(w.free(b), Ok(Some((BASE, GRANULE))), "an empty slab goes back");
         assert_eq!(w.free(b), Err(INVALID_VALUE), "freed twice");
         assert_eq!(w.free(d), Ok(Some((d, 4 << 20))));
+    }
+
+    #[test]
+    fn allocation_alone_in_its_granules_is_freed_without_a_wait_before() {
+        let mut w = Window::new(BASE);
+        let (a, b) = (allocate(&mut w, 1, 100), allocate(&mut w, 1, 513));
+        let c = allocate(&mut w, 1, 3 << 20);
+        assert_eq!(w.free_alone(a), Ok(None), "the slab has another one");
+        assert_eq!(w.free(a), Ok(None), "it was not freed before");
+        assert_eq!(w.free_alone(b), Ok(Some((BASE, GRANULE))));
+        assert_ne!(allocate(&mut w, 1, 100), BASE, "the worker has still to unmap it");
+        assert_eq!(w.free_alone(b), Err(INVALID_VALUE), "freed twice");
+        assert_eq!(w.free_alone(c), Ok(Some((c, 4 << 20))));
     }
 
     #[test]

@@ -63,6 +63,8 @@ fn works(operation: u16) -> bool {
             | op::COPY_TO_DEVICE
             | op::COPY_FROM_DEVICE
             | op::COPY_BOX
+            | op::COPY_HOST
+            | op::DECOMPRESS
             | op::WRITE_HOST
             | op::STREAM_BATCH
             | op::HOST_FUNC

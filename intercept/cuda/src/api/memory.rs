@@ -125,15 +125,20 @@ fn free_of(client: &Client, range: &Range) -> Result {
         }
         _ => {}
     }
-    // Waits before the address becomes free, because another thread may allocate it at once.
-    let synced = client.call(op::CTX_SYNC, |_| {}).map(|_| ());
-    let unmap = client.window().free(address)?;
-    if let Some((base, size)) = unmap {
-        let freed = client.call(op::FREE, |w| w.word(base));
+    let unmap = |(base, size)| {
+        let freed = client.call(op::FREE, |w| w.word(base)).map(drop);
         client.window().unmapped(base, size);
-        freed?;
+        freed
+    };
+    // The worker waits for the device before it unmaps memory.
+    let alone = client.window().free_alone(address)?;
+    if let Some(range) = alone {
+        return unmap(range);
     }
-    synced
+    // Waits before the address becomes free, because another thread may allocate it at once.
+    let synced = client.call(op::CTX_SYNC, |_| {}).map(drop);
+    let range = client.window().free(address)?;
+    range.map_or(Ok(()), unmap).and(synced)
 }
 
 /// Ends a context with all that belongs to it; `end` ends it on the server.

@@ -26,7 +26,7 @@ use crate::entry::{
     UNKNOWN, alias, driver, give,
 };
 use crate::events::{self, DISABLE_TIMING, INTERPROCESS};
-use crate::ranges::{self, Kind};
+use crate::ranges::{self, Kind, Range};
 use crate::window::GRANULE;
 use crate::{clients, handles, streams, thread};
 
@@ -96,6 +96,33 @@ pub fn elsewhere() -> i32 {
 
 /// A legacy handle of memory or of an event, which is a token.
 pub type Legacy = [u8; Token::LEN];
+
+/// Legacy handles of allocations, by base address, with the allocation's number.
+static KNOWN: Mutex<BTreeMap<u64, (u64, Legacy)>> = Mutex::new(BTreeMap::new());
+/// Number of handles after which the library forgets all of them.
+const MAX_KNOWN: usize = 4096;
+
+/// Returns the legacy handle of an allocation, which stays the same while the allocation exists.
+///
+/// MPI libraries ask for it with each message.
+fn legacy_of(range: &Range) -> Result<Legacy> {
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((id, legacy)) = known().get(&range.base)
+        && *id == range.id
+    {
+        return Ok(*legacy);
+    }
+    let reply = clients::of(range.ctx)?.call(op::SHARE_ADDRESS, |w| w.word(range.base))?;
+    let mut reader = reply.reader();
+    let token = string(&mut reader)?.try_into().ok().and_then(Token::parse).ok_or(UNKNOWN)?;
+    let legacy = Token { size: range.size, ..token }.bytes();
+    let mut known = known();
+    if known.len() >= MAX_KNOWN {
+        known.clear();
+    }
+    known.insert(range.base, (range.id, legacy));
+    Ok(legacy)
+}
 
 /// Returns the token of a legacy handle of this kind.
 pub fn named(legacy: &Legacy, kind: share::Kind) -> Result<Token> {
@@ -257,10 +284,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         streams::shares();
-        let reply = clients::of(range.ctx)?.call(op::SHARE_ADDRESS, |w| w.word(range.base))?;
-        let mut reader = reply.reader();
-        let token = string(&mut reader)?.try_into().ok().and_then(Token::parse).ok_or(UNKNOWN)?;
-        give(legacy, Token { size: range.size, ..token }.bytes())
+        give(legacy, legacy_of(&range)?)
     }
 
     fn cuIpcOpenMemHandle_v2(address: *mut u64, legacy: Passed, flags: u32) {

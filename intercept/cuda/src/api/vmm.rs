@@ -134,6 +134,15 @@ driver! {
         Ok(())
     }
 
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) {
+        clients::get()?;
+        // Other memory has no handle, natively either; MPI libraries ask for each message.
+        let range = ranges::find(address).filter(|range| range.kind == Kind::Mapped).ok_or(INVALID_VALUE)?;
+        let client = clients::of(range.ctx)?;
+        let reply = client.call(op::cuMemRetainAllocationHandle, |w| w.word(address))?;
+        give(handle, client.name(word(&mut reply.reader())?))
+    }
+
     fn cuMemUnmap(address: u64, size: usize) {
         let client = route::at(address)?;
         client.call(op::cuMemUnmap, |w| {
