@@ -80,6 +80,17 @@ static void wait_for(void *data) {
     while (!static_cast<std::atomic<int> *>(data)->load()) std::this_thread::yield();
 }
 
+struct Work {
+    unsigned char *bytes;
+    size_t count;
+    unsigned seed;
+};
+
+static void write(void *data) {
+    const Work *work = static_cast<const Work *>(data);
+    for (size_t i = 0; i < work->count; i++) work->bytes[i] = pattern(i, work->seed);
+}
+
 struct Look {
     const Shape *shape;
     const unsigned char *host;
@@ -176,6 +187,28 @@ int main() {
         CHECK(cudaFreeHost(host));
         CHECK(cudaFreeHost(all));
         std::printf("boxes: %zu x %zu x %zu right\n", s.width, s.height, s.depth);
+    }
+
+    // A host function behind one that waits for this thread writes the source, in memory of more
+    // than 16 MiB.
+    {
+        const Shape s = {5000, 3000, 1, 5120, 6000, 3000, 3000, 0, 0, 0};
+        unsigned char *there, *here, *all;
+        CHECK(cudaMalloc(&there, s.device_bytes()));
+        CHECK(cudaMallocHost(&here, s.host_bytes()));
+        CHECK(cudaMallocHost(&all, s.device_bytes()));
+        std::memset(here, 0, s.host_bytes());
+        CHECK(cudaMemsetAsync(there, 0x55, s.device_bytes(), one));
+        std::atomic<int> go(0);
+        Work work = {here, s.host_bytes(), ++seed};
+        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+        CHECK(cudaLaunchHostFunc(one, write, &work));
+        CHECK(copy(s, there, here, cudaMemcpyHostToDevice, one));
+        CHECK(cudaMemcpyAsync(all, there, s.device_bytes(), cudaMemcpyDeviceToHost, one));
+        go = 1;
+        CHECK(cudaStreamSynchronize(one));
+        expect_box(__LINE__, s, all, seed, 0x55, true);
+        std::printf("boxes: behind a host function right\n");
     }
 
     // Two streams fill the columns of one image, in turn.

@@ -1,6 +1,6 @@
 // Stream-ordered allocation: from the default pool and from an own pool, reuse in stream order, use
 // on another stream, trimming.
-#include "check.h"
+#include "driver.h"
 
 #include <vector>
 
@@ -16,6 +16,14 @@ static void expect(const int *device, int value, cudaStream_t stream) {
     CHECK(cudaMemcpyAsync(host.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost, stream));
     CHECK(cudaStreamSynchronize(stream));
     for (int i = 0; i < COUNT; i++) EXPECT(host[i] == value + i);
+}
+
+// Expects that the driver names a pool as the origin of memory.
+static void expect_pool(const void *memory, cudaMemPool_t pool) {
+    DRIVER(cuPointerGetAttribute);
+    CUmemoryPool found = nullptr;
+    CHECK_DRIVER(cuPointerGetAttribute_(&found, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, (CUdeviceptr)memory));
+    EXPECT(found == pool);
 }
 
 int main() {
@@ -78,6 +86,7 @@ int main() {
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &found));
     EXPECT(found >= bytes);
+    expect_pool(shared, pool);
     CHECK(cudaFree(shared));  // the ordinary call frees it as well
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaMemPoolTrimTo(pool, 0));
@@ -89,6 +98,7 @@ int main() {
     properties.location.id = 0;
     CHECK(cudaMemPoolCreate(&pool, &properties));
     CHECK(cudaMallocFromPoolAsync(&shared, bytes, pool, stream));
+    expect_pool(shared, pool);
     fill<<<BLOCKS, 256, 0, stream>>>(shared, COUNT, 5);
     expect(shared, 5, stream);
     CHECK(cudaFreeAsync(shared, stream));

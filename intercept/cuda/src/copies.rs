@@ -7,15 +7,16 @@ use gpusession_link::lanes::{Detached, HostRange};
 use gpusession_link::link::Begun;
 use gpusession_proto::frame::{INLINE_MAX, ability, op};
 
-use crate::client::{string, unavailable};
+use crate::client::{Client, string, unavailable};
 use crate::cuboid::{Cuboid, DEVICE, HOST};
+use crate::deferred_uploads::{Source, try_defer};
 use crate::host_functions::Due;
 use crate::positions::is_covered;
 use crate::ranges::Range;
 use crate::regions::Named;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{deferred_uploads, mapped, ranges, regions, thread};
+use crate::{mapped, ranges, regions, thread};
 
 /// Keeps chunks of bulk transfers queued in the order of their frames.
 static BULK: Mutex<()> = Mutex::new(());
@@ -91,7 +92,12 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if regions::any() && ranges::on_host(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
     }
-    if deferred_uploads::try_defer((target, source, len), stream, wait)? {
+    // SAFETY: the program must not change or free pinned memory before it has synchronized.
+    let range = unsafe { HostRange::new(source, len) };
+    let later = |w: &mut gpusession_proto::frame::Writer<'_>| {
+        [target, len as u64, stream.handle, 0].into_iter().for_each(|word| w.word(word));
+    };
+    if try_defer(Source { address: source, extent: len, range }, stream, wait, op::COPY_TO_DEVICE, later)? {
         return client.take_late_error();
     }
     if done_there(cuboid(), source, len, stream, wait)? {
@@ -120,25 +126,18 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         }
         return upwards_done(stream, wait, shown);
     }
-    let lanes = client.link.lanes().map_err(unavailable)?;
-    let pinned = ranges::is_pinned(client, source as u64, len as u64);
-    let taken = wait || !pinned;
-    // SAFETY: for pageable memory and synchronous calls, this function waits until the bytes are
-    // sent. Pinned memory must not change before the program has synchronized, and a free
-    // synchronizes.
-    let upload = lanes.upload(unsafe { HostRange::new(source, len) }, taken);
-    let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
-    let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
-    if taken && !shown && ranges::is_device(client, target, len as u64) {
-        stream.copied_in(seq)
-    } else {
-        stream.worked(seq)
-    }
-    let sent = lanes.send(seq, upload);
-    drop(order);
-    if taken && !sent.wait() {
-        return Err(crate::status::DEVICE_UNAVAILABLE);
-    }
+    let taken = wait || !ranges::is_pinned(client, source as u64, len as u64);
+    // SAFETY: for pageable memory and synchronous calls, the post waits until the bytes are sent.
+    // Pinned memory must not change before the program has synchronized, and a free synchronizes.
+    let range = unsafe { HostRange::new(source, len) };
+    let posted = |seq| {
+        if taken && !shown && ranges::is_device(client, target, len as u64) {
+            stream.copied_in(seq)
+        } else {
+            stream.worked(seq)
+        }
+    };
+    bulk_post(client, op::COPY_TO_DEVICE, |w| body(w, false), (range, taken), posted)?;
     upwards_done(stream, wait, shown)
 }
 
@@ -260,7 +259,7 @@ pub fn box_from_device(
     if bulk {
         client.link.lanes().map_err(unavailable)?;
     }
-    let (rows, older) = (host.target_rows(), older(stream, target, len));
+    let (rows, older) = (host.rows(1), older(stream, target, len));
     let seq = client.post(op::COPY_BOX, |w| {
         body(w);
         // SAFETY: by the call's contract the box is writable until the copy is complete.
@@ -422,21 +421,22 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
     Ok(())
 }
 
-/// Posts a frame whose bytes travel on the lanes; at the return the bytes are sent.
+/// Posts a frame whose bytes travel on the lanes; with `taken`, they are sent at the return.
+///
+/// `posted` gets the frame's position before any wait.
 pub fn bulk_post(
-    stream: &Stream,
+    client: &Client,
     op: u16,
     body: impl FnOnce(&mut gpusession_proto::frame::Writer<'_>),
-    bytes: &[u8],
-) -> Result<u64> {
-    let client = stream.client;
+    (range, taken): (HostRange, bool),
+    posted: impl FnOnce(u64),
+) -> Result {
     let lanes = client.link.lanes().map_err(unavailable)?;
-    deferred_uploads::settle(stream)?;
-    // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
-    let upload = lanes.upload(unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) }, true);
+    let upload = lanes.upload(range, taken);
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op, body)?;
+    posted(seq);
     let sent = lanes.send(seq, upload);
     drop(order);
-    if sent.wait() { Ok(seq) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
+    if !taken || sent.wait() { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

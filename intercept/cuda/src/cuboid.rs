@@ -268,9 +268,9 @@ impl Cuboid {
             .map(|(first, len)| (first as u64, len))
     }
 
-    /// Returns where the rows of the target's host memory lie.
-    pub fn target_rows(&self) -> Rows {
-        let Side { pitch, height: rows, .. } = self.target;
+    /// Returns where the rows of the host memory of a side (0: source, 1: target) lie.
+    pub fn rows(&self, side: usize) -> Rows {
+        let Side { pitch, height: rows, .. } = if side == 0 { self.source } else { self.target };
         Rows { width: self.width, pitch, height: self.height, layer: rows.wrapping_mul(pitch) }
     }
 

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_link::lanes::{HostRange, On};
-use gpusession_proto::frame::{INLINE_MAX, op};
+use gpusession_proto::frame::{INLINE_MAX, Writer, op};
 
 use crate::client::{Client, unavailable};
 use crate::host_functions::{self, Due, HostFunction};
@@ -57,48 +57,49 @@ fn is_behind_one(stream: &Stream) -> bool {
     })
 }
 
-/// Waits for the deferred copies that precede the stream's next work.
-///
-/// The driver, too, waits for a stream before it reads pageable memory for a copy there.
-pub fn settle(stream: &Stream) -> Result {
-    if is_behind_one(stream) { stream.drain() } else { Ok(()) }
+/// The program's memory that a copy reads.
+#[derive(Clone, Copy)]
+pub struct Source {
+    pub address: usize,
+    /// Bytes from the first to the last one that the copy reads.
+    pub extent: usize,
+    pub range: HostRange,
 }
 
-/// Enqueues a copy of `len` bytes whose source is sent later; `false`: the caller sends it now.
+/// Enqueues a copy whose source is sent later; `false`: the caller sends it now.
 ///
-/// With `wait` the program expects the copy to be complete at the return.
-pub fn try_defer((target, source, len): (u64, usize, usize), stream: &Stream, wait: bool) -> Result<bool> {
+/// `body` writes the copy's frame, whose bytes travel on the lanes. With `wait` the program expects
+/// the copy to be complete at the return.
+pub fn try_defer(
+    source: Source,
+    stream: &Stream,
+    wait: bool,
+    operation: u16,
+    body: impl FnOnce(&mut Writer<'_>),
+) -> Result<bool> {
     let client = stream.client;
     if stream.due() == Due::Nothing {
         return Ok(false);
     }
+    let Source { address, extent, range } = source;
     // A deferred copy is due itself. Few bytes travel in the frame and fill no lane.
-    let behind = len > INLINE_MAX && is_behind_one(stream);
-    // SAFETY: the program must not change or free pinned memory before it has synchronized.
-    let range = unsafe { HostRange::new(source, len) };
+    let behind = range.len() > INLINE_MAX && is_behind_one(stream);
     let able = !wait
-        && ranges::is_pinned(client, source as u64, len as u64)
-        && !mapped::there(client, source, len)
-        && (behind || ranges::on_host(client, source, len).is_some_and(|range| range.size > mapped::PLACED));
-    if !able {
+        && (operation == op::COPY_TO_DEVICE || range.len() > INLINE_MAX)
+        && ranges::is_pinned(client, address as u64, extent as u64)
+        && !mapped::there(client, address, extent)
+        && (behind || ranges::on_host(client, address, extent).is_some_and(|r| r.size > mapped::PLACED));
+    let shared = streams::all(client).into_iter().find(|shared| std::ptr::eq(&raw const **shared, stream));
+    let Some(shared) = shared.filter(|_| able) else {
+        // The driver, too, waits for a stream before it reads pageable memory for a copy there.
         return if behind { stream.drain().map(|()| false) } else { Ok(false) };
-    }
-    let Some(shared) =
-        streams::all(client).into_iter().find(|shared| std::ptr::eq(&raw const **shared, stream))
-    else {
-        return Ok(false);
     };
     client.link.lanes().map_err(unavailable)?;
     let deferred = Arc::new(Deferred { client, range, on: stream.on(), seq: Mutex::default() });
     let mut place = lock(&deferred.seq);
     let data = Arc::into_raw(deferred.clone()) as usize;
     host_functions::enqueue(&shared, HostFunction::Plain(send, data), Some(stream.covers_so_far()))?;
-    let seq = client.post(op::COPY_TO_DEVICE, |w| {
-        w.word(target);
-        w.word(len as u64);
-        w.word(stream.handle);
-        w.word(0);
-    })?;
+    let seq = client.post(operation, body)?;
     change(|waiting| waiting.push((client.number, deferred.on, seq)));
     stream.worked(seq);
     *place = Some(seq);

@@ -77,13 +77,19 @@ impl HostRange {
         Self { address, len, rows: None }
     }
 
-    /// Describes `count` rows from `address` on, for a transfer from the device.
+    /// Describes `count` rows from `address` on.
     ///
     /// # Safety
-    /// The rows stay mapped and writable until the transfer has ended.
+    /// As for [`HostRange::new`], for the bytes of the rows.
     pub unsafe fn rows(address: usize, rows: Rows, count: usize) -> Self {
         let adjacent = rows.pitch == rows.width && rows.layer == rows.height * rows.pitch;
         Self { address, len: rows.width * count, rows: (!adjacent).then_some(rows) }
+    }
+
+    /// Returns the bytes of the transfer.
+    #[expect(clippy::len_without_is_empty, reason = "no transfer is empty")]
+    pub fn len(&self) -> usize {
+        self.len
     }
 
     /// Returns the distance from the first byte to the end of the last one.
@@ -96,6 +102,33 @@ impl HostRange {
 
     fn overlaps(&self, address: usize, len: usize) -> bool {
         self.address < address.saturating_add(len) && address < self.address + self.extent()
+    }
+
+    /// Returns `len` bytes from an offset of the transfer; `aside` holds them if they lie apart.
+    ///
+    /// # Safety
+    /// The range is mapped and readable during the use of the bytes.
+    unsafe fn bytes<'a>(&self, offset: usize, len: usize, aside: &'a mut Vec<u8>) -> &'a [u8] {
+        if self.rows.is_none() {
+            // SAFETY: by the caller's promise.
+            return unsafe { std::slice::from_raw_parts((self.address + offset) as *const u8, len) };
+        }
+        aside.clear();
+        // SAFETY: by the caller's promise.
+        unsafe { self.append(offset, len, aside) };
+        aside
+    }
+
+    /// Appends `len` bytes from an offset of the transfer.
+    ///
+    /// # Safety
+    /// The range is mapped and readable.
+    unsafe fn append(&self, offset: usize, len: usize, to: &mut Vec<u8>) {
+        to.reserve(len);
+        for part in self.parts(offset, len) {
+            // SAFETY: by the caller's promise.
+            to.extend_from_slice(unsafe { std::slice::from_raw_parts(part.address as *const u8, part.len) });
+        }
     }
 
     /// Returns where `len` bytes from an offset of the transfer lie, in the order of the bytes.

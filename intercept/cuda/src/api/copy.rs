@@ -3,12 +3,14 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, Writer, op};
 use gpusession_proto::handle;
 
 use crate::client::unavailable;
 use crate::copies::{self, within_lease};
 use crate::cuboid::{Cuboid, HOST, Plane, RELAYED, Side, on_device};
+use crate::deferred_uploads::{Source, try_defer};
 use crate::entry::{INVALID_VALUE, Result, driver, take};
 use crate::route::elsewhere;
 use crate::streams::{self, Default, Stream, find};
@@ -318,26 +320,36 @@ fn rows(cuboid: &Cuboid) -> impl Iterator<Item = (usize, usize)> + use<> {
     (0..depth).flat_map(move |z| (0..height).map(move |y| (y, z)))
 }
 
+/// Returns the host memory that a copy to the device reads.
+fn source(host: &Cuboid) -> Source {
+    let (address, extent) = host.span(0);
+    // SAFETY: by the call's contract the box lies in the program's memory; see `upload`.
+    let range = unsafe { HostRange::rows(address, host.rows(0), host.height * host.depth) };
+    Source { address, extent, range }
+}
+
 /// Sends a copy from the program's memory with its rows, packed; `body` writes the frame's head.
 fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: bool) -> Result {
     let (client, width) = (stream.client, host.width);
-    let len = width * host.height * host.depth;
-    let mut packed = Vec::with_capacity(len);
-    for (y, z) in rows(host) {
-        // SAFETY: by the call's contract the box lies in the program's memory.
-        packed.extend_from_slice(unsafe {
-            std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
-        });
-    }
-    if len <= INLINE_MAX {
+    let Source { address, extent, range } = source(host);
+    if range.len() <= INLINE_MAX {
+        let mut packed = Vec::with_capacity(range.len());
+        for (y, z) in rows(host) {
+            // SAFETY: by the call's contract the box lies in the program's memory.
+            packed.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
+            });
+        }
         let seq = client.post(op::COPY_BOX, |w| {
             body(w);
             w.bytes(&packed);
         })?;
         stream.worked(seq);
     } else {
-        let seq = copies::bulk_post(stream, op::COPY_BOX, body, &packed)?;
-        stream.worked(seq);
+        // The post waits until the bytes are sent, unless the program must leave them as they are
+        // until it has synchronized.
+        let taken = wait || !ranges::is_pinned(client, address as u64, extent as u64);
+        copies::bulk_post(client, op::COPY_BOX, body, (range, taken), |seq| stream.worked(seq))?;
     }
     if wait {
         stream.synchronize()?;
@@ -366,13 +378,7 @@ fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait
             if bulk {
                 // SAFETY: `packed` lives until `finish_download` below has ended the
                 // transfer.
-                down.expect(
-                    w.seq(),
-                    unsafe { gpusession_link::lanes::HostRange::new(target, len) },
-                    stream.on(),
-                    false,
-                    Vec::new(),
-                );
+                down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.on(), false, Vec::new());
             }
         })
         .map_err(unavailable)?;
@@ -432,12 +438,6 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         return cuboid.parts().try_for_each(|part| run_within(part, stream, wait));
     }
     regions::upload(client)?;
-    if direction == 1 {
-        let (first, covered) = cuboid.span(0);
-        if copies::done_there(cuboid, first, covered, stream, wait)? {
-            return Ok(());
-        }
-    }
     let host = cuboid;
     if direction == 1 {
         cuboid.source = cuboid.source.packed(width, height);
@@ -451,6 +451,14 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         w.word(direction);
         w.word(if direction == 0 { 0 } else { len as u64 });
     };
+    if direction == 1 {
+        let from = source(&host);
+        if try_defer(from, stream, wait, op::COPY_BOX, body)?
+            || copies::done_there(host, from.address, from.extent, stream, wait)?
+        {
+            return client.take_late_error();
+        }
+    }
     match direction {
         0 => {
             let seq = client.post(op::COPY_BOX, body)?;

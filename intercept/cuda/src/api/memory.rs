@@ -760,10 +760,30 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
         RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
         RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),
         MAPPED => give(target.cast(), 1u32),
-        ALLOWED_HANDLES | MEMPOOL => give(target.cast(), 0u64),
+        ALLOWED_HANDLES => give(target.cast(), 0u64),
+        MEMPOOL => give(target.cast(), pool_of(&range)?),
         ACCESS => give(target.cast(), ACCESS_READ_WRITE),
         _ => Err(INVALID_VALUE),
     }
+}
+
+/// Returns the handle of the pool that memory is from, or 0.
+///
+/// Also 0 if another pool has become the device's current one since.
+fn pool_of(range: &Range) -> Result<u64> {
+    /// Numbers from here on stand for a current pool (see `Client::pool_name`).
+    const CURRENT: u64 = 1 << 63;
+    let Kind::Pool(name) = range.kind else { return Ok(0) };
+    let client = clients::of(range.ctx)?;
+    if name < CURRENT {
+        return Ok(name);
+    }
+    if name != client.pool_name(None) {
+        return Ok(0);
+    }
+    let device = client.device_of(range.ctx)?.local;
+    let reply = client.call(op::cuDeviceGetMemPool, |w| w.word(u64::from(device)))?;
+    Ok(client.name(word(&mut reply.reader())?))
 }
 
 fn zero_attribute(target: *mut c_void, which: i32) {

@@ -69,7 +69,8 @@ struct Piece {
 
 #[derive(Clone)]
 enum Source {
-    Program(HostRange),
+    /// Bytes of a range, from an offset on.
+    Program { range: HostRange, offset: usize, len: usize },
     /// A copy, because the program may have changed its memory meanwhile.
     Kept(Arc<Vec<u8>>),
 }
@@ -77,19 +78,19 @@ enum Source {
 impl Source {
     fn len(&self) -> usize {
         match self {
-            Self::Program(range) => range.len,
+            Self::Program { len, .. } => *len,
             Self::Kept(bytes) => bytes.len(),
         }
     }
 
+    /// Returns the bytes; `aside` holds those that are not adjacent in memory.
+    ///
     /// # Safety
     /// The program's memory stays mapped during the use.
-    unsafe fn bytes(&self) -> &[u8] {
+    unsafe fn bytes<'a>(&'a self, aside: &'a mut Vec<u8>) -> &'a [u8] {
         match self {
             // SAFETY: by the caller's promise.
-            Self::Program(range) => unsafe {
-                std::slice::from_raw_parts(range.address as *const u8, range.len)
-            },
+            Self::Program { range, offset, len } => unsafe { range.bytes(*offset, *len, aside) },
             Self::Kept(bytes) => bytes,
         }
     }
@@ -149,14 +150,15 @@ impl State {
         let room = MAX_KEPT - self.kept;
         let mine = |piece: &&mut Piece| {
             Arc::ptr_eq(&piece.progress, progress)
-                && matches!(piece.source, Source::Program(range) if range.len <= room)
+                && matches!(piece.source, Source::Program { len, .. } if len <= room)
         };
         let Some(piece) = self.lanes.iter_mut().flat_map(|lane| lane.flight.at_rest()).find(mine) else {
             return false;
         };
+        let Source::Program { range, offset, len } = piece.source else { return false };
         let mut copy = self.free.pop().unwrap_or_default();
         // SAFETY: the range's creator promised that it stays mapped until the count below.
-        copy.extend_from_slice(unsafe { piece.source.bytes() });
+        unsafe { range.append(offset, len, &mut copy) };
         self.kept += copy.len();
         piece.source = Source::Kept(Arc::new(copy));
         progress.open.fetch_sub(1, Ordering::Relaxed);
@@ -183,7 +185,7 @@ impl State {
             piece.progress.failed.store(true, Ordering::Relaxed);
         }
         match piece.source {
-            Source::Program(_) => drop(piece.progress.open.fetch_sub(1, Ordering::Relaxed)),
+            Source::Program { .. } => drop(piece.progress.open.fetch_sub(1, Ordering::Relaxed)),
             Source::Kept(bytes) => self.reuse(bytes),
         }
     }
@@ -214,7 +216,7 @@ impl UpQueue {
             staged.then(|| state.free.pop().unwrap_or_default())?
         };
         // SAFETY: the range's creator promised that it is mapped.
-        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(range.address as *const u8, range.len) });
+        unsafe { range.append(0, range.len, &mut copy) };
         Some(copy)
     }
 
@@ -243,9 +245,8 @@ impl UpQueue {
             None => (0..range.len)
                 .step_by(chunk)
                 .map(|offset| {
-                    let (address, len) = (range.address + offset, chunk.min(range.len - offset));
-                    let part = HostRange { address, len, rows: None };
-                    piece(offset, Source::Program(part))
+                    let len = chunk.min(range.len - offset);
+                    piece(offset, Source::Program { range, offset, len })
                 })
                 .collect(),
         };
@@ -341,11 +342,12 @@ impl UpQueue {
 
     /// Writes pieces until the connection fails, or its other thread ends it.
     fn write(&self, lane: usize, transport: &Transport) -> Option<std::io::Error> {
+        let mut aside = Vec::new();
         loop {
             let (number, header, source) = self.next(lane)?;
             // SAFETY: the range's creator promised that it stays mapped until its piece is
             // released, which does not happen before `written` below.
-            let bytes = unsafe { source.bytes() };
+            let bytes = unsafe { source.bytes(&mut aside) };
             let pad = bytes.len().next_multiple_of(8) - bytes.len();
             let done = transport.send_parts(&[header.as_bytes(), bytes, &[0; 8][..pad]]);
             // The buffer of a copy is free once its piece is released.
@@ -402,6 +404,7 @@ pub(super) fn serve(
 
 #[cfg(test)]
 mod tests {
+    use super::super::Rows;
     use super::*;
 
     const PIECE: usize = 1000;
@@ -442,6 +445,22 @@ mod tests {
         // SAFETY: as above.
         let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) }, None);
         assert!(!late.wait());
+    }
+
+    #[test]
+    fn rows_travel_packed() {
+        let memory: Vec<u8> = (0..200).collect();
+        let rows = Rows { width: 3, pitch: 5, height: 2, layer: 20 };
+        let expected = [0, 1, 2, 5, 6, 7, 20, 21, 22, 25, 26, 27];
+        // SAFETY: the memory outlives the transfer, and the last row ends with byte 28.
+        let range = unsafe { HostRange::rows(memory.as_ptr() as usize, rows, 4) };
+        let queue = Arc::new(UpQueue::new(true));
+        assert_eq!(queue.stage(range).unwrap(), expected);
+        let _sent = UpQueue::send(&queue, 7, range, None);
+        let (_, header, source) = queue.next(0).unwrap();
+        let mut aside = vec![9; 3];
+        // SAFETY: as above.
+        assert_eq!((unsafe { source.bytes(&mut aside) }, header.ack.get()), (&expected[..], 12));
     }
 
     #[test]
