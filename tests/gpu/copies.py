@@ -1,11 +1,66 @@
-"""Copies of 256 MiB in both directions, pageable and pinned, with a check of the result."""
+"""Copies of 256 MiB in both directions, pageable and pinned, with a check of the result.
 
+Also images, whose rows lie apart on both sides, from and to pinned memory.
+"""
+
+import ctypes
 import statistics
 import time
 
 import common
 
 BYTES = 256 << 20
+
+
+class Side(ctypes.Structure):
+    """One side of `CUDA_MEMCPY2D`."""
+
+    _fields_ = [
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    ]
+
+
+class Image(ctypes.Structure):
+    """`CUDA_MEMCPY2D`"""
+
+    _fields_ = [("source", Side), ("target", Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
+# `CUmemorytype`
+HOST, DEVICE = 1, 2
+# Bytes of a row and rows of an image of three colours; pitches of the device's and the host's rows.
+WIDTH, HEIGHT, DEVICE_PITCH, HOST_PITCH = 3 * 1920, 1080, 6144, 6000
+
+
+def images(device, pinned, back, repeat):
+    """Measures copies of images, several under way; arguments: addresses with room for one each.
+
+    Returns whether the rows of `back` are those of `pinned` at the end.
+    """
+    cuda = ctypes.CDLL("libcuda.so.1")
+    there = Side(kind=DEVICE, device=device, pitch=DEVICE_PITCH)
+    for name, source, target in (
+        ("h2d_image", Side(kind=HOST, host=pinned, pitch=HOST_PITCH), there),
+        ("d2h_image", there, Side(kind=HOST, host=back, pitch=HOST_PITCH)),
+    ):
+        image = Image(source, target, WIDTH, HEIGHT)
+        for count in (3, 10 * repeat):
+            begun = time.perf_counter()
+            for _ in range(count):
+                if status := cuda.cuMemcpy2DAsync_v2(ctypes.byref(image), None):
+                    raise RuntimeError(f"cuMemcpy2DAsync: error {status}")
+            if status := cuda.cuCtxSynchronize():
+                raise RuntimeError(f"cuCtxSynchronize: error {status}")
+            taken = time.perf_counter() - begun
+        common.measure(name, count * WIDTH * HEIGHT / taken / 1e9, "GB/s")
+    row = ctypes.string_at
+    return all(row(back + y * HOST_PITCH, WIDTH) == row(pinned + y * HOST_PITCH, WIDTH) for y in range(HEIGHT))
 
 
 def bench(quick):
@@ -39,6 +94,10 @@ def bench(quick):
     common.measure("d2h_pageable", rate(device.cpu), "GB/s")
     common.measure("d2h_pinned", rate(lambda: back.copy_(device, non_blocking=True)), "GB/s")
     check("d2h_pinned", back)
+
+    back.zero_()
+    right = images(device.data_ptr(), pinned.data_ptr(), back.data_ptr(), repeat)
+    print("copies images", "right" if right else "WRONG")
 
     for kib in (128, 1024, 16384):
         some, there = torch.arange(kib * 128, dtype=torch.int64), torch.empty(kib * 128, dtype=torch.int64, device="cuda")
