@@ -68,7 +68,7 @@ pub const DRAIN: u64 = 1;
 /// An older worker omits the word.
 pub mod ability {
     /// A `COPY_BOX` from the device may come without [`WAIT`](super::WAIT); its bytes then land as
-    /// those of a `COPY_FROM_DEVICE`. The source is no array if the bytes travel on the lanes.
+    /// those of a `COPY_FROM_DEVICE`. The source is device memory.
     pub const LANDING_BOXES: u64 = 1;
 }
 

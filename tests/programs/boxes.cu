@@ -211,6 +211,53 @@ int main() {
         std::printf("boxes: behind a host function right\n");
     }
 
+    // Arrays with elements of 1 to 16 bytes, in two and three dimensions, whole and in part.
+    const cudaChannelFormatDesc formats[] = {
+        cudaCreateChannelDesc<unsigned char>(), cudaCreateChannelDesc<short2>(), cudaCreateChannelDesc<float>(),
+        cudaCreateChannelDesc<float4>()};
+    for (const cudaChannelFormatDesc &format : formats)
+        for (const size_t depth : {0, 7}) {
+            const size_t element = (format.x + format.y + format.z + format.w) / 8, w = 1001, h = depth ? 130 : 700;
+            const size_t layers = depth ? depth : 1, pitch = w * element + 24, bytes = pitch * h * layers;
+            cudaArray_t array;
+            const cudaError_t made = cudaMalloc3DArray(&array, &format, make_cudaExtent(w, h, depth));
+            // The simulated driver has no such arrays.
+            if (made == cudaErrorNotSupported) continue;
+            CHECK(made);
+            unsigned char *here, *back;
+            CHECK(cudaMallocHost(&here, bytes));
+            CHECK(cudaMallocHost(&back, bytes));
+            seed++;
+            for (size_t i = 0; i < bytes; i++) here[i] = pattern(i, seed);
+            for (const size_t margin : {0, 3}) {
+                std::memset(back, 0xee, bytes);
+                cudaMemcpy3DParms p = {};
+                p.srcPtr = make_cudaPitchedPtr(here, pitch, w, h);
+                p.dstArray = array;
+                p.extent = make_cudaExtent(w, h, layers);
+                p.kind = cudaMemcpyHostToDevice;
+                CHECK(cudaMemcpy3DAsync(&p, one));
+                p = {};
+                p.srcArray = array;
+                p.srcPos = make_cudaPos(margin, margin, margin && depth);
+                p.dstPtr = make_cudaPitchedPtr(back, pitch, w, h);
+                p.extent = make_cudaExtent(w - margin, h - margin, layers - (margin && depth));
+                p.kind = cudaMemcpyDeviceToHost;
+                CHECK(cudaMemcpy3DAsync(&p, one));
+                CHECK(cudaStreamSynchronize(one));
+                for (size_t i = 0; i < bytes; i++) {
+                    const size_t x = i % pitch, y = i / pitch % h, z = i / pitch / h;
+                    const bool inside = x < p.extent.width * element && y < p.extent.height && z < p.extent.depth;
+                    const size_t from = ((z + p.srcPos.z) * h + y + margin) * pitch + x + margin * element;
+                    EXPECT(back[i] == (inside ? here[from] : 0xee));
+                }
+            }
+            CHECK(cudaFreeArray(array));
+            CHECK(cudaFreeHost(here));
+            CHECK(cudaFreeHost(back));
+        }
+    std::printf("boxes: arrays right\n");
+
     // Two streams fill the columns of one image, in turn.
     const size_t width = 4096, height = 700, stripe = 512;
     unsigned char *image, *device;

@@ -17,7 +17,8 @@ use crate::session::Session;
 
 /// Longest packed box of a 2D or 3D copy, in bytes.
 ///
-/// This process holds all of it if the other side is an array; clients split larger ones.
+/// This process holds all of it if the other side is an array of a format that is not split;
+/// clients split larger ones.
 const MAX_BOX: usize = 8 << 30;
 
 /// `COPY_BOX`: description, stream, direction, length of the packed bytes.
@@ -36,10 +37,9 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
         return Err(status::INVALID_VALUE.into());
     }
     let bulk = len > INLINE_MAX;
-    let (array_source, array_target) = (words[4] as u32 == ARRAY, words[TARGET + 4] as u32 == ARRAY);
     match direction {
         0 => Ok(run(session, &words, stream)?),
-        1 if bulk && !array_target => {
+        1 if bulk && splits(session, &words[TARGET..]) => {
             let packed = Packed::of(&words, 0, len).ok_or(status::INVALID_VALUE)?;
             upload(session, frame, len, stream, |offset, len, bytes| {
                 packed
@@ -48,7 +48,9 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
             })
         }
         1 => to_device(session, frame, r, words, len, stream),
-        2 if bulk && array_source => array_from_device(session, frame, words, len, stream, answer),
+        2 if bulk && !splits(session, &words) => {
+            whole_from_device(session, frame, words, len, stream, answer)
+        }
         2 => {
             let packed = Packed::of(&words, TARGET, len).ok_or(status::INVALID_VALUE)?;
             let wait = frame.header.flags.get() & WAIT != 0;
@@ -69,7 +71,27 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
     }
 }
 
-/// Copies a box to the device whose bytes came with the frame, or whose target is an array.
+/// Returns `true` if a side in device memory or an array can be copied in parts of any bytes.
+///
+/// Chunks hold whole elements of plain formats; compressed and planar ones have rows of their own
+/// kind.
+fn splits(session: &Session, side: &[u64]) -> bool {
+    /// Words of `CUDA_ARRAY3D_DESCRIPTOR`: width, height, depth, format and channels, flags.
+    const DESCRIPTOR: usize = 5;
+    /// `CU_AD_FORMAT_*` of integers of 8 to 32 bits, half and single precision.
+    const PLAIN: [u32; 8] = [0x01, 0x02, 0x03, 0x08, 0x09, 0x0a, 0x10, 0x20];
+    if side[4] as u32 != ARRAY {
+        return true;
+    }
+    let mut descriptor = [0u64; DESCRIPTOR];
+    // SAFETY: the structure has cuda.h's size; the driver checks the array as it does for a copy.
+    let got = unsafe {
+        (session.driver.generated.cuArray3DGetDescriptor_v2)(descriptor.as_mut_ptr().cast(), side[7])
+    };
+    got == 0 && PLAIN.contains(&(descriptor[3] as u32))
+}
+
+/// Copies a box to the device whose bytes came with the frame, or whose target is not split.
 fn to_device(
     session: &Session,
     frame: &Frame,
@@ -96,10 +118,8 @@ fn to_device(
     Ok(check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })?)
 }
 
-/// Copies a large box out of an array, for a program that waits.
-///
-/// Rows of an array cannot be split at any byte.
-fn array_from_device(
+/// Copies a large box out of an array that is not split, for a program that waits.
+fn whole_from_device(
     session: &Session,
     frame: &Frame,
     mut words: Words,
