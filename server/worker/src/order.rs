@@ -199,7 +199,10 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
             touched.everything = true;
             touched.object(MIRRORS);
         }
-        op::MIRROR_HOST => touched.object(MIRRORS),
+        op::MIRROR_HOST => {
+            touched.object(MIRRORS);
+            touched.only_waits = true;
+        }
         op::EVENT_RECORD => {
             touched.object(words[0]);
             touched.stream(streams, words[1]);
@@ -528,6 +531,7 @@ pub mod tests {
         let begin = frame(op::MIRROR_HOST, 2, 2, true, &[6, 0x1000, 0x1000, 1]);
         assert!(behind(&end, &launch(OTHER)) && behind(&begin, &end));
         assert!(!behind(&begin, &launch(0)) && !behind(&launch(0), &end));
+        assert!(!behind(&begin, &begin), "no mirror waits for the beginning of another");
     }
 
     #[test]

@@ -183,13 +183,19 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             if !session.memory.contains(base as Address, len as u64) {
                 return Err(status::INVALID_VALUE.into());
             }
-            session.contexts.within_worker_context(session.driver, device, |stream| {
+            // Without the lock, as above. The hashes count from now on.
+            inner.charged += charge;
+            drop(inner);
+            let cleared = session.contexts.within_worker_context(session.driver, device, |stream| {
                 let call = &session.driver.call;
                 // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
                 // SAFETY: a stream of this worker.
                 check(unsafe { (call.cuStreamSynchronize)(stream) })
-            })?;
+            });
+            inner = session.mirrors.lock();
+            inner.charged -= charge;
+            cleared?;
             let blocks = vec![session.mirrors.keys()?.hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
             let backing = Backing::Device { device, blocks };
             (Mirror { address: base, len, charge, backing }, base as Address)
