@@ -92,7 +92,8 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if regions::any() && ranges::on_host(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
     }
-    // SAFETY: the program must not change or free pinned memory before it has synchronized.
+    // SAFETY: for pageable memory and synchronous calls, the post waits until the bytes are sent.
+    // Pinned memory must not change before the program has synchronized, and a free synchronizes.
     let range = unsafe { HostRange::new(source, len) };
     let later = |w: &mut gpusession_proto::frame::Writer<'_>| {
         [target, len as u64, stream.handle, 0].into_iter().for_each(|word| w.word(word));
@@ -127,9 +128,6 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         return upwards_done(stream, wait, shown);
     }
     let taken = wait || !ranges::is_pinned(client, source as u64, len as u64);
-    // SAFETY: for pageable memory and synchronous calls, the post waits until the bytes are sent.
-    // Pinned memory must not change before the program has synchronized, and a free synchronizes.
-    let range = unsafe { HostRange::new(source, len) };
     let posted = |seq| {
         if taken && !shown && ranges::is_device(client, target, len as u64) {
             stream.copied_in(seq)

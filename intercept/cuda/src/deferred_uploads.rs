@@ -1,8 +1,8 @@
 //! Copies from pinned memory that a host function may still write.
 //!
-//! The library sends such memory once the stream has reached the copy: an empty place in front of
-//! the copy is a host function of the library's own. The worker's executor meanwhile waits for the
-//! bytes, and other streams continue. So the thread that enqueues the copy never waits for the host
+//! A host function of the library's own precedes such a copy on its stream, and sends the bytes
+//! once the stream has reached it. The worker's executor meanwhile waits for the bytes, and other
+//! streams continue. So the thread that enqueues the copy never waits for the program's host
 //! function, which may wait for that thread.
 //!
 //! Chunks of later transfers must not fill the lanes before these are sent. So every bulk copy to
