@@ -42,9 +42,7 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
         1 if bulk && splits(session, &words[TARGET..]) => {
             let packed = Packed::of(&words, 0, len).ok_or(status::INVALID_VALUE)?;
             upload(session, frame, len, stream, |offset, len, bytes| {
-                packed
-                    .parts(offset, len)
-                    .try_for_each(|part| run(session, &packed.part(&part, bytes), stream))
+                packed.run(session, (offset, len), bytes, stream)
             })
         }
         1 => to_device(session, frame, r, words, len, stream),
@@ -56,9 +54,7 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
             let wait = frame.header.flags.get() & WAIT != 0;
             let to = Download { len, stream, name, wait };
             download(session, frame, &to, answer, |offset, len, target| {
-                packed
-                    .parts(offset, len)
-                    .try_for_each(|part| run(session, &packed.part(&part, target), stream))
+                packed.run(session, (offset, len), target, stream)
             })?;
             if bulk && wait {
                 // SAFETY: a stream of this worker.
@@ -194,6 +190,24 @@ impl<'a> Packed<'a> {
             let part = Part { at, from: [x, y, z], size };
             at += size.iter().product::<usize>();
             Some(part)
+        })
+    }
+
+    /// Copies a range of the packed bytes, which lies at `bytes`.
+    ///
+    /// After an error no copy uses `bytes`.
+    fn run(
+        &self,
+        session: &Session,
+        (offset, len): (usize, usize),
+        bytes: *mut u8,
+        stream: Handle,
+    ) -> Result<(), Status> {
+        let mut parts = self.parts(offset, len);
+        parts.try_for_each(|part| run(session, &self.part(&part, bytes), stream)).inspect_err(|_| {
+            // Earlier parts may be under way, and the caller uses their memory again.
+            // SAFETY: a stream of this worker.
+            unsafe { (session.driver.call.cuStreamSynchronize)(stream) };
         })
     }
 
