@@ -1,4 +1,11 @@
 //! Writes the exports that need no hand-written code, the tables of entry points and of errors.
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "ends a build"
+)]
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

@@ -29,7 +29,7 @@ impl std::error::Error for Malformed {}
 ///
 /// # Panics
 /// Never for the types of this crate: they all serialize.
-#[expect(clippy::expect_used, reason = "derived `Serialize` of types without maps or unknown lengths")]
+#[allow(clippy::expect_used, reason = "derived `Serialize` of types without maps or unknown lengths")]
 pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     let body = postcard::to_allocvec(message).expect("messages of this crate serialize");
     let mut out = Vec::with_capacity(4 + body.len());

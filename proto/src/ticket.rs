@@ -78,7 +78,7 @@ impl Ticket {
     ///
     /// # Panics
     /// Never: the type serializes.
-    #[expect(clippy::expect_used, reason = "derived `Serialize` of a type without maps")]
+    #[allow(clippy::expect_used, reason = "derived `Serialize` of a type without maps")]
     pub fn seal(&self, key: &[u8; 32]) -> Vec<u8> {
         let mut bytes = postcard::to_allocvec(self).expect("a ticket serializes");
         let seal = blake3::keyed_hash(key, &bytes);

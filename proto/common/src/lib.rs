@@ -2,17 +2,6 @@
 //!
 //! Without features the crate has no dependency, since it runs inside users' programs.
 #![forbid(unsafe_code)]
-#![cfg_attr(
-    not(test),
-    deny(
-        clippy::unwrap_used,
-        clippy::expect_used,
-        clippy::panic,
-        clippy::unreachable,
-        clippy::print_stdout,
-        clippy::print_stderr
-    )
-)]
 
 pub mod core_dump;
 #[cfg(feature = "config")]

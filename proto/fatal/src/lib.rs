@@ -2,17 +2,6 @@
 //!
 //! The signal is raised again after the report, so that it kills the process as the kernel intends,
 //! with a core dump if these are on. The service manager then starts the daemon again.
-#![cfg_attr(
-    not(test),
-    deny(
-        clippy::unwrap_used,
-        clippy::expect_used,
-        clippy::panic,
-        clippy::unreachable,
-        clippy::print_stdout,
-        clippy::print_stderr
-    )
-)]
 
 use std::io::IoSlice;
 use std::sync::OnceLock;
