@@ -10,6 +10,7 @@ pub mod line;
 pub mod link;
 pub mod load;
 pub mod log;
+mod outbox;
 pub mod resume;
 #[cfg(test)]
 mod search;

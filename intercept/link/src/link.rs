@@ -12,7 +12,6 @@ use std::io::{self, Write as _};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use gpusession_proto::changes;
@@ -25,6 +24,7 @@ use self::comeback::Interruption;
 use crate::flight::Ended;
 use crate::lanes::{Detached, DownTransfers, Lanes};
 use crate::line::{Incoming, Line, Outgoing, Stop};
+use crate::outbox::Outbox;
 use crate::resume::{self, SessionKey};
 use crate::threads;
 use crate::transport::{Transport, Wait, Watch};
@@ -115,11 +115,6 @@ pub trait Events: Send + Sync {
     }
 }
 
-struct Outbox {
-    buf: Vec<u8>,
-    next_seq: u64,
-}
-
 /// The sender's side of a connection.
 struct Sending {
     batch: Vec<u8>,
@@ -162,7 +157,7 @@ pub struct Link {
     encrypted: bool,
     /// The last connection, to end it while other threads hold its locks.
     present: Mutex<Arc<Transport>>,
-    outbox: Mutex<Outbox>,
+    outbox: Outbox,
     sending: Mutex<Sending>,
     /// Number of the latest frame from the worker.
     received: AtomicU64,
@@ -172,9 +167,6 @@ pub struct Link {
     returns: AtomicBool,
     /// Whether an outage lasts, for the sender.
     broken: AtomicBool,
-    pending: AtomicBool,
-    sender: OnceLock<Thread>,
-    sender_asleep: AtomicBool,
     inbox: Mutex<Inbox>,
     inbox_changed: Condvar,
     incoming: Mutex<Incoming<Transport>>,
@@ -230,15 +222,12 @@ impl Link {
             attempts,
             encrypted: transport.encrypted(),
             present: Mutex::new(transport),
-            outbox: Mutex::new(Outbox { buf: Vec::with_capacity(READ), next_seq: 1 }),
+            outbox: Outbox::new(READ),
             sending: Mutex::new(sending),
             received: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             returns: AtomicBool::new(false),
             broken: AtomicBool::new(false),
-            pending: AtomicBool::new(false),
-            sender: OnceLock::new(),
-            sender_asleep: AtomicBool::new(false),
             inbox: Mutex::new(Inbox { attempt, ..Inbox::default() }),
             inbox_changed: Condvar::new(),
             incoming: Mutex::new(Incoming::new(line)),
@@ -269,7 +258,7 @@ impl Link {
             move || link.send_loop()
         })
         .map_err(|e| LinkLost(format!("cannot start the sender thread: {e}")))?;
-        link.sender.get_or_init(|| sender.thread().clone());
+        link.outbox.set_sender(sender.thread().clone());
         Ok((link, reply))
     }
 
@@ -284,12 +273,10 @@ impl Link {
     /// connection if the log is full.
     pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, LinkLost> {
         self.check()?;
-        let (seq, queued) = self.append(op, 0, caller, body);
-        if queued > MAX_OUTBOX {
+        let (seq, waiting) = self.outbox.post(|buf, seq| self.write(buf, seq, op, 0, caller, body));
+        if waiting > MAX_OUTBOX {
             self.flush()?;
             self.wait_for_room()?;
-        } else {
-            self.wake_sender();
         }
         Ok(seq)
     }
@@ -314,7 +301,7 @@ impl Link {
     ) -> Result<Begun, LinkLost> {
         self.check()?;
         let at = Instant::now();
-        let (seq, _) = self.append(op, WAIT, caller, body);
+        let seq = self.outbox.append(|buf, seq| self.write(buf, seq, op, WAIT, caller, body));
         self.flush()?;
         Ok(Begun { seq, op, at })
     }
@@ -359,7 +346,7 @@ impl Link {
 
     /// Returns the position of the latest frame in the log.
     pub fn position(&self) -> u64 {
-        lock(&self.outbox).next_seq - 1
+        self.outbox.position()
     }
 
     /// Returns and clears the late error, 0 if there is none.
@@ -415,22 +402,20 @@ impl Link {
         self.returns.load(Ordering::SeqCst)
     }
 
-    fn append(
+    fn write(
         &self,
+        buf: &mut Vec<u8>,
+        seq: u64,
         op: u16,
         flags: u16,
         caller: Caller,
         body: impl FnOnce(&mut Writer<'_>),
-    ) -> (u64, usize) {
-        let mut outbox = lock(&self.outbox);
-        let seq = outbox.next_seq;
-        outbox.next_seq += 1;
+    ) {
         // A frame tells what had arrived when it was made: good enough, and without a lock.
         let received = self.received.load(Ordering::Relaxed);
-        let mut w = Writer::new(&mut outbox.buf, &header(op, flags, caller, seq, received));
+        let mut w = Writer::new(buf, &header(op, flags, caller, seq, received));
         body(&mut w);
         w.finish();
-        (seq, outbox.buf.len())
     }
 
     /// Returns the reason if the link is lost.
@@ -444,12 +429,7 @@ impl Link {
     fn flush(&self) -> Result<(), LinkLost> {
         let mut sending = lock(&self.sending);
         let Sending { batch, outgoing } = &mut *sending;
-        let last = {
-            let mut outbox = lock(&self.outbox);
-            std::mem::swap(batch, &mut outbox.buf);
-            outbox.next_seq - 1
-        };
-        self.pending.store(false, Ordering::Relaxed);
+        let last = self.outbox.take(batch);
         let acknowledged = || self.acknowledged.load(Ordering::Relaxed);
         let sent = outgoing.send(batch, last, acknowledged, self.returns.load(Ordering::Relaxed));
         let too_long = outgoing.log.bytes() > MAX_LOG;
@@ -464,17 +444,6 @@ impl Link {
         }
     }
 
-    fn wake_sender(&self) {
-        // SeqCst pairs with the sender's: either the sender sees `pending` before it sleeps, or
-        // this thread sees the sender asleep.
-        if !self.pending.swap(true, Ordering::SeqCst)
-            && self.sender_asleep.load(Ordering::SeqCst)
-            && let Some(sender) = self.sender.get()
-        {
-            sender.unpark();
-        }
-    }
-
     fn send_loop(&self) {
         let spin = threads::spin_time();
         while self.lost.get().is_none() {
@@ -483,28 +452,24 @@ impl Link {
                 continue;
             }
             let started = Instant::now();
-            let mut found = self.pending.load(Ordering::Acquire);
+            let mut found = self.outbox.pending();
             while !found && started.elapsed() < spin {
                 std::hint::spin_loop();
-                found = self.pending.load(Ordering::Acquire);
+                found = self.outbox.pending();
             }
             if !found {
-                self.sender_asleep.store(true, Ordering::SeqCst);
-                if !self.pending.load(Ordering::SeqCst) {
-                    std::thread::park();
-                }
-                self.sender_asleep.store(false, Ordering::SeqCst);
+                self.outbox.sleep();
                 continue;
             }
             if !spin.is_zero() {
                 // More frames usually follow, and one write for several costs as much as for one.
                 let found = Instant::now();
-                while found.elapsed() < GATHER_WINDOW && self.pending.load(Ordering::Relaxed) {
+                while found.elapsed() < GATHER_WINDOW && self.outbox.pending() {
                     std::hint::spin_loop();
                 }
             }
             // A waiting thread may have sent everything meanwhile.
-            if self.pending.load(Ordering::Acquire) && self.flush().is_err() {
+            if self.outbox.pending() && self.flush().is_err() {
                 return;
             }
         }
@@ -730,9 +695,7 @@ impl Link {
         if first {
             self.shutdown();
             self.down.fail_all();
-            if let Some(sender) = self.sender.get() {
-                sender.unpark();
-            }
+            self.outbox.wake();
             self.events.lost(&lost.0);
             drop(lock(&self.inbox));
             self.inbox_changed.notify_all();
@@ -745,9 +708,7 @@ impl Link {
         self.bye();
         let _ = self.lost.set(LinkLost("the connection was closed".into()));
         self.shutdown();
-        if let Some(sender) = self.sender.get() {
-            sender.unpark();
-        }
+        self.outbox.wake();
     }
 
     /// Ends all connections at once, whatever other threads do with them.

@@ -6,7 +6,7 @@ use std::io::{Read, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Barrier, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use gpusession_link::link::{Caller, LinkLost};
@@ -437,4 +437,38 @@ fn strangers_change_nothing() {
     assert_eq!(heard.outages.load(Ordering::SeqCst), 0);
     let answer = link.call(op::STREAM_SYNC, CALLER, |_| {}).expect("an answer");
     assert!(!answer.reader().is_empty());
+}
+
+#[test]
+fn a_post_leaves_although_another_thread_sends_at_that_moment() {
+    const ROUNDS: usize = 2000;
+    const POSTERS: usize = 3;
+    let worker = Worker::start(PATIENCE);
+    let (link, _) = open(worker.address);
+    // The posts of a round leave by themselves: no later frame takes them along.
+    let sent = |round| {
+        let begun = Instant::now();
+        while worker.executed.load(Ordering::SeqCst) < (POSTERS + 1) * round {
+            assert!(begun.elapsed() < PATIENCE, "round {round}: a frame stays behind");
+            std::thread::yield_now();
+        }
+    };
+    let round = Barrier::new(POSTERS + 1);
+    std::thread::scope(|scope| {
+        for _ in 0..POSTERS {
+            scope.spawn(|| {
+                for number in 1..=ROUNDS {
+                    round.wait();
+                    link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
+                    sent(number);
+                }
+            });
+        }
+        for number in 1..=ROUNDS {
+            round.wait();
+            let call = link.begin_call(op::STREAM_SYNC, CALLER, |_| {}).unwrap();
+            sent(number);
+            link.finish_call(call).unwrap();
+        }
+    });
 }

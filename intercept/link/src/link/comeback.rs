@@ -193,10 +193,7 @@ impl Link {
         lock(&self.present).shutdown();
         self.events.interrupted(&format!("connection to {} interrupted: {reason}", self.server));
         self.inbox_changed.notify_all();
-        self.pending.store(true, Ordering::SeqCst);
-        if let Some(sender) = self.sender.get() {
-            sender.unpark();
-        }
+        self.outbox.wake();
         Ok(())
     }
 
