@@ -57,9 +57,19 @@ struct Memory {
     cells: Vec<Cell>,
 }
 
+/// What is certain to have happened before the next entry of a stream.
+#[derive(Clone, Default)]
+struct Known {
+    /// By all rules.
+    all: Clock,
+    /// By the calls of the program alone: without the order between the legacy stream and the
+    /// streams that follow it.
+    explicit: Clock,
+}
+
 #[derive(Clone)]
 struct Queue {
-    known: Clock,
+    known: Known,
     /// The clock of the last kernel, copy or fill. The legacy stream and the streams that follow it
     /// wait for each other's device work; for a host function they do not, as seen on an H100.
     device: Clock,
@@ -70,7 +80,7 @@ struct Queue {
 
 #[derive(Clone, Default)]
 struct Event {
-    known: Option<Clock>,
+    known: Option<Known>,
     touched: Option<Stamp>,
 }
 
@@ -96,7 +106,7 @@ pub struct Order<'p> {
     events: Vec<Event>,
     memory: Vec<Memory>,
     pub graphs: Vec<Option<Graph>>,
-    signals: Vec<Option<(Clock, Stamp)>>,
+    signals: Vec<Option<(Known, Stamp)>>,
     count: usize,
 }
 
@@ -108,6 +118,23 @@ fn join(to: &mut Clock, from: &Clock) {
 
 fn knows(clock: &Clock, stamp: Stamp) -> bool {
     clock[stamp.agent] >= stamp.at
+}
+
+impl Known {
+    fn new(agents: usize) -> Known {
+        Known { all: vec![0; agents], explicit: vec![0; agents] }
+    }
+
+    fn join(&mut self, other: &Known) {
+        join(&mut self.all, &other.all);
+        join(&mut self.explicit, &other.explicit);
+    }
+
+    /// Joins the clock of a thread, which has seen all that it knows.
+    fn join_host(&mut self, host: &Clock) {
+        join(&mut self.all, host);
+        join(&mut self.explicit, host);
+    }
 }
 
 impl<'p> Order<'p> {
@@ -126,7 +153,7 @@ impl<'p> Order<'p> {
             steps: vec![Vec::new(); threads],
             history: vec![Vec::new(); threads],
             queues: vec![
-                Queue { known: vec![0; agents], device: vec![0; agents], count: 0, touched: None };
+                Queue { known: Known::new(agents), device: vec![0; agents], count: 0, touched: None };
                 kinds.len()
             ],
             events: vec![Event::default(); events],
@@ -247,8 +274,13 @@ impl<'p> Order<'p> {
         if right { Ok(()) } else { Err(Conflict::Impossible) }
     }
 
-    /// Work of a stream, from a thread. Returns what the stream knows before it.
-    fn enqueue(&self, thread: usize, stream: usize) -> Result<Clock, Conflict> {
+    /// An entry of a stream that is no work, from a thread.
+    ///
+    /// Returns what the stream knows before it.
+    ///
+    /// Such an entry does not wait for the work that the legacy stream's order puts before it: the
+    /// driver can skip it in an idle stream.
+    fn enqueue(&self, thread: usize, stream: usize) -> Result<Known, Conflict> {
         let host = &self.threads[thread];
         let kind = self.kinds[stream];
         if let StreamKind::PerThread(owner) = kind
@@ -257,32 +289,46 @@ impl<'p> Order<'p> {
             return Err(Conflict::Impossible);
         }
         let mut known = self.queues[stream].known.clone();
-        join(&mut known, host);
-        for (other, queue) in self.queues.iter().enumerate() {
-            let tied = other == stream
-                || kind == StreamKind::Legacy && self.kinds[other].follows_legacy()
-                || self.kinds[other] == StreamKind::Legacy && kind.follows_legacy();
-            if !tied {
-                continue;
-            }
+        known.join_host(host);
+        for queue in self.tied(stream) {
             if let Some(touched) = queue.touched.filter(|touched| !knows(host, *touched)) {
                 return Err(Conflict::Thread(touched));
             }
-            join(&mut known, if other == stream { &queue.known } else { &queue.device });
         }
         Ok(known)
     }
 
+    /// Work of a stream, from a thread, which also waits for that of the streams tied to it.
+    fn enqueue_work(&self, thread: usize, stream: usize) -> Result<Known, Conflict> {
+        let mut known = self.enqueue(thread, stream)?;
+        for queue in self.tied(stream) {
+            join(&mut known.all, &queue.device);
+        }
+        Ok(known)
+    }
+
+    /// The stream, and those that the legacy stream's order ties to it.
+    fn tied(&self, stream: usize) -> impl Iterator<Item = &Queue> {
+        let kind = self.kinds[stream];
+        self.queues.iter().enumerate().filter_map(move |(other, queue)| {
+            let tied = other == stream
+                || kind == StreamKind::Legacy && self.kinds[other].follows_legacy()
+                || self.kinds[other] == StreamKind::Legacy && kind.follows_legacy();
+            tied.then_some(queue)
+        })
+    }
+
     /// Adds an entry to a stream: `known` is the stream's clock before it.
-    fn push(&mut self, thread: usize, stream: usize, mut known: Clock, device: bool) -> Stamp {
+    fn push(&mut self, thread: usize, stream: usize, mut known: Known, device: bool) -> Stamp {
         let agent = self.agent(stream);
         let touched = Some(self.now(thread));
         let queue = &mut self.queues[stream];
         queue.count += 1;
         queue.touched = touched;
-        known[agent] = queue.count;
+        known.all[agent] = queue.count;
+        known.explicit[agent] = queue.count;
         if device {
-            queue.device.clone_from(&known);
+            queue.device.clone_from(&known.all);
         }
         queue.known = known;
         Stamp { agent, at: queue.count }
@@ -335,7 +381,7 @@ impl<'p> Order<'p> {
                 self.known_touch(thread, self.memory[buffer].allocated)?;
                 self.known_unnamed(thread, buffer)?;
                 let known = self.enqueue(thread, stream)?;
-                self.all_known(buffer, &known).map_err(|missing| {
+                self.all_known(buffer, &known.all).map_err(|missing| {
                     missing.map_or(Conflict::Impossible, |stamp| Conflict::Stream(stream, stamp))
                 })?;
                 self.push(thread, stream, known, false);
@@ -372,7 +418,7 @@ impl<'p> Order<'p> {
                 let mut known = self.enqueue(thread, *stream)?;
                 // Of an event that was never recorded, the wait does nothing.
                 if let Some(recorded) = &self.events[*event].known {
-                    join(&mut known, recorded);
+                    known.join(recorded);
                     self.push(thread, *stream, known, false);
                 } else {
                     self.queues[*stream].touched = Some(now);
@@ -384,15 +430,14 @@ impl<'p> Order<'p> {
                 let known = self.events[*event].known.clone();
                 self.events[*event].touched = Some(now);
                 if let Some(known) = known {
-                    join(&mut self.threads[thread], &known);
+                    join(&mut self.threads[thread], &known.all);
                 }
             }
             Op::SyncStream(stream) => {
                 // Adds no entry, but must not race with one.
                 self.enqueue(thread, *stream)?;
                 self.queues[*stream].touched = Some(now);
-                let known = self.queues[*stream].known.clone();
-                join(&mut self.threads[thread], &known);
+                join(&mut self.threads[thread], &self.queues[*stream].known.all);
             }
             Op::SyncContext => {
                 // While another thread captures, the call is refused.
@@ -402,9 +447,8 @@ impl<'p> Order<'p> {
                 for queue in &self.queues {
                     self.known_touch(thread, queue.touched)?;
                 }
-                for stream in 0..self.queues.len() {
-                    let known = self.queues[stream].known.clone();
-                    join(&mut self.threads[thread], &known);
+                for queue in &self.queues {
+                    join(&mut self.threads[thread], &queue.known.all);
                 }
             }
             Op::Signal(stream, slot) => {
@@ -422,7 +466,7 @@ impl<'p> Order<'p> {
                     return Err(Conflict::Impossible);
                 };
                 self.known_touch(thread, Some(*sent))?;
-                join(&mut known, signal);
+                known.join(signal);
                 self.push(thread, *stream, known, false);
             }
             Op::Await(number) => {
@@ -467,12 +511,12 @@ impl<'p> Order<'p> {
                 let accesses: Vec<Access> =
                     found.nodes.iter().flat_map(|node| node.work.accesses()).collect();
                 self.known_touch(thread, Some(touched))?;
-                let known = self.enqueue(thread, *stream)?;
+                let known = self.enqueue_work(thread, *stream)?;
                 // The driver orders launches of one graph itself, but here they must be ordered.
-                if let Some(before) = launched.filter(|before| !knows(&known, *before)) {
+                if let Some(before) = launched.filter(|before| !knows(&known.all, *before)) {
                     return Err(Conflict::Stream(*stream, before));
                 }
-                if let Some(before) = self.missing(&known, &accesses)? {
+                if let Some(before) = self.missing(&known.all, &accesses)? {
                     return Err(Conflict::Stream(*stream, before));
                 }
                 let stamp = self.push(thread, *stream, known, device);
@@ -568,9 +612,7 @@ impl<'p> Order<'p> {
 
     fn work(&mut self, thread: usize, work: &Work, stream: usize, waits: bool) -> Result<(), Conflict> {
         self.fits(work)?;
-        let known = self.enqueue(thread, stream)?;
-        let mut explicit = self.queues[stream].known.clone();
-        join(&mut explicit, &self.threads[thread]);
+        let known = self.enqueue_work(thread, stream)?;
         let now = self.now(thread);
         let accesses = work.accesses();
         for access in &accesses {
@@ -593,15 +635,14 @@ impl<'p> Order<'p> {
         if let Some(before) = self.missing(&self.threads[thread], &early)? {
             return Err(Conflict::Thread(before));
         }
-        if let Some(before) = self.missing(&known, &late)?.or(self.missing(&explicit, &pinned)?) {
+        if let Some(before) = self.missing(&known.all, &late)?.or(self.missing(&known.explicit, &pinned)?) {
             return Err(Conflict::Stream(stream, before));
         }
         let stamp = self.push(thread, stream, known, !matches!(work, Work::HostMix { .. }));
         self.record(stamp, &late);
         self.record(now, &early);
         if returns {
-            let known = self.queues[stream].known.clone();
-            join(&mut self.threads[thread], &known);
+            join(&mut self.threads[thread], &self.queues[stream].known.all);
         }
         Ok(())
     }
@@ -699,141 +740,4 @@ fn alike(old: &[Node], new: &[Node]) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::generate;
-
-    const BUFFERS: [Buffer; 3] = [
-        Buffer { kind: Kind::Device, size: 1024 },
-        Buffer { kind: Kind::Pinned(0), size: 1024 },
-        Buffer { kind: Kind::Pageable, size: 1024 },
-    ];
-    const STREAMS: [StreamKind; 4] =
-        [StreamKind::Legacy, StreamKind::Blocking, StreamKind::NonBlocking, StreamKind::NonBlocking];
-
-    fn span(buffer: usize) -> Span {
-        Span { buffer, offset: 0, len: 1024 }
-    }
-
-    fn copy(to: usize, from: usize) -> Work {
-        Work::Copy { to: span(to), from: span(from), typed: true }
-    }
-
-    /// Applies steps of the first thread; the last one has this outcome.
-    fn last(threads: usize, steps: &[(usize, Op)]) -> Result<(), Conflict> {
-        let mut order = Order::new(threads, &STREAMS, &BUFFERS, 2);
-        for buffer in 0..3 {
-            order.apply(&Step { thread: 0, op: Op::Allocate(buffer) }).expect("the buffer is new");
-        }
-        let (last, before) = steps.split_last().expect("a test has steps");
-        for (thread, op) in before {
-            order.apply(&Step { thread: *thread, op: op.clone() }).expect("valid before the last step");
-        }
-        order.apply(&Step { thread: last.0, op: last.1.clone() })
-    }
-
-    #[test]
-    fn a_stream_must_be_ordered_behind_the_stream_that_wrote() {
-        let wrote = Op::Enqueue(copy(0, 1), 2);
-        let reads = Op::Enqueue(copy(1, 0), 3);
-        let conflict = last(1, &[(0, wrote.clone()), (0, reads.clone())]);
-        assert!(matches!(conflict, Err(Conflict::Stream(3, Stamp { agent: 3, .. }))), "{conflict:?}");
-        let by_event =
-            [(0, wrote.clone()), (0, Op::Record(0, 2)), (0, Op::WaitEvent(3, 0)), (0, reads.clone())];
-        assert_eq!(last(1, &by_event), Ok(()));
-        assert_eq!(last(1, &[(0, wrote), (0, Op::SyncStream(2)), (0, reads)]), Ok(()));
-    }
-
-    #[test]
-    fn the_legacy_stream_orders_blocking_streams_only() {
-        let wrote = Op::Enqueue(copy(0, 1), 1);
-        let in_legacy = Op::Enqueue(copy(1, 0), 0);
-        assert_eq!(last(1, &[(0, wrote), (0, in_legacy.clone())]), Ok(()));
-        let apart = Op::Enqueue(copy(0, 1), 2);
-        assert!(last(1, &[(0, apart), (0, in_legacy)]).is_err());
-    }
-
-    #[test]
-    fn the_program_has_pageable_memory_when_the_copy_returns() {
-        let defined = Op::Call(Work::Fill { to: span(0), value: 0, width: 4 });
-        let touch =
-            |buffer| Op::Touch(Work::HostMix { to: span(buffer), from: span(buffer), salt: 1, sleep: 0 });
-        let copied = |buffer| Op::Enqueue(copy(buffer, 0), 1);
-        assert_eq!(last(1, &[(0, defined.clone()), (0, copied(2)), (0, touch(2))]), Ok(()));
-        assert!(
-            last(1, &[(0, defined), (0, copied(1)), (0, touch(1))]).is_err(),
-            "pinned memory comes later"
-        );
-    }
-
-    #[test]
-    fn threads_are_ordered_by_waiting_for_each_other() {
-        let touch = Op::Touch(Work::HostMix { to: span(2), from: span(1), salt: 1, sleep: 0 });
-        let conflict = last(2, &[(0, touch.clone()), (1, touch.clone())]);
-        assert!(matches!(conflict, Err(Conflict::Thread(Stamp { agent: 0, .. }))), "{conflict:?}");
-        assert_eq!(last(2, &[(0, touch.clone()), (1, Op::Await(3)), (1, touch)]), Ok(()));
-    }
-
-    #[test]
-    fn nodes_that_share_memory_need_an_edge() {
-        let define = |after| {
-            let node = |lane, after| Node { work: copy(1, 0), lane, after };
-            Op::Define(0, Build::Nodes, vec![node(0, Vec::new()), node(1, after)])
-        };
-        let defined = (0, Op::Call(Work::Fill { to: span(0), value: 0, width: 4 }));
-        assert_eq!(last(1, &[defined.clone(), (0, define(Vec::new()))]), Err(Conflict::Nodes(0, 1)));
-        assert_eq!(last(1, &[defined, (0, define(vec![0]))]), Ok(()));
-    }
-
-    #[test]
-    fn a_free_comes_after_the_end_of_a_graph_that_names_the_buffer() {
-        let kinds = [StreamKind::NonBlocking];
-        let buffers = [Buffer { kind: Kind::Pinned(0), size: 256 }];
-        let mut order = Order::new(2, &kinds, &buffers, 0);
-        let fill = Work::Fill { to: Span { buffer: 0, offset: 0, len: 64 }, value: 1, width: 4 };
-        let graph = vec![Node { work: fill, lane: 0, after: Vec::new() }];
-        let mut on = |thread, op| order.apply(&Step { thread, op });
-        on(0, Op::Allocate(0)).unwrap();
-        on(1, Op::Await(0)).unwrap();
-        on(1, Op::Define(0, Build::Nodes, graph)).unwrap();
-        assert!(on(0, Op::Free(0)).is_err(), "the graph names it");
-        on(1, Op::Destroy(0)).unwrap();
-        assert!(matches!(on(0, Op::Free(0)), Err(Conflict::Thread(_))), "another thread destroyed the graph");
-        on(0, Op::Await(3)).unwrap();
-        on(0, Op::Free(0)).unwrap();
-    }
-
-    #[test]
-    fn a_refused_step_changes_nothing() {
-        // A step that is refused once for a race is refused again for the same one.
-        for seed in 0..20 {
-            let program = generate::program(seed);
-            let mut order = Order::new(program.threads, &program.streams, &program.buffers, program.events);
-            for step in &program.steps {
-                for other in &program.steps[..program.steps.len().min(8)] {
-                    let (mut first, mut second) = (order.clone(), order.clone());
-                    if let Err(conflict) = first.apply(other) {
-                        assert_eq!(first.apply(other), Err(conflict));
-                        assert_eq!(second.apply(step), Ok(()));
-                        assert_eq!(first.apply(step), Ok(()), "seed {seed}: {other:?} left something");
-                    }
-                }
-                order.apply(step).expect("generated programs are valid");
-            }
-        }
-    }
-
-    #[test]
-    fn generated_programs_use_every_operation() {
-        let mut names = std::collections::BTreeSet::new();
-        for seed in 0..400 {
-            let program = generate::program(seed);
-            assert_eq!(Order::check(&program), Ok(()), "seed {seed}");
-            for step in &program.steps {
-                let name = format!("{:?}", step.op);
-                names.insert(name.split(['(', ' ']).next().expect("a name").to_owned());
-            }
-        }
-        assert_eq!(names.len(), 22, "{names:?}");
-    }
-}
+mod tests;
