@@ -10,7 +10,7 @@ use std::thread::Thread;
 /// See the module.
 pub struct Outbox {
     inner: Mutex<Inner>,
-    /// Whether `inner` holds a post; written under the lock, so that the sender can spin without it.
+    /// Whether `inner` holds a post; written under the lock, so the sender can spin without it.
     pending: AtomicBool,
     sender: OnceLock<Thread>,
 }

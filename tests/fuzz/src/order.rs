@@ -57,7 +57,7 @@ struct Memory {
     cells: Vec<Cell>,
 }
 
-/// What is certain to have happened before the next entry of a stream.
+/// Steps that are certain to have happened before the next entry of a stream.
 #[derive(Clone, Default)]
 struct Known {
     /// By all rules.
