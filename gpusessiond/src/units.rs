@@ -53,13 +53,14 @@ impl FromStr for SmPercent {
     }
 }
 
-/// Validates an address (HOST, HOST:PORT, V6 in brackets) and adds the default port if it has none.
+/// Validates an address (HOST, HOST:PORT, V6 or [V6]:PORT); adds the default port if it has none.
 pub fn control_address(text: &str) -> Result<String, String> {
     with_port(text.trim(), CONTROL_PORT)
 }
 
 fn with_port(text: &str, default: u16) -> Result<String, String> {
-    let bad = |why: &str| Err(format!("`{text}` is not an address: {why} (HOST, HOST:PORT or [V6]:PORT)"));
+    let bad =
+        |why: &str| Err(format!("`{text}` is not an address: {why} (HOST, HOST:PORT, V6 or [V6]:PORT)"));
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let Some((v6, after)) = rest.split_once(']') else { return bad("`]` is missing") };
         if v6.parse::<std::net::Ipv6Addr>().is_err() {
@@ -77,7 +78,9 @@ fn with_port(text: &str, default: u16) -> Result<String, String> {
                 let (host, port) = text.split_once(':').unwrap_or((text, ""));
                 (host.to_owned(), Some(port))
             }
-            _ => return bad("an IPv6 address goes into brackets"),
+            // Without a port: its last part is one of the address.
+            _ if text.parse::<std::net::Ipv6Addr>().is_ok() => (format!("[{text}]"), None),
+            _ => return bad("no name or IPv6 address"),
         }
     };
     if host.is_empty() || host.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/' || c == '@')
@@ -104,7 +107,22 @@ mod tests {
         assert_eq!(control_address("gpu1:55001").as_deref(), Ok("gpu1:55001"));
         assert_eq!(control_address("[::1]").as_deref(), Ok("[::1]:7601"));
         assert_eq!(control_address("[fe80::1]:9").as_deref(), Ok("[fe80::1]:9"));
-        for bad in ["", ":1", "a:", "a:0", "a:70000", "::1", "[::1", "[x]:1", "a b", "http://a"] {
+        assert_eq!(control_address("::1").as_deref(), Ok("[::1]:7601"));
+        assert_eq!(control_address("fe80::1:7601").as_deref(), Ok("[fe80::1:7601]:7601"));
+        for bad in [
+            "",
+            ":1",
+            "a:",
+            "a:0",
+            "a:70000",
+            "::g",
+            "1:2:3",
+            "fe80::1%eth0",
+            "[::1",
+            "[x]:1",
+            "a b",
+            "http://a",
+        ] {
             assert!(control_address(bad).is_err(), "{bad}");
         }
     }

@@ -150,16 +150,20 @@ class Host:
         if done.returncode:
             raise Failed(done.stderr)
 
+    def network(self, *command, stdin=None):
+        """Runs a command of this machine in the host's network."""
+        inside = ["nsenter", "-t", str(lab.leader(lab.host(self.name))), "-n", *command]
+        subprocess.run(inside, input=stdin, text=True, check=True)
+
     @contextlib.contextmanager
     def filters(self, **chains):
         """Filters packets of this host; `chains` has a rule for each hook."""
-        nft = ["nsenter", "-t", str(lab.leader(lab.host(self.name))), "-n", "nft"]
         parts = " ".join(f"chain {hook} {{ type filter hook {hook} priority 0; {rule}; }};" for hook, rule in chains.items())
-        subprocess.run([*nft, "-f", "-"], input=f"table inet filters {{ {parts} }}", text=True, check=True)
+        self.network("nft", "-f", "-", stdin=f"table inet filters {{ {parts} }}")
         try:
             yield
         finally:
-            subprocess.run([*nft, "delete table inet filters"], check=True)
+            self.network("nft", "delete table inet filters")
 
     def refuses(self, port):
         """Rejects connections to a port, as a firewall would."""
