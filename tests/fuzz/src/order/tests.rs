@@ -71,7 +71,7 @@ fn an_early_read_of_pinned_memory_needs_an_event_of_the_writer() {
     let read = (0, Op::Enqueue(copy(0, 1), 1));
     let event = |stream| [(0, Op::Record(0, stream)), (0, Op::WaitEvent(1, 0))];
     assert!(last(1, &[wrote.clone(), read.clone()]).is_err());
-    let direct = [&[wrote.clone()][..], &event(0), &[read.clone()]].concat();
+    let direct = [std::slice::from_ref(&wrote), &event(0), std::slice::from_ref(&read)].concat();
     assert_eq!(last(1, &direct), Ok(()));
     // Work on a third stream that follows the legacy one does not stand for it.
     let third = (0, Op::Enqueue(Work::Fill { to: span(0), value: 0, width: 4 }, 3));
