@@ -67,6 +67,8 @@ pub struct Client {
     pool_changes: AtomicU64,
     window: Mutex<Window>,
     events: OnceLock<bool>,
+    /// Whether the thread for programs that only watch their memory runs.
+    landings: OnceLock<bool>,
     sticky: AtomicI32,
 }
 
@@ -175,6 +177,7 @@ impl Client {
             pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
             events: OnceLock::new(),
+            landings: OnceLock::new(),
             sticky: AtomicI32::new(0),
         })
     }
@@ -201,6 +204,13 @@ impl Client {
             .events
             .get_or_init(|| threads::spawn("gpusession-event", || self.link.serve_events()).is_ok());
         if *serving { Ok(()) } else { Err(OUT_OF_MEMORY) }
+    }
+
+    /// Starts a thread that receives copies to pinned memory for a program that makes no further
+    /// call. Without it, the program's synchronizing calls receive them.
+    pub fn serve_landings(&'static self) {
+        self.landings
+            .get_or_init(|| threads::spawn("gpusession-landing", || self.link.serve_landings()).is_ok());
     }
 
     /// Locks the window of device addresses.
@@ -298,7 +308,7 @@ impl Client {
 
     #[cold]
     fn free_all_blocks(&self) -> Result {
-        self.freed.take_all().iter().try_for_each(|block| {
+        self.freed.free_all(|block| {
             let (ctx, stream) = block.stream;
             let free = |w: &mut Writer<'_>| {
                 w.word(block.base);

@@ -258,6 +258,7 @@ pub fn box_from_device(
         client.link.lanes().map_err(unavailable)?;
     }
     let (rows, older) = (host.rows(1), older(stream, target, len));
+    client.serve_landings();
     let seq = client.post(op::COPY_BOX, |w| {
         body(w);
         // SAFETY: by the call's contract the box is writable until the copy is complete.
@@ -342,6 +343,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         }
     };
     if !wait {
+        client.serve_landings();
         let seq = client.post(op::COPY_FROM_DEVICE, body)?;
         stream.worked(seq);
         return client.take_late_error();

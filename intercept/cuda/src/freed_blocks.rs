@@ -65,11 +65,15 @@ impl FreedBlocks {
         Some(block.base)
     }
 
-    /// Takes all blocks.
-    pub fn take_all(&self) -> Vec<Block> {
+    /// Removes all blocks, each of them by `free`; an error stops there.
+    ///
+    /// Until the return, other threads find blocks, and wait: none of them may destroy a stream
+    /// before the frames that name it are appended.
+    pub fn free_all<E>(&self, mut free: impl FnMut(Block) -> Result<(), E>) -> Result<(), E> {
         let mut blocks = self.lock();
+        let result = blocks.drain(..).try_for_each(&mut free);
         self.count.store(0, Ordering::SeqCst);
-        std::mem::take(&mut *blocks)
+        result
     }
 }
 
@@ -103,7 +107,17 @@ mod tests {
         let freed = FreedBlocks::default();
         let added = (0..2 * MAX_BLOCKS as u64).filter(|base| freed.add(block(*base))).count();
         assert_eq!(added, MAX_BLOCKS);
-        assert_eq!(freed.take_all().len(), MAX_BLOCKS);
-        assert!(freed.is_empty() && freed.take_all().is_empty() && freed.add(block(1)));
+        let mut freed_now = 0;
+        let mut free = |_| {
+            freed_now += 1;
+            assert!(!freed.is_empty(), "other threads wait until all are freed");
+            Ok::<(), ()>(())
+        };
+        freed.free_all(&mut free).unwrap();
+        freed.free_all(&mut free).unwrap();
+        assert_eq!(freed_now, MAX_BLOCKS);
+        assert!(freed.is_empty() && freed.add(block(1)));
+        assert_eq!(freed.free_all(|_| Err(9)), Err(9));
+        assert!(freed.is_empty(), "without a link there is nothing to free");
     }
 }

@@ -253,12 +253,11 @@ impl Link {
             link.session.get_or_init(|| Session { secret, key: SessionKey::new(&secret), grace });
             link.begin_to_return(grace)?;
         }
-        let sender = threads::spawn(PROGRAM_THREAD, {
+        threads::spawn(PROGRAM_THREAD, {
             let link = link.clone();
             move || link.send_loop()
         })
         .map_err(|e| LinkLost(format!("cannot start the sender thread: {e}")))?;
-        link.outbox.set_sender(sender.thread().clone());
         Ok((link, reply))
     }
 
@@ -445,6 +444,7 @@ impl Link {
     }
 
     fn send_loop(&self) {
+        self.outbox.set_sender(std::thread::current());
         let spin = threads::spin_time();
         while self.lost.get().is_none() {
             if self.broken.load(Ordering::Acquire) {
@@ -590,6 +590,22 @@ impl Link {
             let _ = self.poll();
             if matches!(readable, Ok(n) if n > 0) {
                 std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Reads while detached transfers are under way and no other thread reads, until the link is
+    /// lost.
+    ///
+    /// Runs on a thread of its own, for programs that only watch their memory.
+    pub fn serve_landings(&self) {
+        /// Time that another thread of the program has to read first.
+        const POLL_INTERVAL: Duration = Duration::from_millis(1);
+        const LOST_INTERVAL: Duration = Duration::from_secs(1);
+        while self.lost.get().is_none() {
+            if self.down.wait_for_detached(LOST_INTERVAL) {
+                std::thread::park_timeout(POLL_INTERVAL);
+                let _ = self.poll();
             }
         }
     }

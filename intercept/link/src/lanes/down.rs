@@ -23,6 +23,19 @@ pub struct DownTransfers {
 struct Open {
     transfers: HashMap<u64, Down>,
     lost: bool,
+    /// Whether a thread waits for the next transfer, in [`DownTransfers::wait_for_detached`].
+    sleeps: bool,
+}
+
+impl Open {
+    /// Returns `true` if a detached transfer that `wanted` selects can still write.
+    fn unsettled(&self, wanted: &impl Fn(&Detached) -> bool) -> bool {
+        self.transfers.iter().any(|(seq, t)| {
+            t.detached
+                && (t.status == 0 || t.writing > 0)
+                && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
+        })
+    }
 }
 
 /// Stream of a transfer; a default stream's handle is the same in every context.
@@ -126,6 +139,23 @@ impl DownTransfers {
         let (left, status) = (range.len, if open.lost { UNAVAILABLE } else { 0 });
         let down = Down { range, left, status, on, detached, writing: 0, older, newer: Vec::new() };
         open.transfers.insert(transfer, down);
+        if std::mem::take(&mut open.sleeps) {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until a detached transfer is in progress; `false`: none is after `patience`.
+    ///
+    /// One thread calls this.
+    pub(crate) fn wait_for_detached(&self, patience: Duration) -> bool {
+        let mut open = lock(&self.open);
+        if open.unsettled(&|_| true) {
+            return true;
+        }
+        open.sleeps = true;
+        open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
+        open.sleeps = false;
+        open.unsettled(&|_| true)
     }
 
     /// Returns the detached transfers under way that write to any of these bytes.
@@ -170,18 +200,11 @@ impl DownTransfers {
     /// `false`: some have not. Small ones come with frames, which the caller must read meanwhile.
     pub fn wait_detached(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
         let mut open = lock(&self.open);
-        let unsettled = |open: &Open| {
-            open.transfers.iter().any(|(seq, t)| {
-                t.detached
-                    && (t.status == 0 || t.writing > 0)
-                    && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
-            })
-        };
-        if !unsettled(&open) {
+        if !open.unsettled(wanted) {
             return true;
         }
         open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
-        !unsettled(&open)
+        !open.unsettled(wanted)
     }
 
     /// Returns `true` if a detached transfer is in progress.

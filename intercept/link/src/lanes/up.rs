@@ -147,7 +147,8 @@ impl Sent {
 impl State {
     /// Keeps a copy of one piece of a transfer, if there is room and no lane is reading it.
     fn keep_one(&mut self, progress: &Arc<Progress>) -> bool {
-        let room = MAX_KEPT - self.kept;
+        // Threads that stage at the same time may exceed it.
+        let room = MAX_KEPT.saturating_sub(self.kept);
         let mine = |piece: &&mut Piece| {
             Arc::ptr_eq(&piece.progress, progress)
                 && matches!(piece.source, Source::Program { len, .. } if len <= room)
