@@ -31,6 +31,8 @@ struct Deferred {
     seq: Mutex<Option<u64>>,
 }
 
+/// Position of a copy whose frame is not posted yet.
+const NOT_YET: u64 = u64::MAX;
 /// Deferred copies: client, stream and position of each.
 static WAITING: Mutex<Vec<(u8, On, u64)>> = Mutex::new(Vec::new());
 /// Number of them: at zero, a copy's check is a single load.
@@ -98,9 +100,21 @@ pub fn try_defer(
     let deferred = Arc::new(Deferred { client, range, on: stream.on(), seq: Mutex::default() });
     let mut place = lock(&deferred.seq);
     let data = Arc::into_raw(deferred.clone()) as usize;
-    host_functions::enqueue(&shared, HostFunction::Plain(send, data), Some(stream.covers_so_far()))?;
-    let seq = client.post(operation, body)?;
-    change(|waiting| waiting.push((client.number, deferred.on, seq)));
+    // Before the frame: another thread's copy must not miss it.
+    let waits = (client.number, deferred.on, NOT_YET);
+    change(|waiting| waiting.push(waits));
+    let after = Some(stream.covers_so_far());
+    let posted = host_functions::enqueue(&shared, HostFunction::Plain(send, data), after)
+        .and_then(|()| client.post(operation, body));
+    change(|waiting| {
+        let mine = waiting.iter().position(|entry| *entry == waits);
+        match (mine, &posted) {
+            (Some(mine), Ok(seq)) => waiting[mine].2 = *seq,
+            (Some(mine), Err(_)) => drop(waiting.remove(mine)),
+            (None, _) => {}
+        }
+    });
+    let seq = posted?;
     stream.worked(seq);
     *place = Some(seq);
     Ok(true)

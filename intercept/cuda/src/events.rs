@@ -1,7 +1,7 @@
 //! Events as the program sees them; those known to have happened need no round trip.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use gpusession_link::lanes::On;
 use gpusession_proto::handle;
@@ -16,6 +16,7 @@ pub struct Event {
     pub handle: u64,
     /// `CUevent_flags`
     flags: u32,
+    order: Mutex<()>,
     recorded: Mutex<Option<(Arc<Stream>, u64)>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
@@ -34,6 +35,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         client,
         handle: new,
         flags,
+        order: Mutex::default(),
         recorded: Mutex::default(),
         happened: AtomicU64::new(0),
         captured: Mutex::default(),
@@ -73,6 +75,16 @@ pub const DISABLE_TIMING: u32 = 2;
 pub const INTERPROCESS: u32 = 4;
 
 impl Event {
+    /// Locks the event's records and waits: their frames have the order in which this process notes
+    /// them.
+    ///
+    /// Hold it from the look at the last record to the frame, and from the frame of a record to its
+    /// note. `None` for an event of several processes: a call on it waits for the reply, and this
+    /// process does not know its last record anyway.
+    pub fn order(&self) -> Option<MutexGuard<'_, ()>> {
+        (!self.is_shared()).then(|| self.order.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Returns `true` for an event that was created for several processes.
     pub fn is_interprocess(&self) -> bool {
         self.flags & INTERPROCESS != 0

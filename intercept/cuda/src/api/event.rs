@@ -21,6 +21,7 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
         return Err(INVALID_HANDLE);
     }
     stream.usable()?;
+    let order = event.order();
     let immediate = event.is_immediate(&stream);
     // A process that learns of the record by other means finds it: it has arrived.
     let seq = client.post_if(!event.is_shared(), op::EVENT_RECORD, |w| {
@@ -42,6 +43,7 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
         }
         None => event.record(&stream, seq),
     }
+    drop(order);
     client.take_late_error()
 }
 
@@ -63,16 +65,20 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         return Err(CAPTURED_EVENT);
     }
     streams::allowed()?;
-    let pending = event.pending();
-    if pending.is_none() && !event.is_recorded_elsewhere() {
+    if event.pending().is_none() && !event.is_recorded_elsewhere() {
         // The event is known to have happened, so its data has landed, too.
         return client.take_late_error();
     }
     regions::upload_awaited(client)?;
     client.free_blocks(operation)?;
+    // The record that the frame means: another thread may make a new one while this one waits.
+    let order = event.order();
+    let pending = event.pending();
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let seq = begun.seq;
+    let covers = event.covers_before(seq);
+    drop(order);
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     // Another process's record says nothing about the work of this one.
     let own = !event.is_interprocess() || word(&mut reply.reader()) != Ok(0);
@@ -82,7 +88,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     } else if reply.status == 0
         && let Some((stream, recorded)) = pending.filter(|_| own)
     {
-        streams::settle_covered(client, &event.covers_before(seq))?;
+        streams::settle_covered(client, &covers)?;
         event.has_happened(&stream, recorded);
     }
     client.check_status(reply.status)

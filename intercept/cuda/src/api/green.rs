@@ -112,6 +112,7 @@ fn record(name: u64, ctx: u64, event: *mut c_void) -> Result {
         return Err(INVALID_HANDLE);
     }
     streams::context_sync_allowed(ctx)?;
+    let _order = event.order();
     let seq = send(client, name, event.handle, false)?;
     let covers = streams::of_contexts(&contexts).iter().flat_map(|stream| stream.covers(seq)).collect();
     // A stream that no call names: only waits for the event complete its work.
@@ -133,6 +134,7 @@ fn wait(name: u64, ctx: u64, event: *mut c_void) -> Result {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     streams::context_sync_allowed(ctx)?;
+    let _order = event.order();
     let seq = send(client, name, event.handle, true)?;
     let pending = event.pending().is_some() && streams::tracking(client);
     for stream in streams::of_contexts(&contexts) {

@@ -262,6 +262,7 @@ driver! {
             }
         }
         // The wait is for the last record until now, not for one that another process makes later.
+        let order = event.order();
         let seq = client.post_if(!event.is_shared(), op::STREAM_WAIT_EVENT, |w| {
             w.word(stream.handle);
             w.word(event.handle);
@@ -277,6 +278,7 @@ driver! {
                 }
             }
         }
+        drop(order);
         stream.worked(seq);
         client.take_late_error()
     }
