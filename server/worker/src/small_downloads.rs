@@ -6,8 +6,9 @@
 //! this.
 #![expect(clippy::disallowed_methods, reason = "a thread of its own polls the streams")]
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
@@ -35,6 +36,10 @@ struct Pending {
 #[derive(Default)]
 pub struct Landing {
     slots: OnceLock<Slots>,
+    /// Held while this calls the driver, and until the results are sent.
+    calling: Mutex<()>,
+    /// Held for a moment, never during a call of the driver: a host function's callback takes it,
+    /// and the driver's calls may wait for that callback.
     pending: Mutex<Vec<Pending>>,
     thread: OnceLock<std::thread::Thread>,
     asleep: AtomicBool,
@@ -43,6 +48,10 @@ pub struct Landing {
 impl Landing {
     /// Returns the pinned slots, which the first use allocates.
     pub fn slots(&self, driver: &Driver, contexts: &Contexts) -> Result<&Slots, Status> {
+        if let Some(slots) = self.slots.get() {
+            return Ok(slots);
+        }
+        let _calling = lock(&self.calling);
         if let Some(slots) = self.slots.get() {
             return Ok(slots);
         }
@@ -67,7 +76,7 @@ impl Landing {
         len: usize,
     ) {
         let pending = Pending { seq, stream: stream as usize, slot, len };
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(pending);
+        lock(&self.pending).push(pending);
         let thread = self.thread.get_or_init(|| {
             let (landing, replies) = (self.clone(), replies.clone());
             let look = move || landing.poll(driver, &replies);
@@ -85,21 +94,20 @@ impl Landing {
     fn poll(&self, driver: &Driver, replies: &Replies) {
         let mut idle = 0;
         loop {
-            let left = {
+            {
                 // Sent under the lock: the next thread that sweeps finds either the data, or that
                 // it was sent.
-                let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+                let calling = lock(&self.calling);
                 let mut frames = Vec::new();
-                self.sweep_locked(&mut pending, driver, replies, &mut frames);
+                self.sweep_alone(&calling, driver, replies, &mut frames);
                 if !frames.is_empty() {
                     replies.send_frames(frames);
                 }
-                pending.len()
-            };
-            idle = if left > 0 { 0 } else { idle + 1 };
+            }
+            idle = if self.idle() { idle + 1 } else { 0 };
             if idle > LINGER {
                 self.asleep.store(true, Ordering::SeqCst);
-                if self.pending.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
+                if self.idle() {
                     std::thread::park();
                 }
                 self.asleep.store(false, Ordering::SeqCst);
@@ -112,17 +120,12 @@ impl Landing {
 
     /// Returns `true` if no copy is under way.
     pub fn idle(&self) -> bool {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        lock(&self.pending).is_empty()
     }
 
     /// Appends frames with the copies that are ready.
     pub fn sweep(&self, driver: &Driver, replies: &Replies, frames: &mut Vec<u8>) {
-        self.sweep_locked(
-            &mut self.pending.lock().unwrap_or_else(PoisonError::into_inner),
-            driver,
-            replies,
-            frames,
-        );
+        self.sweep_alone(&lock(&self.calling), driver, replies, frames);
     }
 
     /// Appends frames with the copies that a stream of a context got before frame `seq`.
@@ -131,11 +134,11 @@ impl Landing {
     /// driver.
     pub fn reached(&self, replies: &Replies, ctx: u64, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
         let Some(slots) = self.slots.get() else { return };
-        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pending = lock(&self.pending);
         for done in
             pending.extract_if(.., |p| p.stream == stream as usize && p.slot.ctx == ctx && p.seq < seq)
         {
-            // SAFETY: as in `sweep_locked`.
+            // SAFETY: as in `sweep_alone`.
             replies.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                 w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
             });
@@ -143,28 +146,29 @@ impl Landing {
         }
     }
 
-    fn sweep_locked(
+    fn sweep_alone(
         &self,
-        pending: &mut Vec<Pending>,
+        _calling: &MutexGuard<'_, ()>,
         driver: &Driver,
         replies: &Replies,
         frames: &mut Vec<u8>,
     ) {
         let Some(slots) = self.slots.get() else { return };
+        let waiting: Vec<(u64, Handle)> =
+            lock(&self.pending).iter().map(|copy| (copy.seq, copy.slot.event)).collect();
         // Newest first: a copy that is done then finds every copy before it done as well, and they
         // leave in their order. Both may write the same bytes of the program.
-        // SAFETY: the slot's event is valid, since `ops::leave` sweeps all slots before a context
-        // goes.
-        let query = |copy: &Pending| check(unsafe { (driver.call.cuEventQuery)(copy.slot.event) });
-        let mut results: Vec<_> = pending.iter().rev().map(query).collect();
-        let mut next = || results.pop().unwrap_or(Err(status::NOT_READY));
-        let mut kept = Vec::with_capacity(pending.len());
-        for copy in pending.drain(..) {
-            match next() {
-                Err(status::NOT_READY) => {
-                    kept.push(copy);
-                    continue;
-                }
+        // SAFETY: the event is valid, since `ops::leave` sweeps before a context goes, which waits
+        // for this thread. A callback may free the slot meanwhile, and its event stays.
+        let query =
+            |(seq, event): &(u64, Handle)| (*seq, check(unsafe { (driver.call.cuEventQuery)(*event) }));
+        let happened: HashMap<u64, Result<(), Status>> =
+            waiting.iter().rev().map(query).filter(|(_, result)| *result != Err(status::NOT_READY)).collect();
+        if happened.is_empty() {
+            return;
+        }
+        for copy in lock(&self.pending).extract_if(.., |copy| happened.contains_key(&copy.seq)) {
+            match happened[&copy.seq] {
                 // SAFETY: the device has filled `len` bytes of the slot, which no other code uses.
                 Ok(()) => replies.append(frames, op::LANDED, copy.seq, 0, |w| unsafe {
                     w.bytes(std::slice::from_raw_parts(copy.slot.address, copy.len));
@@ -173,8 +177,11 @@ impl Landing {
             }
             slots.give(copy.slot);
         }
-        *pending = kept;
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -277,6 +284,28 @@ mod tests {
         lab.landing.reached(&lab.replies, ONE, std::ptr::without_provenance_mut(8), 4, &mut frames);
         assert_eq!(read(&frames), [(1, 0, vec![1; 2])], "not a later one, nor another stream's");
         assert_eq!(lab.free(), SLOTS - 3);
+    }
+
+    #[test]
+    fn host_function_does_not_wait_for_a_call_of_the_driver() {
+        let lab = Lab::new();
+        let slow = lab.copy(1, ONE, 8, 2);
+        let other = lab.copy(2, ONE, 9, 3);
+        fake::happen(slow, fake::QUERY_WAITS);
+        fake::happen(other, 0);
+        std::thread::scope(|scope| {
+            let sweep = scope.spawn(|| lab.swept());
+            while lab.landing.calling.try_lock().is_ok() {
+                std::thread::yield_now();
+            }
+            // The sweep is in the driver, which waits for this callback.
+            let mut frames = Vec::new();
+            lab.landing.reached(&lab.replies, ONE, std::ptr::without_provenance_mut(8), 9, &mut frames);
+            assert_eq!(read(&frames), [(1, 0, vec![1; 2])]);
+            fake::happen(slow, 0);
+            assert_eq!(sweep.join().unwrap(), [(2, 0, vec![2; 3])], "each copy is sent once");
+        });
+        assert_eq!(lab.free(), SLOTS);
     }
 
     #[test]

@@ -116,8 +116,16 @@ extern "C" fn event_create(event: *mut Handle, _flags: u32) -> Status {
     0
 }
 
+/// Status of an event whose query does not return while the event has it.
+pub const QUERY_WAITS: Status = -1;
+
 extern "C" fn event_query(event: Handle) -> Status {
-    of_event(event).load(Ordering::SeqCst)
+    loop {
+        match of_event(event).load(Ordering::SeqCst) {
+            QUERY_WAITS => std::thread::sleep(Duration::from_millis(1)),
+            status => return status,
+        }
+    }
 }
 
 extern "C" fn event_synchronize(event: Handle) -> Status {
