@@ -13,7 +13,10 @@ use crate::supervise::park::Parker;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    Parking,
+    /// With `wanted`, a program or the owner wants it back already.
+    Parking {
+        wanted: bool,
+    },
     Away,
     /// The place is all 0 until it is known.
     Waiting {
@@ -28,6 +31,25 @@ pub(super) struct Away {
     pub(super) parkers: Vec<(WorkerId, Parker)>,
     /// Host memory that the lease takes, in bytes.
     pub(super) bytes: u64,
+}
+
+impl Stage {
+    /// Returns the stage of a lease that is wanted back.
+    pub(super) fn wanted(self, now: Moment) -> Self {
+        match self {
+            Self::Parking { .. } => Self::Parking { wanted: true },
+            Self::Away => Self::Waiting { since: now, place: Place::default() },
+            coming => coming,
+        }
+    }
+
+    /// Returns the stage of a lease whose device memory is in host memory now.
+    pub(super) fn parked(self, now: Moment) -> Self {
+        match self {
+            Self::Parking { wanted: true } => Self::Away.wanted(now),
+            _ => Self::Away,
+        }
+    }
 }
 
 /// State of all leases without their GPUs, and the idle clocks; see the module.
@@ -57,7 +79,7 @@ impl Parking {
         let away = self.away();
         let entry = away.get(lease)?;
         Some(match (entry.stage, entry.parkers.is_empty()) {
-            (Stage::Parking, _) => ("parking", Place::default()),
+            (Stage::Parking { .. }, _) => ("parking", Place::default()),
             (Stage::Away, true) => ("lent", Place::default()),
             (Stage::Away, false) => ("parked", Place::default()),
             (Stage::Waiting { place, .. }, _) => ("returning", place),
@@ -98,5 +120,22 @@ impl Parking {
     /// Allows parking again: the lease has no programs, or other ones.
     pub fn may_again(&self, lease: &str) {
         self.nevers().remove(lease);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lease_that_is_wanted_while_it_is_parked_comes_back_at_once() {
+        let now = Moment::from_secs(7);
+        let waits = Stage::Waiting { since: now, place: Place::default() };
+        let parking = Stage::Parking { wanted: false };
+        assert_eq!(parking.parked(now), Stage::Away);
+        assert_eq!(parking.wanted(now).parked(now), waits);
+        assert_eq!(Stage::Away.wanted(now), waits);
+        let later = Moment::from_secs(9);
+        assert_eq!((waits.wanted(later), Stage::Returning.wanted(later)), (waits, Stage::Returning));
     }
 }

@@ -16,7 +16,7 @@ use super::state::Pool;
 use crate::clock::Moment;
 use crate::lease::Place;
 use crate::supervise::WorkerId;
-use crate::supervise::park::{NotParked, Parker, Serving};
+use crate::supervise::park::{Cause, NotParked, Parker, Serving};
 
 /// Interval at which a lease that waits for its GPUs checks for room.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -104,7 +104,7 @@ impl Pool {
         parking.clock(lease, |clock| clock.set_hint(None));
         if let Some(entry) = parking.away().get_mut(lease) {
             entry.parkers = parkers;
-            entry.stage = Stage::Away;
+            entry.stage = entry.stage.parked(self.now());
         }
         info!(
             message_id = gpusession_proto::journal::Event::LeaseParked.id(),
@@ -135,7 +135,7 @@ impl Pool {
         }
         let taken = away.values().map(|a| a.bytes).fold(0, u64::saturating_add);
         // Memory on its way is still part of the host's available memory.
-        let coming = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes);
+        let coming = away.values().filter(|a| matches!(a.stage, Stage::Parking { .. })).map(|a| a.bytes);
         let coming = coming.fold(0, u64::saturating_add);
         let left = self
             .config()
@@ -146,7 +146,10 @@ impl Pool {
         if bytes > left {
             return Err(ParkError::NoRoom { wanted: bytes.div_ceil(1 << 20), left: left >> 20 });
         }
-        away.insert(lease.into(), Away { stage: Stage::Parking, parkers: Vec::new(), bytes });
+        away.insert(
+            lease.into(),
+            Away { stage: Stage::Parking { wanted: false }, parkers: Vec::new(), bytes },
+        );
         Ok(())
     }
 
@@ -178,16 +181,40 @@ impl Pool {
 
     /// Moves the device memory of a lease back after a failure; its programs continue.
     async fn keep(&self, lease: &str, serving: &[Serving], parkers: Vec<(WorkerId, Parker)>) {
-        for (id, mut parker) in parkers {
-            self.supervisor().moves(&id);
-            if let Err(e) = parker.back().await {
-                self.supervisor().end_worker(&id, None, &format!("its device memory was lost: {e}"));
-            }
+        let moved: Vec<WorkerId> = parkers.iter().map(|(id, _)| *id).collect();
+        // First the workers that were only paused: the others may wait for room.
+        for worker in serving.iter().filter(|worker| !moved.contains(&worker.id)) {
+            self.supervisor().resume(&worker.id, Cause::NotParked);
         }
-        for worker in serving {
-            self.supervisor().resume(&worker.id);
+        for (id, parker) in parkers {
+            self.move_back(lease, &id, parker, Cause::NotParked).await;
         }
         self.parking().away().remove(lease);
+        self.parking().changed.notify_waiters();
+    }
+
+    /// Moves the device memory of a worker back, and lets its program continue.
+    async fn move_back(&self, lease: &str, id: &WorkerId, mut parker: Parker, cause: Cause) {
+        self.supervisor().moves(id);
+        loop {
+            match parker.back().await {
+                Ok(true) => return self.supervisor().resume(id, cause),
+                // Another lease exceeds its share, or the driver is still busy: both pass.
+                Ok(false) if self.supervisor().exists(id) => tokio::time::sleep(POLL_INTERVAL).await,
+                Ok(false) => return,
+                Err(e) => {
+                    if self.supervisor().exists(id) {
+                        error!(
+                            gpusession_lease = lease,
+                            "lease {lease}: cannot move device memory back: {e}; killing that worker"
+                        );
+                        let why = format!("its parked device memory cannot be moved back: {e}");
+                        self.supervisor().end_worker(id, None, &why);
+                    }
+                    return;
+                }
+            }
+        }
     }
 
     /// Describes why a lease was not parked; remembers it if the driver never parks it.
@@ -221,8 +248,8 @@ impl Pool {
 
     fn wants_back(&self, lease: &str) {
         let mut away = self.parking().away();
-        if let Some(entry) = away.get_mut(lease).filter(|a| a.stage == Stage::Away) {
-            entry.stage = Stage::Waiting { since: self.now(), place: Place::default() };
+        if let Some(entry) = away.get_mut(lease) {
+            entry.stage = entry.stage.wanted(self.now());
             self.parking().due.notify_one();
         }
     }
@@ -330,27 +357,8 @@ impl Pool {
         let parking = self.parking();
         let begun = tokio::time::Instant::now();
         let count = parkers.len();
-        for (id, mut parker) in parkers {
-            self.supervisor().moves(&id);
-            loop {
-                match parker.back().await {
-                    Ok(true) => break self.supervisor().resume(&id),
-                    // Another lease exceeds its share, or the driver is still busy: both pass.
-                    Ok(false) if self.supervisor().exists(&id) => tokio::time::sleep(POLL_INTERVAL).await,
-                    Ok(false) => break,
-                    Err(e) => {
-                        if self.supervisor().exists(&id) {
-                            error!(
-                                gpusession_lease = lease,
-                                "lease {lease}: cannot move device memory back: {e}; killing that worker"
-                            );
-                            let why = format!("its parked device memory cannot be moved back: {e}");
-                            self.supervisor().end_worker(&id, None, &why);
-                        }
-                        break;
-                    }
-                }
-            }
+        for (id, parker) in parkers {
+            self.move_back(lease, &id, parker, Cause::Wanted).await;
         }
         parking.away().remove(lease);
         self.supervisor().set_away(lease, false);
@@ -438,7 +446,7 @@ impl Pool {
         let bytes = parked.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
         let stage = match (aside, parked.is_empty()) {
             (true, true) => Stage::Away,
-            (true, false) => Stage::Parking,
+            (true, false) => Stage::Parking { wanted: false },
             (false, _) => Stage::Returning,
         };
         self.parking().away().insert(lease.into(), Away { stage, parkers: Vec::new(), bytes });
@@ -464,7 +472,7 @@ impl Pool {
             }
             if let Some(entry) = pool.parking().away().get_mut(&lease) {
                 entry.parkers = parkers;
-                entry.stage = Stage::Away;
+                entry.stage = entry.stage.parked(pool.now());
             }
             pool.parking().due.notify_one();
         });
@@ -472,8 +480,12 @@ impl Pool {
 
     /// Returns when no device memory is on its way, or after `limit`.
     pub async fn settled(&self, limit: Duration) {
-        let moving =
-            || self.parking().away().values().any(|a| matches!(a.stage, Stage::Parking | Stage::Returning));
+        let moving = || {
+            self.parking()
+                .away()
+                .values()
+                .any(|a| matches!(a.stage, Stage::Parking { .. } | Stage::Returning))
+        };
         let settled = async {
             while moving() {
                 tokio::time::sleep(POLL_INTERVAL).await;

@@ -47,6 +47,15 @@ pub enum NotParked {
     Hangs(String),
 }
 
+/// Reason why a paused or parked worker continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// Its program or the lease's owner wants it.
+    Wanted,
+    /// The lease was not parked after all: its programs are as idle as before.
+    NotParked,
+}
+
 /// Helper process that keeps one worker's device memory in host memory while it runs.
 #[derive(Debug)]
 pub struct Parker {
@@ -206,13 +215,15 @@ impl Supervisor {
     }
 
     /// Lets a paused or parked worker continue.
-    pub fn resume(&self, id: &WorkerId) {
+    pub fn resume(&self, id: &WorkerId, cause: Cause) {
         let mut state = self.state();
         if let Some(worker) = state.workers.get_mut(id) {
             worker.pausing = None;
             worker.wanted = false;
-            // A program that returns counts as active.
-            worker.active = self.0.clock.now();
+            if cause == Cause::Wanted {
+                // A program that returns counts as active.
+                worker.active = self.0.clock.now();
+            }
             worker.moving = false;
             if worker.phase == Phase::Parked {
                 worker.phase = Phase::Active;
