@@ -56,6 +56,9 @@ const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
 /// Time that a program refused by a limit waits for another program to exit.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time that a program waits for a lease whose GPUs are lent or parked: a move of 64 GiB takes half
+/// of it.
+const AWAY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between tries of a request for a cold worker: each is a call to the server.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
@@ -310,7 +313,7 @@ impl Server {
         else {
             return Ok(());
         };
-        match answer {
+        let (denial, reason) = match answer {
             Answer::Granted(endpoints, granted) => {
                 let guard = self.guard(granted);
                 guard.keep(pidfd.as_ref());
@@ -325,26 +328,27 @@ impl Server {
                 self.answer(&mut stream, &Reply::Granted(endpoints)).await?;
                 self.follow(stream, pidfd, guard, &caller, &wish.program).await;
                 debug!("process {}: exited", caller.pid);
+                return Ok(());
             }
-            Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
-                let event = match denial {
-                    Denial::NoDevice => Event::AccessDenied,
-                    Denial::ProtocolMismatch => Event::ProtocolMismatch,
-                    Denial::Quota | Denial::OutOfMemory => Event::LimitRefuses,
-                    Denial::NotReady => Event::LeaseWaits,
-                };
-                info!(
-                    message_id = event.id(),
-                    gpusession_user = caller.uid,
-                    gpusession_reason = reason,
-                    "process {} ({}) of uid {}: no GPU: {reason}",
-                    caller.pid,
-                    wish.program,
-                    caller.uid
-                );
-                self.answer(&mut stream, &Reply::Denied { denial, reason }).await?;
-            }
-        }
+            Answer::Away(reason) => (Denial::NotReady, reason),
+            Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => (denial, reason),
+        };
+        let event = match denial {
+            Denial::NoDevice => Event::AccessDenied,
+            Denial::ProtocolMismatch => Event::ProtocolMismatch,
+            Denial::Quota | Denial::OutOfMemory => Event::LimitRefuses,
+            Denial::NotReady => Event::LeaseWaits,
+        };
+        info!(
+            message_id = event.id(),
+            gpusession_user = caller.uid,
+            gpusession_reason = reason,
+            "process {} ({}) of uid {}: no GPU: {reason}",
+            caller.pid,
+            wish.program,
+            caller.uid
+        );
+        self.answer(&mut stream, &Reply::Denied { denial, reason }).await?;
         Ok(())
     }
 
@@ -420,7 +424,8 @@ impl Server {
             }
         }
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
-        let deadline = Instant::now() + wait;
+        let begun = Instant::now();
+        let mut deadline = begun + wait;
         let mut refused_since = None;
         let mut snapshot = self.leases.snapshot();
         loop {
@@ -428,6 +433,11 @@ impl Server {
             let answer = self.leases.grant(caller.clone(), wish.clone()).await;
             let (until, pause) = match &answer {
                 Answer::Wait(Denial::NotReady, _) => (deadline, None),
+                Answer::Away(_) => {
+                    // Also for the worker that starts once the GPUs are back.
+                    deadline = deadline.max(begun + AWAY_TIMEOUT);
+                    (deadline, None)
+                }
                 Answer::Wait(..) => {
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     // Each try asks the server for a worker that starts for this program.

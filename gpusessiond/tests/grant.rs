@@ -4,6 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
 use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
 };
@@ -323,6 +324,33 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
 }
 
 #[tokio::test]
+async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
+    let engine = engine(&[&sim]);
+    want(&engine, &quick()).await;
+    sim.until(|s| s.watched()).await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let state = |state: &str, position| {
+        let change = StateChange { state: state.into(), position, waiting: position, ..Default::default() };
+        sim.send(PoolEvent { lease: "one".into(), event: Some(pool_event::Event::State(change)) });
+    };
+    state("parked", 0);
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Parked).await;
+    let path = socket.path.clone();
+    let asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    state("returning", 1);
+    until(&engine, |s| s.leases[0].facts.waits().is_some()).await;
+    // Longer than the configured waiting time.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!asking.is_finished());
+    state("active", 0);
+    sim.with(|s| s.no_workers = false);
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
 async fn every_reason_for_no_gpu_has_its_own_error() {
     type Prepare = fn(&SimServer);
     const FULL: fn() -> PoolError = || PoolError::new(Trouble::OutOfMemory, "no room for another context");
@@ -456,7 +484,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
             match engine.grant(caller.clone(), wish.clone()).await {
                 Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
                 Answer::Denied(_, reason) => return Err(reason),
-                Answer::Wait(..) => tokio::time::sleep(Duration::from_millis(5)).await,
+                Answer::Wait(..) | Answer::Away(_) => tokio::time::sleep(Duration::from_millis(5)).await,
             }
         }
     };

@@ -117,6 +117,8 @@ pub enum Answer {
     Granted(Vec<Endpoint>, Vec<Granted>),
     /// No worker now: ask again after the next [`Snapshot`], or give up with this denial.
     Wait(Denial, String),
+    /// The lease's GPUs are lent or parked and come back: as `Wait`, but for longer.
+    Away(String),
     Denied(Denial, String),
 }
 

@@ -80,6 +80,7 @@ impl Actor {
         }
         if !self.drained.is_empty()
             && self.machine.releases_pending() == 0
+            && !self.machine.has_unwanted()
             && self.machine.slots().next().is_none()
         {
             for reply in self.drained.drain(..) {

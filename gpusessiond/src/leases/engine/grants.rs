@@ -13,7 +13,9 @@ use super::actor::Actor;
 use super::message::Message;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
-use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Owner, Slot, Spec, WorkerRequest};
+use crate::leases::{
+    Answer, Caller, Failure, Granted, Interruption, LeaseState, Owner, Slot, Spec, WorkerRequest,
+};
 use crate::pool::{PoolError, Trouble, unencrypted};
 
 /// Most users of whose programs a lease's failures are kept.
@@ -202,6 +204,10 @@ impl Actor {
             return;
         }
         let Some(workers) = self.machine.take(now, &held) else {
+            if let Some(reason) = held.iter().find_map(|slot| self.away(*slot)) {
+                let _ = reply.send(Answer::Away(reason));
+                return;
+            }
             let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
             let _ = reply.send(no_worker(trouble, "the server is starting a worker"));
             return;
@@ -211,6 +217,13 @@ impl Actor {
         if reply.send(answer).is_err() || refused {
             self.processes_ended(granted);
         }
+    }
+
+    /// Returns where a lease is in the queue whose GPUs are lent or parked.
+    fn away(&self, slot: Slot) -> Option<String> {
+        let held = self.machine.slot(slot)?.held().filter(|held| held.state == LeaseState::Parked)?;
+        let place = held.waits().map(|waits| waits.waiting());
+        Some(place.unwrap_or_else(|| "the lease's GPUs are with other leases, and come back".into()))
     }
 
     /// Returns why the lease's server would refuse a program's connection, if it would.

@@ -3,7 +3,7 @@
 use super::action::Action;
 use super::backoff::BACKOFF_MIN;
 use super::backoff::backoff;
-use super::lease::Phase;
+use super::lease::{Phase, SavedRelease};
 use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Change;
 use crate::leases::{Slot, Time};
@@ -35,7 +35,10 @@ impl Machine {
                     Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
                     // Released when its server is known; otherwise it expires, since this client
                     // does not renew it.
-                    None => self.unplaced.push((old.server, old.id)),
+                    None => {
+                        let until = old.expires.max(now + RECOVERY_TIMEOUT * 10);
+                        self.unplaced.push(SavedRelease { server: old.server, id: old.id, until });
+                    }
                 }
             }
             _ => {}

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use gpusession_proto::control;
+use serde::{Deserialize, Serialize};
 
 use super::backoff::backoff;
 use crate::leases::Time;
@@ -63,6 +64,16 @@ impl Held {
         let place = Some(self.place?);
         Some(PoolError { place, ..PoolError::new(Trouble::NoCapacity, "other leases have its GPUs now") })
     }
+}
+
+/// A lease that is released, which its server has not confirmed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedRelease {
+    /// Name of the server that holds it.
+    pub server: String,
+    pub id: String,
+    /// When the lease has expired.
+    pub until: Time,
 }
 
 /// Phase of a slot.

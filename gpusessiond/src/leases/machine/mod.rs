@@ -109,6 +109,13 @@ impl Machine {
         self.releasing.len()
     }
 
+    /// Returns `true` if the answer to a dropped request is still on its way.
+    ///
+    /// It may bring a lease, which is released then.
+    pub fn has_unwanted(&self) -> bool {
+        !self.unwanted.is_empty()
+    }
+
     /// Records how many of a server's GPUs are free.
     pub fn described(&mut self, now: Time, server: usize, free: u32) {
         self.servers[server].free = free;
@@ -121,8 +128,8 @@ impl Machine {
         if !name.is_empty() && !names.iter().any(|n| n == name) {
             names.push(name.to_owned());
             self.retry_waiting(now);
-            for (_, lease) in self.unplaced.extract_if(.., |(server, _)| server == name).collect::<Vec<_>>() {
-                self.give_back(now, server, lease, now + RECOVERY_TIMEOUT * 10);
+            for release in self.unplaced.extract_if(.., |r| r.server == name).collect::<Vec<_>>() {
+                self.give_back(now, server, release.id, release.until);
             }
         }
     }

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::lease::Recovery;
-use super::lease::{Phase, Wanted};
-use super::state::{Machine, RECOVERY_TIMEOUT};
+use super::lease::{Phase, Recovery, SavedRelease, Wanted};
+use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Spec;
 use crate::leases::Time;
 
@@ -30,6 +29,9 @@ pub struct Saved {
     pub generations: BTreeMap<String, u32>,
     /// See [`Machine::preallocate`].
     pub preallocated: u32,
+    /// Releases that the next daemon repeats.
+    #[serde(default)]
+    pub releases: Vec<SavedRelease>,
 }
 
 impl Machine {
@@ -58,7 +60,19 @@ impl Machine {
             leases: self.slots.values().filter_map(lease).collect(),
             generations: self.generations.clone(),
             preallocated: self.preallocated,
+            releases: self.unconfirmed_releases(),
         }
+    }
+
+    fn unconfirmed_releases(&self) -> Vec<SavedRelease> {
+        let named = |r: &Releasing| {
+            let server = self.names[r.server].last()?.clone();
+            Some(SavedRelease { server, id: r.id.clone(), until: r.give_up })
+        };
+        let mut releases: Vec<_> = self.releasing.iter().filter(|r| !r.waits).filter_map(named).collect();
+        releases.extend(self.unplaced.iter().cloned());
+        releases.sort_by(|a, b| a.id.cmp(&b.id));
+        releases
     }
 
     /// Restores the state of an earlier daemon of this boot.
@@ -68,6 +82,7 @@ impl Machine {
     pub fn restore(&mut self, now: Time, saved: Saved) {
         self.generations = saved.generations;
         self.preallocated = saved.preallocated;
+        self.unplaced.extend(saved.releases.into_iter().filter(|release| release.until > now));
         for lease in saved.leases {
             let SavedLease { spec, id, server, expires } = lease;
             let recovery = Recovery {

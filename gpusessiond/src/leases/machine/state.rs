@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::action::Action;
-use super::lease::{Health, Wanted};
+use super::lease::{Health, SavedRelease, Wanted};
 use crate::leases::{Session, Slot, Spec, Time};
 
 /// Interval between heartbeats to a server that holds leases of this client.
@@ -32,8 +32,8 @@ pub struct Machine {
     pub(super) servers: Vec<Health>,
     pub(super) names: Vec<Vec<String>>,
     pub(super) releasing: Vec<Releasing>,
-    /// Released leases of an earlier daemon as (server name, lease id), until that server is known.
-    pub(super) unplaced: Vec<(String, String)>,
+    /// Released leases of an earlier daemon, until their servers are known.
+    pub(super) unplaced: Vec<SavedRelease>,
     /// Dropped requests whose reply is in flight: request id, and the servers that were asked.
     pub(super) unwanted: BTreeMap<Slot, (String, Vec<usize>)>,
     pub(super) next_slot: Slot,

@@ -71,6 +71,33 @@ fn a_lease_whose_session_ended_while_no_daemon_ran_is_given_back_when_its_server
 }
 
 #[test]
+fn a_release_that_no_server_has_confirmed_is_repeated_by_the_next_daemon() {
+    let mut m = machine(1);
+    m.name_server(s(0), 0, "gpu-a");
+    let slot = m.want(s(0), Spec { once: true, ..configured("a", 1) });
+    let expires = control::Lease { server: "gpu-a".into(), ..lease("l1", 1) };
+    m.allocated(s(0), slot, Ok((0, expires)));
+    actions(&mut m);
+    m.release(s(1), slot, "its owner released it");
+    m.released(s(1), 0, "l1", Err(unreachable()));
+    let saved = m.saved();
+    assert_eq!((saved.leases.len(), saved.releases.len()), (0, 1));
+    let restored = |now: Time, saved: Saved| {
+        let mut m = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(7));
+        m.restore(now, saved);
+        m
+    };
+    assert!(restored(saved.releases[0].until, saved.clone()).saved().releases.is_empty(), "it has expired");
+    let mut m = restored(s(2), saved.clone());
+    assert_eq!(m.saved(), saved, "until the server is known");
+    m.add_server(s(2), "gpu-a.example:7601".into());
+    m.name_server(s(3), 0, "gpu-a");
+    assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
+    m.released(s(3), 0, "l1", Ok(()));
+    assert!(m.saved().releases.is_empty());
+}
+
+#[test]
 fn a_server_that_does_not_come_back_is_not_waited_for() {
     let mut m = machine(2);
     m.configure(s(0), vec![configured("a", 1)]);
