@@ -124,6 +124,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         clock.clone(),
         random.clone(),
     )?;
+    if !lost.is_empty() {
+        registry.forget_lost().await;
+    }
     let monitor = Monitor::start(host.worker, host.driver.clone(), isolation.workers);
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =

@@ -248,8 +248,11 @@ impl Pool {
 
     fn wants_back(&self, lease: &str) {
         let mut away = self.parking().away();
-        if let Some(entry) = away.get_mut(lease) {
-            entry.stage = entry.stage.wanted(self.now());
+        let Some(entry) = away.get_mut(lease) else { return };
+        let wanted = entry.stage.wanted(self.now());
+        // A program that waits asks again and again.
+        if wanted != entry.stage {
+            entry.stage = wanted;
             self.parking().due.notify_one();
         }
     }

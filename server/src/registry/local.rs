@@ -30,6 +30,8 @@ pub struct LocalRegistry {
 
 impl LocalRegistry {
     /// Opens `leases.json` in the state directory.
+    ///
+    /// Also returns the leases whose GPUs are gone; [`LocalRegistry::forget_lost`] stores that.
     pub fn open(
         state_dir: &Path,
         gpus: Vec<Gpu>,
@@ -42,6 +44,12 @@ impl LocalRegistry {
         let this =
             Self { table: Mutex::new(table), gpus: Mutex::default(), file: Shared::new(file), clock, random };
         Ok((this, lost))
+    }
+
+    /// Stores the table without the leases that are lost: their GPUs may come back without them.
+    pub async fn forget_lost(&self) {
+        self.file.changed();
+        self.store_change().await;
     }
 
     // A poisoned lock is used: the table is consistent between any two of its methods.

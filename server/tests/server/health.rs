@@ -6,6 +6,7 @@ use gpusession_proto::control::ReleaseRequest;
 use gpusession_proto::readings::{GpuReading, uuid_bytes};
 use nix::errno::Errno;
 use nix::sys::ptrace;
+use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tonic::Code;
 
@@ -212,4 +213,26 @@ async fn a_fault_of_a_card_that_is_not_served_withdraws_nothing() {
     let journal = std::fs::read_to_string(server.path("journal")).unwrap();
     assert!(journal.contains(&format!("{served}: withdrawn")), "{journal}");
     assert!(!journal.contains(&format!("{other}: withdrawn")), "{journal}");
+}
+
+#[tokio::test]
+async fn a_lease_whose_card_was_taken_away_does_not_come_back_with_the_card() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let held = |server: &Server| -> Vec<String> {
+        let shown = server.json(&["leases"]);
+        let leases = shown["leases"].as_array().expect("a list of leases");
+        let cards = leases.iter().filter_map(|lease| lease["devices"][0]["uuid"].as_str());
+        cards.map(str::to_owned).collect()
+    };
+    for _ in GPUS {
+        vm.allocate(100.0).await.expect("room on a card");
+    }
+    assert_eq!(held(&server).len(), 2);
+    for (cards, left) in [("gpus = [0]", 1), ("", 1)] {
+        server.signal(Signal::SIGTERM);
+        server.configure("libcuda.so.1", cards);
+        server.run().await;
+        assert_eq!(held(&server).len(), left, "{cards}");
+    }
 }
