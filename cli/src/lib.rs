@@ -719,7 +719,14 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let direct = run::Direct::new(&Home::of_caller(), &servers, allow_clear).await?;
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
-        let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
+        let lease = tokio::select! {
+            lease = direct.engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e))?,
+            // The engine's end releases what it was asked for.
+            code = run::interrupted() => {
+                direct.engine.shutdown(run::SHUTDOWN_GRACE).await;
+                return Ok(code);
+            }
+        };
         // Only the server that holds the lease: another one would create a second lease for the
         // request.
         let snapshot = direct.engine.snapshot().borrow().clone();

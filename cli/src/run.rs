@@ -35,7 +35,7 @@ use crate::releases;
 /// Time to wait, after a program exits, for its libraries' final messages.
 const OUTPUT_GRACE: Duration = Duration::from_millis(250);
 /// Time to release leases before this process exits.
-const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 /// Most leases of one program.
 const MAX_LEASES: usize = 8;
 /// Signals that a person or a batch system sends to `gpusession run` and intends for the program.
@@ -318,7 +318,7 @@ async fn complain(engine: &dyn Leases, leases: &[LeaseFacts]) {
 }
 
 /// Waits for a signal that aborts the wait for a lease.
-async fn interrupted() -> i32 {
+pub async fn interrupted() -> i32 {
     let mut terminate = match signal(SignalKind::terminate()) {
         Ok(signal) => signal,
         Err(_) => std::future::pending().await,

@@ -244,6 +244,27 @@ async fn objects_lists_and_properties() {
 }
 
 #[tokio::test]
+async fn a_lease_whose_requester_leaves_before_the_answer_is_given_back() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    sim.with(|s| s.allocation_delay = Duration::from_millis(300));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 8;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let asking = tokio::spawn(async move {
+        let manager = manager(&connection).await;
+        let request = [("Count", Variant::from(1u32)), ("TTLUSec", Variant::from(600_000_000u64))];
+        create(&manager, &request, 1).await
+    });
+    sim.until(|s| !s.requests.is_empty()).await;
+    // Its end drops the connection, as the interrupt of a command does.
+    asking.abort();
+    tokio::time::timeout(PATIENCE, sim.until(|s| !s.released.is_empty())).await.unwrap();
+    assert!(engine.snapshot().borrow().leases.is_empty());
+}
+
+#[tokio::test]
 async fn a_lease_lasts_as_long_as_its_descriptor() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
     let engine = engine(&[&sim]);

@@ -335,17 +335,17 @@ async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
         let change = StateChange { state: state.into(), position, waiting: position, ..Default::default() };
         sim.send(PoolEvent { lease: "one".into(), event: Some(pool_event::Event::State(change)) });
     };
+    sim.with(|s| s.away.push("one".into()));
     state("parked", 0);
     until(&engine, |s| s.leases[0].facts.state == LeaseState::Parked).await;
     let path = socket.path.clone();
     let asking = tokio::spawn(async move { ask_async(&path, request()).await });
     state("returning", 1);
-    until(&engine, |s| s.leases[0].facts.waits().is_some()).await;
     // Longer than the configured waiting time.
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(!asking.is_finished());
+    sim.with(|s| (s.no_workers, s.away) = (false, Vec::new()));
     state("active", 0);
-    sim.with(|s| s.no_workers = false);
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
 }

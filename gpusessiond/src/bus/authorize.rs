@@ -142,6 +142,15 @@ impl<'a> Call<'a> {
         Ok(Self { uid, shared: shared.clone(), connection, header })
     }
 
+    /// Returns `false` if the caller has left the bus; `true` also if the bus cannot tell.
+    pub async fn is_present(&self) -> bool {
+        let asked = async {
+            let sender = self.header.sender()?.to_owned();
+            DBusProxy::new(self.connection).await.ok()?.name_has_owner(sender.into()).await.ok()
+        };
+        asked.await != Some(false)
+    }
+
     /// Succeeds if the caller may do this.
     pub async fn may(&self, deed: Deed) -> Result<()> {
         let interactive = self.header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use gpusession_proto::control;
@@ -26,7 +27,9 @@ pub struct SimState {
     pub taken: Vec<(String, [u8; 16])>,
     /// Workers whose process exited.
     pub ended: Vec<[u8; 16]>,
-    /// Ids of parked leases.
+    /// Ids of leases that heartbeats report as parked.
+    pub away: Vec<String>,
+    /// Ids of leases whose owner asked to park them.
     pub parked: Vec<String>,
     /// Ids of leases with an idle hint.
     pub idle: Vec<String>,
@@ -52,6 +55,8 @@ pub struct SimState {
     pub hanging: bool,
     /// Data connections are not encrypted.
     pub trusts_network: bool,
+    /// Time that each request for a lease takes.
+    pub allocation_delay: Duration,
     /// Calls for workers return none while this is set.
     pub no_workers: bool,
     /// Reported version of the data plane; by default the current one.
@@ -152,8 +157,12 @@ impl PoolServer for SimServer {
     }
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
-        self.call(|state| {
+        let delay = self.with(|state| {
             state.requests.push(request.clone());
+            state.allocation_delay
+        });
+        tokio::time::sleep(delay).await;
+        self.call(|state| {
             let id = match state.leases.iter().find(|(_, _, r)| *r == request.request_id) {
                 Some((id, ..)) => id.clone(),
                 None => {
@@ -220,7 +229,12 @@ impl PoolServer for SimServer {
                 .map(|id| {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
                     let reason = if lost { "no such lease".into() } else { String::new() };
-                    let state = if state.idle.contains(&id) { "idle" } else { "active" }.into();
+                    let state = match (state.away.contains(&id), state.idle.contains(&id)) {
+                        (true, _) => "parked",
+                        (false, true) => "idle",
+                        (false, false) => "active",
+                    };
+                    let state = state.into();
                     let idle_timeout_usec = idle_timeouts.get(&id).copied().unwrap_or(0);
                     let renewed = control::RenewedLease { idle_timeout_usec, ..of_all.clone() };
                     control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state, ..renewed }
