@@ -383,6 +383,7 @@ class Parking:
             "card": ("An idle program is parked while another client uses the whole card", self.whole_card),
             "training": ("PyTorch training, parked in the middle", self.training),
             "restarts": ("The server is replaced", self.restarts),
+            "busy": ("One of two programs works", self.one_busy),
             "clock": ("The clock", self.clocks),
             "times": ("Times", self.times),
         }
@@ -399,6 +400,28 @@ class Parking:
         first.expect("intact")
         self.note("other client's end to first call's answer", round(time.monotonic() - begun, 2), "s")
         first.end()
+        self.wait_for_no_lease()
+
+    def one_busy(self):
+        """Tries to park a lease with an idle and a busy program: both continue."""
+        idle_program = f"{self.args.python} idle_program.py 0.125"
+        both = self.start_shell(f"(sleep 9; echo check; sleep 3) | {idle_program} & exec {idle_program}")
+        both.expect("ready")
+        both.expect("ready")
+        lease = self.only_lease()
+        both.say("kernel 7")
+        time.sleep(0.5)
+        said = ""
+        try:
+            self.park(lease)
+        except RuntimeError as error:
+            said = str(error)
+        self.check("not parked", "uses its GPU now" in said and self.state(lease)[0] == "active")
+        both.expect("kernel")
+        # The idle one's memory may have been in host memory meanwhile.
+        both.expect("intact")
+        self.check("both continue with their memory", self.intact(both) >= 0)
+        both.end()
         self.wait_for_no_lease()
 
     def times(self):
