@@ -170,7 +170,7 @@ async fn wrong_use_is_64_and_help_is_0() {
         &["run"],
         &["run", "-n", "0", "--", "true"],
         &["run", "-m", "4000MB", "--", "true"],
-        &["run", "--server", "::1", "--", "true"],
+        &["run", "--server", "::g", "--", "true"],
         &["request", "--ttl", "soon"],
         &["join"],
         &["join", "one", "two"],

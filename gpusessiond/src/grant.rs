@@ -426,7 +426,7 @@ impl Server {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let begun = Instant::now();
         let mut deadline = begun + wait;
-        let mut refused_since = None;
+        let (mut refused_since, mut last) = (None, false);
         let mut snapshot = self.leases.snapshot();
         loop {
             snapshot.mark_unchanged();
@@ -456,6 +456,8 @@ impl Server {
             tokio::select! {
                 waited = tokio::time::timeout_at(until, again) => match waited {
                     Ok(Ok(())) => {}
+                    // Not every change of a lease makes a snapshot.
+                    Err(_) if !last => last = true,
                     _ => return Some(answer),
                 },
                 () = &mut disconnected => return None,

@@ -246,12 +246,13 @@ async fn objects_lists_and_properties() {
 #[tokio::test]
 async fn a_lease_whose_requester_leaves_before_the_answer_is_given_back() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
-    sim.with(|s| s.allocation_delay = Duration::from_millis(300));
+    sim.with(|s| s.holds_allocations = true);
     let engine = engine(&[&sim]);
     let mut config = Config::default();
     config.access.extra_leases = 8;
     let _api = serve(&bus, &engine, &config).await;
-    let connection = bus.connect().await;
+    let (connection, other) = (bus.connect().await, bus.connect().await);
+    let name = connection.unique_name().expect("a name").clone();
     let asking = tokio::spawn(async move {
         let manager = manager(&connection).await;
         let request = [("Count", Variant::from(1u32)), ("TTLUSec", Variant::from(600_000_000u64))];
@@ -260,6 +261,11 @@ async fn a_lease_whose_requester_leaves_before_the_answer_is_given_back() {
     sim.until(|s| !s.requests.is_empty()).await;
     // Its end drops the connection, as the interrupt of a command does.
     asking.abort();
+    let buses = zbus::fdo::DBusProxy::new(&other).await.unwrap();
+    while buses.name_has_owner(name.clone().into()).await.unwrap() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sim.with(|s| s.holds_allocations = false);
     tokio::time::timeout(PATIENCE, sim.until(|s| !s.released.is_empty())).await.unwrap();
     assert!(engine.snapshot().borrow().leases.is_empty());
 }

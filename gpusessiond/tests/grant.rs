@@ -351,6 +351,25 @@ async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
 }
 
 #[tokio::test]
+async fn a_first_call_waits_longer_for_a_lease_that_is_being_parked() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
+    sim.with(|s| (s.away, s.away_state) = (vec!["one".into()], Some("parking")));
+    let engine = engine(&[&sim]);
+    want(&engine, &quick()).await;
+    sim.until(|s| s.heartbeats > 0).await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let path = socket.path.clone();
+    let asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!asking.is_finished());
+    assert_eq!(engine.snapshot().borrow().leases[0].facts.state, LeaseState::Active);
+    sim.with(|s| (s.no_workers, s.away) = (false, Vec::new()));
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
 async fn every_reason_for_no_gpu_has_its_own_error() {
     type Prepare = fn(&SimServer);
     const FULL: fn() -> PoolError = || PoolError::new(Trouble::OutOfMemory, "no room for another context");

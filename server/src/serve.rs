@@ -124,9 +124,6 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         clock.clone(),
         random.clone(),
     )?;
-    if !lost.is_empty() {
-        registry.forget_lost().await;
-    }
     let monitor = Monitor::start(host.worker, host.driver.clone(), isolation.workers);
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
@@ -143,11 +140,15 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let (control_address, data_address) = (facts.control, facts.data);
     let registry = Arc::new(registry);
     let identity = (signer, shown);
-    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor, identity, clock, random)?);
+    let pool =
+        Arc::new(Pool::open(facts, registry.clone(), supervisor.clone(), monitor, identity, clock, random)?);
     let started = format!("gpuserver {}, isolation {}", env!("CARGO_PKG_VERSION"), supervisor.isolation());
     pool.audit().note(audit::Event { detail: started, ..audit::own("server-started") });
     stop.asked = Some(pool.asked_to_stop());
     take_up(&pool, &lost).await;
+    if !lost.is_empty() {
+        registry.forget_lost().await;
+    }
 
     let (closing, closed) = watch::channel(false);
     let Ports { control, data, metrics } = ports;

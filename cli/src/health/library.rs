@@ -11,6 +11,7 @@ use super::facts::Facts;
 /// The table of these checks.
 pub const CHECKS: &[Check<Facts>] = &[
     Check { id: "library.installed", run: installed },
+    Check { id: "library.version", run: version },
     Check { id: "library.first", run: |facts| first(facts, "libcuda.so.1") },
     Check { id: "library.nvml", run: |facts| first(facts, "libnvidia-ml.so.1") },
     Check { id: "library.path", run: path },
@@ -51,6 +52,32 @@ fn installed(facts: &Facts) -> Finding {
         None => Finding::fault(
             "gpusession's libcuda.so.1 is not installed",
             "install the package gpusession-libs, or name its folder in GPUSESSION_LIBDIR",
+        ),
+    }
+}
+
+/// Returns the version that a library of gpusession's has in its file.
+fn version_of(library: &[u8]) -> Option<String> {
+    const BEFORE: &[u8] = b"gpusession library ";
+    /// A longer one is none.
+    const LONGEST: usize = 40;
+    let at = library.windows(BEFORE.len()).position(|window| window == BEFORE)? + BEFORE.len();
+    let version = library[at..].iter().take(LONGEST).take_while(|byte| byte.is_ascii_graphic());
+    Some(version.map(|byte| char::from(*byte)).collect()).filter(|version: &String| !version.is_empty())
+}
+
+fn version(facts: &Facts) -> Finding {
+    let Some(folder) = &facts.library else { return Finding::skipped("no library") };
+    let path = folder.join("libcuda.so.1");
+    let (shown, mine) = (path.display(), env!("CARGO_PKG_VERSION"));
+    match std::fs::read(facts.machine.at(&path)).ok().and_then(|bytes| version_of(&bytes)) {
+        None => Finding::skipped(format!("{shown} names no version")),
+        Some(version) if version == mine => {
+            Finding::ok(format!("{shown} is version {mine}, as this command"))
+        }
+        Some(version) => Finding::warning(
+            format!("{shown} is version {version}, this command {mine}: servers may refuse one of them"),
+            "install gpusession and gpusession-libs of one version",
         ),
     }
 }
@@ -274,6 +301,25 @@ mod tests {
         assert!(finding.found.starts_with("/cuda/libcuda.so.1"), "{finding:?}");
         assert!(finding.remedy.starts_with("unset LD_LIBRARY_PATH"), "{finding:?}");
         assert!(with("/cuda/stubs").found.contains("a stub"));
+    }
+
+    #[test]
+    fn a_library_of_another_version_is_a_warning() {
+        let (root, mut facts) = facts();
+        assert_eq!(version(&facts).state, State::Skipped);
+        facts.library = Some("/ours".into());
+        let with = |text: &str| {
+            plant(&root, "ours/libcuda.so.1", text);
+            let finding = version(&facts);
+            (finding.state, finding.found)
+        };
+        assert_eq!(with("ELF of before").0, State::Skipped);
+        assert_eq!(
+            with(concat!("ELF gpusession library ", env!("CARGO_PKG_VERSION"), "\nmore")).0,
+            State::Ok
+        );
+        let (state, found) = with("ELF gpusession library 0.0.9\n");
+        assert!(state == State::Warning && found.contains("is version 0.0.9, this command"), "{found}");
     }
 
     #[test]

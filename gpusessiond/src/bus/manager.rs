@@ -314,11 +314,6 @@ impl Manager {
         let key = spec.key.clone();
         let view = self.shared.leases.create(spec).await?;
         drop(creating);
-        // No descriptor ends it: without its requester it would hold GPUs until its time is over.
-        if persistent && !call.is_present().await {
-            self.shared.leases.release(view.facts.slot, "its requester has left").await;
-            return Err(BusError::failed("the caller has left the bus"));
-        }
         let (sender, receiver) = pipe::pipe().map_err(|e| BusError::failed(e.to_string()))?;
         let fd = sender.into_blocking_fd().map_err(|e| BusError::failed(e.to_string()))?;
         if !persistent {
@@ -330,6 +325,11 @@ impl Manager {
         }
         let id = view.facts.id;
         self.published(|s| s.lease(&id).is_some()).await;
+        // No descriptor ends it: without its requester it would hold GPUs until its time is over.
+        if persistent && !call.is_present().await {
+            self.shared.leases.release(view.facts.slot, "its requester has left").await;
+            return Err(BusError::failed("the caller has left the bus"));
+        }
         let path = lease_path(&id);
         Ok((id, path, OwnedFd::from(fd)))
     }

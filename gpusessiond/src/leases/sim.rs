@@ -27,8 +27,12 @@ pub struct SimState {
     pub taken: Vec<(String, [u8; 16])>,
     /// Workers whose process exited.
     pub ended: Vec<[u8; 16]>,
-    /// Ids of leases that heartbeats report as parked.
+    /// Ids of leases that heartbeats report as parked, or in this state.
     pub away: Vec<String>,
+    /// Number of heartbeats with leases.
+    pub heartbeats: u32,
+    /// State of the leases in `away`, if not `parked`.
+    pub away_state: Option<&'static str>,
     /// Ids of leases whose owner asked to park them.
     pub parked: Vec<String>,
     /// Ids of leases with an idle hint.
@@ -55,8 +59,8 @@ pub struct SimState {
     pub hanging: bool,
     /// Data connections are not encrypted.
     pub trusts_network: bool,
-    /// Time that each request for a lease takes.
-    pub allocation_delay: Duration,
+    /// Requests for a lease are not answered while this is set.
+    pub holds_allocations: bool,
     /// Calls for workers return none while this is set.
     pub no_workers: bool,
     /// Reported version of the data plane; by default the current one.
@@ -157,11 +161,10 @@ impl PoolServer for SimServer {
     }
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
-        let delay = self.with(|state| {
-            state.requests.push(request.clone());
-            state.allocation_delay
-        });
-        tokio::time::sleep(delay).await;
+        self.with(|state| state.requests.push(request.clone()));
+        while self.with(|state| state.holds_allocations) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         self.call(|state| {
             let id = match state.leases.iter().find(|(_, _, r)| *r == request.request_id) {
                 Some((id, ..)) => id.clone(),
@@ -223,6 +226,7 @@ impl PoolServer for SimServer {
 
     async fn renew(&self, leases: Vec<String>, _boot_id: String) -> Result<control::RenewReply, PoolError> {
         self.call(|state| {
+            state.heartbeats += u32::from(!leases.is_empty());
             let (of_all, idle_timeouts) = (&state.renewed, &state.idle_timeouts);
             let leases = leases
                 .into_iter()
@@ -230,7 +234,7 @@ impl PoolServer for SimServer {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
                     let reason = if lost { "no such lease".into() } else { String::new() };
                     let state = match (state.away.contains(&id), state.idle.contains(&id)) {
-                        (true, _) => "parked",
+                        (true, _) => state.away_state.unwrap_or("parked"),
                         (false, true) => "idle",
                         (false, false) => "active",
                     };

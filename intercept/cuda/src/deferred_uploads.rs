@@ -31,8 +31,8 @@ struct Deferred {
     seq: Mutex<Option<u64>>,
 }
 
-/// Position of a copy whose frame is not posted yet.
-const NOT_YET: u64 = u64::MAX;
+/// Position of a copy whose frame is not posted yet: any later work counts as behind it.
+const NOT_YET: u64 = 0;
 /// Deferred copies: client, stream and position of each.
 static WAITING: Mutex<Vec<(u8, On, u64)>> = Mutex::new(Vec::new());
 /// Number of them: at zero, a copy's check is a single load.
@@ -100,7 +100,7 @@ pub fn try_defer(
     let deferred = Arc::new(Deferred { client, range, on: stream.on(), seq: Mutex::default() });
     let mut place = lock(&deferred.seq);
     let data = Arc::into_raw(deferred.clone()) as usize;
-    // Before the frame: another thread's copy must not miss it.
+    // Before the frame, so that another thread's copy behind it finds it.
     let waits = (client.number, deferred.on, NOT_YET);
     change(|waiting| waiting.push(waits));
     let after = Some(stream.covers_so_far());

@@ -57,6 +57,10 @@ mod written_pages;
 #[unsafe(no_mangle)]
 pub static gpusession_marker: u32 = 1;
 
+/// Version of this library: `gpusession health` finds it in the file, which it does not load.
+#[used]
+static LIBRARY_VERSION: &str = concat!("gpusession library ", env!("CARGO_PKG_VERSION"), "\n");
+
 /// Counts a call that is not supported for `GPUSESSION_TRACE=missing`, and returns its status.
 pub(crate) fn unsupported(name: &'static str) -> i32 {
     trace::missing(name);

@@ -182,6 +182,9 @@ impl Pool {
     /// Moves the device memory of a lease back after a failure; its programs continue.
     async fn keep(&self, lease: &str, serving: &[Serving], parkers: Vec<(WorkerId, Parker)>) {
         let moved: Vec<WorkerId> = parkers.iter().map(|(id, _)| *id).collect();
+        if let Some(entry) = self.parking().away().get_mut(lease) {
+            entry.stage = Stage::Returning;
+        }
         // First the workers that were only paused: the others may wait for room.
         for worker in serving.iter().filter(|worker| !moved.contains(&worker.id)) {
             self.supervisor().resume(&worker.id, Cause::NotParked);
@@ -195,12 +198,15 @@ impl Pool {
 
     /// Moves the device memory of a worker back, and lets its program continue.
     async fn move_back(&self, lease: &str, id: &WorkerId, mut parker: Parker, cause: Cause) {
-        self.supervisor().moves(id);
         loop {
+            self.supervisor().moves(id);
             match parker.back().await {
                 Ok(true) => return self.supervisor().resume(id, cause),
                 // Another lease exceeds its share, or the driver is still busy: both pass.
-                Ok(false) if self.supervisor().exists(id) => tokio::time::sleep(POLL_INTERVAL).await,
+                Ok(false) if self.supervisor().exists(id) => {
+                    self.supervisor().rests(id);
+                    tokio::time::sleep(POLL_INTERVAL).await;
+                }
                 Ok(false) => return,
                 Err(e) => {
                     if self.supervisor().exists(id) {

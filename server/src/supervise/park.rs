@@ -289,6 +289,14 @@ impl Supervisor {
         }
     }
 
+    /// Records that a worker's device memory stays in host memory, where the next server finds it.
+    pub fn rests(&self, id: &WorkerId) {
+        if let Some(worker) = self.state().workers.get_mut(id) {
+            worker.moving = false;
+            worker.remember(None);
+        }
+    }
+
     /// Lists the workers of a lease that an earlier server parked.
     pub fn left_parked(&self, lease: &str) -> Vec<Serving> {
         let parked: Vec<WorkerId> = {

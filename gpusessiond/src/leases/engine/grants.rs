@@ -220,8 +220,14 @@ impl Actor {
     }
 
     /// Returns where a lease is in the queue whose GPUs are lent or parked.
+    ///
+    /// Of a server that does not answer, the lease comes back no sooner than any other.
     fn away(&self, slot: Slot) -> Option<String> {
-        let held = self.machine.slot(slot)?.held().filter(|held| held.state == LeaseState::Parked)?;
+        let wanted = self.machine.slot(slot)?;
+        if wanted.trouble.as_ref().is_some_and(|e| e.trouble == Trouble::Unreachable) {
+            return None;
+        }
+        let held = wanted.held().filter(|held| held.state == LeaseState::Parked || held.parking)?;
         let place = held.waits().map(|waits| waits.waiting());
         Some(place.unwrap_or_else(|| "the lease's GPUs are with other leases, and come back".into()))
     }

@@ -92,6 +92,7 @@ impl Machine {
             state: LeaseState::Active,
             since: now,
             stock,
+            parking: false,
             idle_since: None,
             place: None,
             warned: false,

@@ -23,6 +23,8 @@ pub struct Held {
     pub server: usize,
     /// Active, idle, parked or draining.
     pub state: LeaseState,
+    /// Whether its memory is on the way to the server's host memory, by the latest heartbeat.
+    pub parking: bool,
     /// Place in the queue, from 1, and the queue's length, of a parked lease whose programs need
     /// its GPUs.
     pub place: Option<(u32, u32)>,

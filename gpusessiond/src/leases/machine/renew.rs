@@ -84,6 +84,7 @@ impl Machine {
             held.warned &= expires <= held.expires;
             held.expires = expires;
         }
+        held.parking = state == "parking";
         if let Some(state) = LeaseState::of_server(&state) {
             self.set_state(now, slot, state, PoolError::place_of(position, waiting));
         }

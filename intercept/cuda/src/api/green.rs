@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gpusession_proto::frame::op;
+use gpusession_link::link::Begun;
+use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
 use super::event::wait_here;
-use crate::client::{Client, ContextInfo, string, word};
+use crate::client::{Client, ContextInfo, string, unavailable, word};
 use crate::entry::{
     INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, Result, STREAM_CAPTURE_UNSUPPORTED, UNKNOWN, bytes,
     driver, give, give_optional, take,
@@ -96,13 +97,19 @@ fn meant(ctx: u64) -> Result<(&'static Client, Vec<u64>)> {
 
 /// Sends a frame that records an event for a context, or lets a context wait for it.
 ///
-/// `name` is the handle of the context or of the green context.
-fn send(client: &Client, name: u64, event: u64, waits: bool) -> Result<u64> {
-    client.post_if(false, op::CTX_EVENT, |w| {
+/// `name` is the handle of the context or of the green context. [`finish`] waits for the reply.
+fn send(client: &Client, name: u64, event: u64, waits: bool) -> Result<Begun> {
+    let body = |w: &mut Writer<'_>| {
         w.word(handle::local(name));
         w.word(event);
         w.word(u64::from(waits));
-    })
+    };
+    client.link.begin_call(op::CTX_EVENT, client.caller(), body).map_err(unavailable)
+}
+
+fn finish(client: &Client, begun: Begun) -> Result {
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    client.check_status(reply.status)
 }
 
 fn record(name: u64, ctx: u64, event: *mut c_void) -> Result {
@@ -112,14 +119,18 @@ fn record(name: u64, ctx: u64, event: *mut c_void) -> Result {
         return Err(INVALID_HANDLE);
     }
     streams::context_sync_allowed(ctx)?;
-    let _order = event.order();
-    let seq = send(client, name, event.handle, false)?;
+    client.free_blocks(op::CTX_EVENT)?;
+    // Not during the wait for the reply: other threads use the event meanwhile.
+    let order = event.order();
+    let begun = send(client, name, event.handle, false)?;
+    let seq = begun.seq;
     let covers = streams::of_contexts(&contexts).iter().flat_map(|stream| stream.covers(seq)).collect();
     // A stream that no call names: only waits for the event complete its work.
     let together = Arc::new(Stream::new(client, u64::MAX - 1, ctx, NON_BLOCKING, 0, 0));
     together.worked(seq);
     event.record_all(together, seq, covers);
-    client.take_late_error()
+    drop(order);
+    finish(client, begun)
 }
 
 fn wait(name: u64, ctx: u64, event: *mut c_void) -> Result {
@@ -134,8 +145,10 @@ fn wait(name: u64, ctx: u64, event: *mut c_void) -> Result {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     streams::context_sync_allowed(ctx)?;
-    let _order = event.order();
-    let seq = send(client, name, event.handle, true)?;
+    client.free_blocks(op::CTX_EVENT)?;
+    let order = event.order();
+    let begun = send(client, name, event.handle, true)?;
+    let seq = begun.seq;
     let pending = event.pending().is_some() && streams::tracking(client);
     for stream in streams::of_contexts(&contexts) {
         if pending {
@@ -143,7 +156,8 @@ fn wait(name: u64, ctx: u64, event: *mut c_void) -> Result {
         }
         stream.worked(seq);
     }
-    client.take_late_error()
+    drop(order);
+    finish(client, begun)
 }
 
 driver! {
