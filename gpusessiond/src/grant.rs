@@ -426,7 +426,7 @@ impl Server {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let begun = Instant::now();
         let mut deadline = begun + wait;
-        let (mut refused_since, mut last) = (None, false);
+        let (mut refused_since, mut asked_at_deadline) = (None, false);
         let mut snapshot = self.leases.snapshot();
         loop {
             snapshot.mark_unchanged();
@@ -457,7 +457,7 @@ impl Server {
                 waited = tokio::time::timeout_at(until, again) => match waited {
                     Ok(Ok(())) => {}
                     // Not every change of a lease makes a snapshot.
-                    Err(_) if !last => last = true,
+                    Err(_) if !asked_at_deadline => asked_at_deadline = true,
                     _ => return Some(answer),
                 },
                 () = &mut disconnected => return None,

@@ -259,12 +259,11 @@ async fn a_lease_whose_requester_leaves_before_the_answer_is_given_back() {
         create(&manager, &request, 1).await
     });
     sim.until(|s| !s.requests.is_empty()).await;
+    let buses = zbus::fdo::DBusProxy::new(&other).await.unwrap();
+    let mut leaves = buses.receive_name_owner_changed_with_args(&[(0, &name)]).await.unwrap();
     // Its end drops the connection, as the interrupt of a command does.
     asking.abort();
-    let buses = zbus::fdo::DBusProxy::new(&other).await.unwrap();
-    while buses.name_has_owner(name.clone().into()).await.unwrap() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    tokio::time::timeout(PATIENCE, leaves.next()).await.expect("the bus notices").expect("a signal");
     sim.with(|s| s.holds_allocations = false);
     tokio::time::timeout(PATIENCE, sim.until(|s| !s.released.is_empty())).await.unwrap();
     assert!(engine.snapshot().borrow().leases.is_empty());

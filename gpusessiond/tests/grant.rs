@@ -25,8 +25,11 @@ fn helper_process() {
     gpusession_test_daemon::helper_main();
 }
 
+/// Time that a first call waits with [`quick`].
+const QUICK: Duration = Duration::from_millis(100);
+
 fn quick() -> Config {
-    waiting(Duration::from_millis(100), &[1])
+    waiting(QUICK, &[1])
 }
 
 fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
@@ -335,16 +338,14 @@ async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
         let change = StateChange { state: state.into(), position, waiting: position, ..Default::default() };
         sim.send(PoolEvent { lease: "one".into(), event: Some(pool_event::Event::State(change)) });
     };
-    sim.with(|s| s.away.push("one".into()));
+    sim.with(|s| s.away = Some("parked"));
     state("parked", 0);
     until(&engine, |s| s.leases[0].facts.state == LeaseState::Parked).await;
     let path = socket.path.clone();
-    let asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
     state("returning", 1);
-    // Longer than the configured waiting time.
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    assert!(!asking.is_finished());
-    sim.with(|s| (s.no_workers, s.away) = (false, Vec::new()));
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
+    sim.with(|s| (s.no_workers, s.away) = (false, None));
     state("active", 0);
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
@@ -354,17 +355,16 @@ async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
 async fn a_first_call_waits_longer_for_a_lease_that_is_being_parked() {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
-    sim.with(|s| (s.away, s.away_state) = (vec!["one".into()], Some("parking")));
+    sim.with(|s| s.away = Some("parking"));
     let engine = engine(&[&sim]);
     want(&engine, &quick()).await;
     sim.until(|s| s.heartbeats > 0).await;
     let socket = GrantSocket::start(&engine, &quick(), Limits::default());
     let path = socket.path.clone();
-    let asking = tokio::spawn(async move { ask_async(&path, request()).await });
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    assert!(!asking.is_finished());
+    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
     assert_eq!(engine.snapshot().borrow().leases[0].facts.state, LeaseState::Active);
-    sim.with(|s| (s.no_workers, s.away) = (false, Vec::new()));
+    sim.with(|s| (s.no_workers, s.away) = (false, None));
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
 }

@@ -364,6 +364,10 @@ class Parking:
             program.end()
             self.wait_for_no_lease()
 
+    def calls(self):
+        """Returns the number of calls of all programs, as the workers last reported it."""
+        return sum(row["calls"] for row in json.loads(self.server.tool("ps", "--json"))["workers"])
+
     def worker(self):
         """Returns the pid of the only program's worker."""
         rows = json.loads(self.server.tool("ps", "--json"))["workers"]
@@ -409,18 +413,18 @@ class Parking:
         both.expect("ready")
         both.expect("ready")
         lease = self.only_lease()
+        before = self.calls()
         both.say("kernel 7")
-        time.sleep(0.5)
+        self.until(lambda: self.calls() > before)
         said = ""
         try:
             self.park(lease)
         except RuntimeError as error:
             said = str(error)
         self.check("not parked", "uses its GPU now" in said and self.state(lease)[0] == "active")
-        both.expect("kernel")
         # The idle one's memory may have been in host memory meanwhile.
-        both.expect("intact")
-        self.check("both continue with their memory", self.intact(both) >= 0)
+        words = sorted((both.line() or "nothing").split()[0] for _ in range(2))
+        self.check("both continue with their memory", words == ["intact", "kernel"] and self.intact(both) >= 0)
         both.end()
         self.wait_for_no_lease()
 

@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use gpusession_proto::control;
@@ -27,12 +26,10 @@ pub struct SimState {
     pub taken: Vec<(String, [u8; 16])>,
     /// Workers whose process exited.
     pub ended: Vec<[u8; 16]>,
-    /// Ids of leases that heartbeats report as parked, or in this state.
-    pub away: Vec<String>,
     /// Number of heartbeats with leases.
     pub heartbeats: u32,
-    /// State of the leases in `away`, if not `parked`.
-    pub away_state: Option<&'static str>,
+    /// State of every lease in heartbeats, if it is neither active nor idle.
+    pub away: Option<&'static str>,
     /// Ids of leases whose owner asked to park them.
     pub parked: Vec<String>,
     /// Ids of leases with an idle hint.
@@ -162,9 +159,7 @@ impl PoolServer for SimServer {
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
         self.with(|state| state.requests.push(request.clone()));
-        while self.with(|state| state.holds_allocations) {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        self.until(|state| !state.holds_allocations).await;
         self.call(|state| {
             let id = match state.leases.iter().find(|(_, _, r)| *r == request.request_id) {
                 Some((id, ..)) => id.clone(),
@@ -233,12 +228,8 @@ impl PoolServer for SimServer {
                 .map(|id| {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
                     let reason = if lost { "no such lease".into() } else { String::new() };
-                    let state = match (state.away.contains(&id), state.idle.contains(&id)) {
-                        (true, _) => state.away_state.unwrap_or("parked"),
-                        (false, true) => "idle",
-                        (false, false) => "active",
-                    };
-                    let state = state.into();
+                    let usual = if state.idle.contains(&id) { "idle" } else { "active" };
+                    let state = state.away.unwrap_or(usual).into();
                     let idle_timeout_usec = idle_timeouts.get(&id).copied().unwrap_or(0);
                     let renewed = control::RenewedLease { idle_timeout_usec, ..of_all.clone() };
                     control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state, ..renewed }
