@@ -70,7 +70,45 @@ impl Device {
             ]
         };
         ensure!(results == [0; 7], "CUDA: cannot be started: results of the first calls: {results:?}");
-        Ok(Device { driver, context, mix, fold, spin })
+        let device = Device { driver, context, mix, fold, spin };
+        device.load_kernels()?;
+        Ok(device)
+    }
+
+    /// Launches each kernel once, and fills memory.
+    ///
+    /// The driver loads code at its first use, and waits for streams then. So a first launch behind
+    /// a stream that waits for a signal could stop a program for ever.
+    fn load_kernels(&self) -> Result<()> {
+        const SIZE: usize = 64;
+        let driver = &self.driver;
+        let mut memory = 0;
+        // SAFETY: the pointer is a local of the right type.
+        let allocated = unsafe { (driver.cuMemAlloc_v2)(&raw mut memory, SIZE) };
+        ensure!(allocated == 0, "CUDA: cannot allocate memory: result {allocated}");
+        // Target, source, one word, and no salt or spin.
+        let mut values = [memory, memory + SIZE as u64 / 2, 1, 0, 0];
+        let mut parameters = values.each_mut().map(|value| (&raw mut *value).cast::<c_void>());
+        let mut launch = |kernel| {
+            let parameters = parameters.as_mut_ptr();
+            // SAFETY: the kernel has these parameters or the first ones; its words are in the
+            // memory.
+            unsafe { (driver.cuLaunchKernel)(kernel, 1, 1, 1, 1, 1, 1, 0, LEGACY, parameters, null_mut()) }
+        };
+        let launched = [launch(self.mix), launch(self.fold)];
+        // SAFETY: the fills lie in the memory, which is freed after them.
+        let filled = unsafe {
+            [
+                (driver.cuMemsetD8_v2)(memory, 0, SIZE),
+                (driver.cuMemsetD16_v2)(memory, 0, SIZE / 2),
+                (driver.cuMemsetD32_v2)(memory, 0, SIZE / 4),
+                (driver.cuCtxSynchronize)(),
+                (driver.cuMemFree_v2)(memory),
+            ]
+        };
+        let done = launched == [0; 2] && filled == [0; 5];
+        ensure!(done, "CUDA: kernels cannot run: results of the first ones: {launched:?} {filled:?}");
+        Ok(())
     }
 
     /// Runs a program, whose first thread is the calling one.

@@ -117,6 +117,33 @@ fn nodes_that_share_memory_need_an_edge() {
 }
 
 #[test]
+fn a_graph_reads_pageable_memory_when_it_is_launched() {
+    let node = |work, lane, after| Node { work, lane, after };
+    let define = |nodes| (0, Op::Define(0, Build::Nodes, nodes));
+    let defined = |buffer| (0, Op::Call(Work::Fill { to: span(buffer), value: 0, width: 4 }));
+    let filled = [
+        defined(0),
+        defined(1),
+        (0, Op::Touch(Work::HostMix { to: span(2), from: span(1), salt: 1, sleep: 0 })),
+    ];
+    let steps = |more: &[(usize, Op)]| [&filled[..], more].concat();
+    let launch = (0, Op::Launch(0, 1));
+    let graph = define(vec![node(copy(0, 2), 0, Vec::new())]);
+    assert_eq!(last(1, &steps(&[graph.clone(), launch.clone()])), Ok(()));
+    // A host function that precedes the launch on its stream, and one in the graph.
+    let before = Work::HostMix { to: span(2), from: span(1), salt: 1, sleep: 0 };
+    let written = (0, Op::Enqueue(before, 1));
+    assert!(matches!(
+        last(1, &steps(&[graph.clone(), written.clone(), launch.clone()])),
+        Err(Conflict::Thread(_))
+    ));
+    let waited = (0, Op::SyncStream(1));
+    assert_eq!(last(1, &steps(&[graph, written, waited, launch])), Ok(()));
+    let both = define(vec![node(before, 0, Vec::new()), node(copy(0, 2), 0, Vec::new())]);
+    assert_eq!(last(1, &steps(&[both])), Err(Conflict::Impossible));
+}
+
+#[test]
 fn a_free_comes_after_the_end_of_a_graph_that_names_the_buffer() {
     let kinds = [StreamKind::NonBlocking];
     let buffers = [Buffer { kind: Kind::Pinned(0), size: 256 }];
