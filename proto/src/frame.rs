@@ -63,6 +63,18 @@ pub const WAIT: u16 = 1;
 /// Second word of `STREAM_SYNC`: work of the default stream counts that precedes later work only.
 pub const DRAIN: u64 = 1;
 
+/// Third word of `COPY_BOX` behind the description: from where to where it copies.
+pub mod direction {
+    /// Inside device memory.
+    pub const WITHIN: u64 = 0;
+    /// To the device; up to [`INLINE_MAX`](super::INLINE_MAX) bytes travel in the frame.
+    pub const UP: u64 = 1;
+    /// From the device.
+    pub const DOWN: u64 = 2;
+    /// To the device; all bytes travel on the lanes.
+    pub const UP_BY_LANES: u64 = 3;
+}
+
 /// Abilities of a worker: bits of the last word of its answer to `HELLO`.
 ///
 /// An older worker omits the word.
@@ -70,6 +82,20 @@ pub mod ability {
     /// A `COPY_BOX` from the device may come without [`WAIT`](super::WAIT); its bytes then land as
     /// those of a `COPY_FROM_DEVICE`. The source is device memory.
     pub const LANDING_BOXES: u64 = 1;
+    /// The source of such a copy may be an array of a plain format.
+    pub const LANDING_ARRAYS: u64 = 2;
+    /// The bytes of a `COPY_BOX` to the device may travel on the lanes, however few they are.
+    pub const LANE_BOXES: u64 = 4;
+    /// Abilities of a worker of this version.
+    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES;
+}
+
+/// Abilities of a program's library: bits of the word behind the windows in `HELLO`.
+///
+/// An older library omits the word.
+pub mod library_ability {
+    /// It understands `HOLD`, `WANTED` and `RELEASE`.
+    pub const HOLDS: u64 = 1;
 }
 
 /// Header of every frame.

@@ -187,7 +187,7 @@ impl Transfer {
         let seq = self.call.seq;
         let whole = match self.sent {
             Some(sent) => {
-                let whole = sent.wait();
+                let whole = link.wait_sent(&sent);
                 link.finish_call(self.call)?;
                 whole
             }

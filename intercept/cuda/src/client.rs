@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use gpusession_link::link::Caller;
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
-use gpusession_proto::frame::{BadFrame, Reader, Writer, op};
+use gpusession_proto::frame::{BadFrame, Reader, Writer, library_ability, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
@@ -115,6 +115,7 @@ impl Client {
             for base in &windows {
                 w.word(*base);
             }
+            w.word(library_ability::HOLDS);
         });
         let made = match opened {
             Ok((link, reply)) => Self::greeted(number, link.clone(), &reply, &windows).map_err(|failed| {
@@ -207,7 +208,7 @@ impl Client {
     }
 
     /// Starts a thread that receives copies to pinned memory for a program that makes no further
-    /// call. Without it, the program's synchronizing calls receive them.
+    /// call, and lets copies from there proceed. Without it, the program's synchronizing calls do.
     pub fn serve_landings(&'static self) {
         self.landings
             .get_or_init(|| threads::spawn("gpusession-landing", || self.link.serve_landings()).is_ok());

@@ -16,7 +16,7 @@ use crate::ranges::Range;
 use crate::regions::Named;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{mapped, ranges, regions, thread};
+use crate::{arrays, mapped, ranges, regions, thread};
 
 /// Keeps chunks of bulk transfers queued in the order of their frames.
 static BULK: Mutex<()> = Mutex::new(());
@@ -233,10 +233,15 @@ pub fn box_from_device(
     let (target, len) = host.span(1);
     let bulk = host.width * host.height * host.depth > INLINE_MAX;
     let sure = |(first, len): (u64, usize)| ranges::is_device(client, first, len as u64);
-    if client.abilities & ability::LANDING_BOXES == 0
-        || !ranges::is_pinned(client, target as u64, len as u64)
-        || !host.device_source().is_some_and(sure)
+    if client.abilities & ability::LANDING_BOXES == 0 || !ranges::is_pinned(client, target as u64, len as u64)
     {
+        return Ok(false);
+    }
+    let right = match host.device_source() {
+        Some(source) => sure(source),
+        None => client.abilities & ability::LANDING_ARRAYS != 0 && arrays::contains_source(client, host),
+    };
+    if !right {
         return Ok(false);
     }
     let due = stream.due();
@@ -425,7 +430,7 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
 ///
 /// `posted` gets the frame's position before any wait.
 pub fn bulk_post(
-    client: &Client,
+    client: &'static Client,
     op: u16,
     body: impl FnOnce(&mut gpusession_proto::frame::Writer<'_>),
     (range, taken): (HostRange, bool),
@@ -438,5 +443,9 @@ pub fn bulk_post(
     posted(seq);
     let sent = lanes.send(seq, upload);
     drop(order);
-    if !taken || sent.wait() { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
+    if !taken {
+        client.serve_landings();
+        return Ok(());
+    }
+    if client.link.wait_sent(&sent) { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

@@ -268,6 +268,13 @@ impl Cuboid {
             .map(|(first, len)| (first as u64, len))
     }
 
+    /// Returns the source's array, and where the box lies in it: first byte, row and layer, and
+    /// their numbers; `None` for other memory.
+    pub fn array_source(&self) -> Option<(u64, [(usize, usize); 3])> {
+        let Side { x, y, z, lod, kind, array, .. } = self.source;
+        (kind == ARRAY && lod == 0).then_some((array, [(x, self.width), (y, self.height), (z, self.depth)]))
+    }
+
     /// Returns where the rows of the host memory of a side (0: source, 1: target) lie.
     pub fn rows(&self, side: usize) -> Rows {
         let Side { pitch, height: rows, .. } = if side == 0 { self.source } else { self.target };

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_link::lanes::{HostRange, On};
-use gpusession_proto::frame::{INLINE_MAX, Writer, op};
+use gpusession_proto::frame::{INLINE_MAX, Writer};
 
 use crate::client::{Client, unavailable};
 use crate::host_functions::{self, Due, HostFunction};
@@ -87,7 +87,6 @@ pub fn try_defer(
     // A deferred copy is due itself. Few bytes travel in the frame and fill no lane.
     let behind = range.len() > INLINE_MAX && is_behind_one(stream);
     let able = !wait
-        && (operation == op::COPY_TO_DEVICE || range.len() > INLINE_MAX)
         && ranges::is_pinned(client, address as u64, extent as u64)
         && !mapped::there(client, address, extent)
         && (behind || ranges::on_host(client, address, extent).is_some_and(|r| r.size > mapped::PLACED));

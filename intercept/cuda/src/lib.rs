@@ -8,6 +8,7 @@
 #![allow(non_snake_case)]
 
 mod api;
+mod arrays;
 mod capture;
 mod client;
 mod clients;

@@ -248,6 +248,26 @@ impl Lanes {
         self.up.fail_all();
     }
 
+    /// Holds transfers to the device back, except wanted ones.
+    pub(crate) fn hold(&self) {
+        self.up.hold();
+    }
+
+    /// Sends a transfer although others are held back.
+    pub(crate) fn want(&self, transfer: u64) {
+        self.up.want(transfer);
+    }
+
+    /// Ends the holding back.
+    pub(crate) fn release(&self) {
+        self.up.release();
+    }
+
+    /// Returns `true` if a transfer to the device waits for a lane.
+    pub(crate) fn waits(&self) -> bool {
+        self.up.waits()
+    }
+
     /// Prepares a transfer to the device.
     ///
     /// With `taken`, the program may change its memory when [`Sent::wait`] returns. A short

@@ -22,7 +22,7 @@ use zerocopy::IntoBytes;
 
 use self::comeback::Interruption;
 use crate::flight::Ended;
-use crate::lanes::{Detached, DownTransfers, Lanes};
+use crate::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::line::{Incoming, Line, Outgoing, Stop};
 use crate::outbox::Outbox;
 use crate::resume::{self, SessionKey};
@@ -594,8 +594,8 @@ impl Link {
         }
     }
 
-    /// Reads while detached transfers are under way and no other thread reads, until the link is
-    /// lost.
+    /// Reads while detached transfers are under way, or transfers to the device wait, and no other
+    /// thread reads, until the link is lost.
     ///
     /// Runs on a thread of its own, for programs that only watch their memory.
     pub fn serve_landings(&self) {
@@ -603,11 +603,33 @@ impl Link {
         const POLL_INTERVAL: Duration = Duration::from_millis(1);
         const LOST_INTERVAL: Duration = Duration::from_secs(1);
         while self.lost.get().is_none() {
-            if self.down.wait_for_detached(LOST_INTERVAL) {
+            let landing = self.down.wait_for_detached(LOST_INTERVAL);
+            if landing {
                 std::thread::park_timeout(POLL_INTERVAL);
+            }
+            // The worker may want a transfer that it holds back.
+            if landing || self.opened_lanes().is_some_and(Lanes::waits) {
                 let _ = self.poll();
             }
         }
+    }
+
+    /// Waits until the program may change the source of a transfer; `false` if the link was lost.
+    ///
+    /// Reads frames meanwhile, since the worker may hold the transfer back.
+    pub fn wait_sent(&self, sent: &Sent) -> bool {
+        const POLL_INTERVAL: Duration = Duration::from_millis(20);
+        loop {
+            if let Some(sent) = sent.wait(POLL_INTERVAL) {
+                return sent;
+            }
+            // The loss of the link ends the transfer.
+            let _ = self.poll();
+        }
+    }
+
+    fn opened_lanes(&self) -> Option<&Lanes> {
+        self.lanes.get().and_then(|lanes| lanes.as_ref().ok())
     }
 
     fn read_available(&self) -> Stop {
@@ -684,6 +706,9 @@ impl Link {
                 let bytes = r.bytes()?;
                 self.down.land(header.seq.get(), header.ctx.get() as i32, bytes);
             }
+            op::HOLD => self.opened_lanes().iter().for_each(|lanes| lanes.hold()),
+            op::WANTED => self.opened_lanes().iter().for_each(|lanes| lanes.want(header.seq.get())),
+            op::RELEASE => self.opened_lanes().iter().for_each(|lanes| lanes.release()),
             op::OUTPUT => self.events.output(r.bytes()?, r.bytes()?),
             op::CALL_HOST => {
                 let id = r.word()?;

@@ -4,7 +4,8 @@
 //! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
 //!
 //! A copy on a stream that stands still holds its slots. If all are held for some time, there are
-//! more, so that such a stream stops no other one.
+//! more. If there may be no more, the program is held back ([`hold`]). So such a stream stops no
+//! other one.
 //!
 //! A lane is a sequence of chunks that outlives its connections: see `link::lanes`. Each connection
 //! has a thread; a later one waits until the earlier one's thread has left the lane.
@@ -21,14 +22,19 @@ use gpusession_link::lanes::{chunk_header, chunk_len};
 use gpusession_link::resume::{Attempt, Counts, Fence, ack};
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{
-    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, UP_LANES, chunk_of,
+    BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, UP_LANES, chunk_of, op,
 };
 use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Handle, Status, check, status};
+use crate::replies::Replies;
 use crate::staging::{Slot, Slots};
+
+mod hold;
+
+use self::hold::{Hold, Spill, Teller};
 
 /// Maximum number of remembered transfers whose frames failed.
 ///
@@ -57,12 +63,31 @@ pub struct Chunk {
     pub offset: u64,
     /// Length, in bytes.
     pub len: usize,
-    /// Pinned memory with the bytes.
+    /// Memory with the bytes.
     ///
-    /// [`Lanes::copied`] takes it back once the copy's event is recorded.
-    pub slot: Slot,
+    /// [`Lanes::copied`] takes it back: a slot once the copy's event is recorded, other memory once
+    /// nothing reads it.
+    pub memory: Memory,
     /// Number of the lane that owns the slot.
     lane: u16,
+}
+
+/// Memory of a chunk.
+pub enum Memory {
+    /// Pinned memory.
+    Slot(Slot),
+    /// Ordinary memory, while there is no slot.
+    Heap(Spill),
+}
+
+impl Memory {
+    /// Returns the address of the first byte.
+    pub fn address(&mut self) -> *mut u8 {
+        match self {
+            Self::Slot(slot) => slot.address,
+            Self::Heap(spill) => spill.bytes.as_mut_ptr(),
+        }
+    }
 }
 
 /// A slot on its way to the client, filled or being filled.
@@ -130,6 +155,7 @@ struct Arrived {
     /// Transfers whose chunks no frame takes, oldest first.
     unwanted: VecDeque<u64>,
     failed: bool,
+    hold: Hold,
 }
 
 /// Slots of one lane to the device.
@@ -147,9 +173,11 @@ struct UpSlots {
 impl UpSlots {
     /// Returns a free slot, or one whose copy has ended.
     fn slot(&self, driver: &Driver, slots: &Slots) -> Option<Slot> {
-        if let Some(slot) = slots.try_take() {
-            return Some(slot);
-        }
+        slots.try_take().or_else(|| self.take_copied(driver))
+    }
+
+    /// Returns a slot whose copy has ended.
+    fn take_copied(&self, driver: &Driver) -> Option<Slot> {
         let mut copying = lock(&self.copying);
         // A failure means a poisoned context, whose copies read the slot no more either.
         // SAFETY: the slot's event was recorded after its copy, and `leave` takes the slot first if
@@ -159,6 +187,15 @@ impl UpSlots {
         let mut slot = copying.remove(place)?;
         slot.rest();
         Some(slot)
+    }
+
+    /// Returns `true` if half of the slots are free, or the lane is not open.
+    fn is_half_free(&self, driver: &Driver) -> bool {
+        let Some(slots) = self.slots.get() else { return true };
+        while let Some(slot) = self.take_copied(driver) {
+            slots.give(slot);
+        }
+        2 * slots.free() >= slots.count()
     }
 
     /// Takes back a slot that nothing reads.
@@ -190,6 +227,7 @@ pub struct Lanes {
     down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
+    teller: Teller,
     opened: Condvar,
     opening: Mutex<()>,
     received: AtomicU64,
@@ -318,13 +356,13 @@ impl Lanes {
         };
         let mut entered = false;
         let ended = loop {
-            let slot = || {
+            let memory = |transfer, len| {
                 if !std::mem::replace(&mut entered, true) {
                     enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
                 }
-                Ok(self.slot(driver, mine, slots))
+                Ok(self.memory(driver, (mine, slots), transfer, len))
             };
-            if let Err(ended) = self.receive(number, lane, attempt, transport, slot) {
+            if let Err(ended) = self.receive(number, lane, attempt, transport, memory) {
                 break ended;
             }
         };
@@ -359,34 +397,34 @@ impl Lanes {
         lane: &Lane,
         attempt: u32,
         transport: &Transport,
-        slot: impl FnOnce() -> Result<Slot, Ended>,
+        memory: impl FnOnce(u64, usize) -> Result<Memory, Ended>,
     ) -> Result<(), Ended> {
         let header = next_header(transport)?;
         let number = lock(&lane.place).received + 1;
         let len = chunk_len(&header, number)?;
-        let mine = &self.up[usize::from(lane_number - FIRST_UP_LANE)];
-        let slot = slot()?;
-        // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at most
-        // that.
-        let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
+        let transfer = header.seq.get();
+        let (padded, offset) = (header.body_len(), header.ctx.get());
+        let mut chunk = Chunk { offset, len, memory: memory(transfer, padded)?, lane: lane_number };
+        // SAFETY: this thread owns the memory, which has CHUNK or `padded` bytes; `padded` is at
+        // most CHUNK.
+        let target = unsafe { std::slice::from_raw_parts_mut(chunk.memory.address(), padded) };
         if let Err(e) = transport.recv_exact(target, Wait::Spin(Duration::ZERO)) {
-            mine.give(slot);
+            self.drop_chunk(&mut lock(&self.arrived), chunk);
             return Err(e.into());
         }
         {
             let mut place = lock(&lane.place);
+            let mut arrived = lock(&self.arrived);
             if !place.serves(attempt) {
-                mine.give(slot);
+                self.drop_chunk(&mut arrived, chunk);
                 return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
             }
             place.received = number;
             self.received.fetch_add(len as u64, Ordering::Relaxed);
-            let mut arrived = lock(&self.arrived);
-            if arrived.unwanted.contains(&header.seq.get()) {
-                mine.give(slot);
+            if arrived.unwanted.contains(&transfer) {
+                self.drop_chunk(&mut arrived, chunk);
             } else {
-                let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: lane_number };
-                arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
+                arrived.chunks.entry(transfer).or_default().push_back(chunk);
             }
         }
         self.arrival.notify_all();
@@ -396,15 +434,27 @@ impl Lanes {
         Ok(())
     }
 
-    /// Waits for a slot for a chunk.
-    fn slot(&self, driver: &Driver, lane: &UpSlots, slots: &Slots) -> Slot {
+    /// Waits for memory for a chunk.
+    fn memory(
+        &self,
+        driver: &Driver,
+        (lane, slots): (&UpSlots, &Slots),
+        transfer: u64,
+        len: usize,
+    ) -> Memory {
         let mut since = Instant::now();
         let mut idle = 0u32;
         loop {
             if let Some(slot) = lane.slot(driver, slots) {
-                return slot;
+                return Memory::Slot(slot);
             }
-            if since.elapsed() >= STANDSTILL_TIMEOUT && slots.grow(driver, MAX_UP_SLOTS) {
+            if let Some(spill) = lock(&self.arrived).hold.spill(transfer, len) {
+                return Memory::Heap(spill);
+            }
+            if since.elapsed() >= STANDSTILL_TIMEOUT {
+                if !slots.grow(driver, MAX_UP_SLOTS) {
+                    self.tell(op::HOLD, 0, Hold::begin);
+                }
                 since = Instant::now();
                 continue;
             }
@@ -415,8 +465,32 @@ impl Lanes {
         }
     }
 
+    /// Allows the program to be held back, since its library understands that.
+    pub fn program_holds(&self, replies: Arc<Replies>) {
+        let _ = self.teller.replies.set(replies);
+    }
+
+    /// Changes what the program sends; executors and lanes look again.
+    fn tell(&self, op: u16, transfer: u64, change: impl FnOnce(&mut Hold) -> bool) {
+        if self.teller.tell(op, transfer, || change(&mut lock(&self.arrived).hold)) {
+            self.arrival.notify_all();
+        }
+    }
+
+    /// Returns `true` if half of the slots of each lane to the device are free.
+    fn have_recovered(&self, driver: &Driver) -> bool {
+        self.up.iter().all(|lane| lane.is_half_free(driver))
+    }
+
     /// Waits for the next chunk of a transfer; `None` if a lane has failed.
-    pub fn next_chunk(&self, transfer: u64) -> Option<Chunk> {
+    ///
+    /// `reached`: whether the stream of the copy has reached it, without waiting for it.
+    pub fn next_chunk(
+        &self,
+        driver: &Driver,
+        transfer: u64,
+        mut reached: impl FnMut() -> bool,
+    ) -> Option<Chunk> {
         let mut arrived = lock(&self.arrived);
         loop {
             if let Some(chunks) = arrived.chunks.get_mut(&transfer) {
@@ -431,6 +505,23 @@ impl Lanes {
             if arrived.failed {
                 return None;
             }
+            if arrived.hold.holds_back(transfer) {
+                drop(arrived);
+                if self.have_recovered(driver) {
+                    self.tell(op::RELEASE, 0, Hold::end);
+                } else if reached() {
+                    self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+                }
+                arrived = lock(&self.arrived);
+                if arrived.hold.holds_back(transfer) && !arrived.chunks.contains_key(&transfer) {
+                    arrived = self
+                        .arrival
+                        .wait_timeout(arrived, hold::POLL_INTERVAL)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
+                }
+                continue;
+            }
             arrived = self.arrival.wait(arrived).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -443,18 +534,27 @@ impl Lanes {
         }
         arrived.unwanted.push_back(transfer);
         let came = arrived.chunks.remove(&transfer).unwrap_or_default();
+        came.into_iter().for_each(|chunk| self.drop_chunk(&mut arrived, chunk));
         drop(arrived);
-        came.into_iter().for_each(|chunk| self.lane_of(&chunk).give(chunk.slot));
         self.arrival.notify_all();
     }
 
-    fn lane_of(&self, chunk: &Chunk) -> &UpSlots {
-        &self.up[usize::from(chunk.lane - FIRST_UP_LANE)]
+    /// Takes back the memory of a chunk that nothing has read.
+    fn drop_chunk(&self, arrived: &mut Arrived, chunk: Chunk) {
+        match chunk.memory {
+            Memory::Slot(slot) => self.up[usize::from(chunk.lane - FIRST_UP_LANE)].give(slot),
+            Memory::Heap(spill) => arrived.hold.take_back(spill),
+        }
     }
 
-    /// Takes back a chunk's slot, once the copy out of it is queued and its event recorded.
+    /// Takes back a chunk's memory (see [`Chunk::memory`]).
     pub fn copied(&self, chunk: Chunk) {
-        lock(&self.lane_of(&chunk).copying).push_back(chunk.slot);
+        match chunk.memory {
+            Memory::Slot(slot) => {
+                lock(&self.up[usize::from(chunk.lane - FIRST_UP_LANE)].copying).push_back(slot);
+            }
+            Memory::Heap(spill) => lock(&self.arrived).hold.take_back(spill),
+        }
         self.arrival.notify_all();
     }
 

@@ -1,6 +1,6 @@
 //! Order between client threads: objects of a frame, and frames that wait.
 
-use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, op};
+use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, direction, op};
 
 use crate::calls;
 use crate::frame::Frame;
@@ -34,17 +34,22 @@ pub fn is_bulk(frame: &Frame) -> bool {
     match frame.header.op.get() {
         op::COPY_TO_DEVICE => frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0),
         op::COPY_BOX => {
-            word_behind_box(frame, DIRECTION) == 1 && word_behind_box(frame, LENGTH) > INLINE_MAX as u64
+            box_on_lanes(word_behind_box(frame, DIRECTION), word_behind_box(frame, LENGTH) as usize)
         }
         _ => false,
     }
+}
+
+/// Returns `true` if the bytes of a `COPY_BOX` come on the lanes.
+pub fn box_on_lanes(to: u64, len: usize) -> bool {
+    to == direction::UP_BY_LANES || to == direction::UP && len > INLINE_MAX
 }
 
 /// Returns `true` for a copy from the device whose bytes the program expects without a reply.
 pub fn is_unawaited_download(frame: &Frame) -> bool {
     let download = match frame.header.op.get() {
         op::COPY_FROM_DEVICE => true,
-        op::COPY_BOX => word_behind_box(frame, DIRECTION) == 2,
+        op::COPY_BOX => word_behind_box(frame, DIRECTION) == direction::DOWN,
         _ => false,
     };
     download && frame.header.flags.get() & WAIT == 0
@@ -510,7 +515,7 @@ pub mod tests {
 
     #[test]
     fn every_operation_is_ordered_or_says_why_not() {
-        const FROM_WORKER: std::ops::RangeInclusive<u16> = op::REPLY..=op::WELCOME;
+        const FROM_WORKER: std::ops::RangeInclusive<u16> = op::REPLY..=op::RELEASE;
         let streams = streams();
         let mut stated: Vec<u16> =
             UNORDERED.iter().flat_map(|(_, operations)| operations.iter().copied()).collect();
@@ -575,6 +580,7 @@ pub mod tests {
         assert!(!is_unawaited_download(&copy(2, 8, true)) && !is_unawaited_copy(&copy(0, long, false)));
         assert!(is_bulk(&copy(1, long, false)) && !is_unawaited_download(&copy(1, long, false)));
         assert!(!is_bulk(&copy(1, long - 1, false)) && !is_bulk(&copy(2, long, false)));
+        assert!(is_bulk(&copy(direction::UP_BY_LANES, 8, false)), "however few bytes");
     }
 
     #[test]

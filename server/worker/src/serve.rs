@@ -11,7 +11,7 @@ use std::time::Duration;
 use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::WorkerEnd;
-use gpusession_proto::frame::{HEADER, Header, Reader, ability, op};
+use gpusession_proto::frame::{HEADER, Header, Reader, ability, library_ability, op};
 use gpusession_proto::preface::{self, Code, LEN, Preface};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker, Unshared};
 use gpusession_proto::ticket::Ticket;
@@ -326,6 +326,7 @@ impl Worker {
         for _ in 0..count.min(MAX_WINDOWS) {
             windows.push(r.word().map_err(io::Error::other)?);
         }
+        let abilities = r.word().unwrap_or_default();
         // A worker serves one process: it refuses any other connection with a ticket, however good.
         let contexts = {
             let mut contexts = self.contexts.lock().map_err(|_| io::Error::other("worker failed before"))?;
@@ -354,6 +355,9 @@ impl Worker {
             self.quota.clone(),
             secret,
         ));
+        if abilities & library_ability::HOLDS != 0 {
+            session.lanes.program_holds(session.replies.clone());
+        }
         if self.session.set(session.clone()).is_err() {
             return Err(io::Error::other("ticket used twice"));
         }
@@ -380,7 +384,7 @@ impl Worker {
             w.word(self.start.resume_grace_s.into());
             w.word(window);
             described = session.contexts.describe(self.driver, session.shares.possible().is_ok(), w);
-            w.word(ability::LANDING_BOXES);
+            w.word(ability::ALL);
         });
         if let Err(error) = described {
             session.end(&format!("cannot describe the GPUs: CUDA error {error}"));

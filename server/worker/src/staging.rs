@@ -133,6 +133,11 @@ impl Slots {
         lock(&self.blocks).iter().map(|block| block.slots).sum()
     }
 
+    /// Returns the number of free slots.
+    pub fn free(&self) -> usize {
+        lock(&self.free).len()
+    }
+
     /// Takes a slot and leaves `rest` free ones; waits for it at most for `patience`.
     pub fn take_within(&self, patience: Duration, rest: usize) -> Option<Slot> {
         let none = |free: &mut Vec<Slot>| free.len() <= rest;

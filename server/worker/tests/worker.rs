@@ -48,10 +48,10 @@ fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
         [target, bytes.len() as u64, 0, 0].into_iter().for_each(|word| w.word(word));
     });
     let begun = begun.expect("the worker is there");
-    // SAFETY: `bytes` outlives the transfer, whose end `wait` and the reply below await.
+    // SAFETY: `bytes` outlives the transfer, whose end `wait_sent` and the reply below await.
     let upload = lanes.upload(unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) }, true);
     let sent = lanes.send(begun.seq, upload);
-    assert!(sent.wait(), "the bytes went out");
+    assert!(client.link.wait_sent(&sent), "the bytes went out");
     assert_eq!(client.link.finish_call(begun).expect("the worker is there").status, 0);
 }
 

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use gpusession_link::lanes::HostRange;
-use gpusession_proto::frame::{INLINE_MAX, Writer, op};
+use gpusession_proto::frame::{INLINE_MAX, Writer, ability, direction, op};
 use gpusession_proto::handle;
 
 use crate::client::unavailable;
@@ -408,7 +408,7 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         return Ok(());
     }
     stream.usable()?;
-    let direction = match cuboid.host_sides() {
+    let to = match cuboid.host_sides() {
         (true, true) => {
             if stream.capture().is_some() {
                 return copies::in_order(cuboid, stream);
@@ -427,44 +427,49 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             }
             return Ok(());
         }
-        (false, false) => 0u64,
-        (true, false) => 1,
-        (false, true) => 2,
+        (false, false) => direction::WITHIN,
+        (true, false) => direction::UP,
+        (false, true) => direction::DOWN,
     };
-    if direction != 0 && stream.capture().is_some() {
+    let on_host = to != direction::WITHIN;
+    if on_host && stream.capture().is_some() {
         return copies::in_order(cuboid, stream);
     }
-    if direction != 0 && len > PACKED && height * depth > 1 {
+    if on_host && len > PACKED && height * depth > 1 {
         return cuboid.parts().try_for_each(|part| run_within(part, stream, wait));
     }
     regions::upload(client)?;
     let host = cuboid;
-    if direction == 1 {
+    if to == direction::UP {
         cuboid.source = cuboid.source.packed(width, height);
-    } else if direction == 2 {
+    } else if to == direction::DOWN {
         cuboid.target = cuboid.target.packed(width, height);
     }
     let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
-    let body = |w: &mut Writer<'_>| {
+    let frame = |w: &mut Writer<'_>, to: u64| {
         w.bytes(&words);
         w.word(stream.handle);
-        w.word(direction);
-        w.word(if direction == 0 { 0 } else { len as u64 });
+        w.word(to);
+        w.word(if on_host { len as u64 } else { 0 });
     };
-    if direction == 1 {
+    let body = |w: &mut Writer<'_>| frame(w, to);
+    if to == direction::UP {
         let from = source(&host);
-        if try_defer(from, stream, wait, op::COPY_BOX, body)?
+        let on_lanes = client.abilities & ability::LANE_BOXES != 0;
+        let later = if on_lanes { direction::UP_BY_LANES } else { to };
+        let able = on_lanes || len > INLINE_MAX;
+        if able && try_defer(from, stream, wait, op::COPY_BOX, |w| frame(w, later))?
             || copies::done_there(host, from.address, from.extent, stream, wait)?
         {
             return client.take_late_error();
         }
     }
-    match direction {
-        0 => {
+    match to {
+        direction::WITHIN => {
             let seq = client.post(op::COPY_BOX, body)?;
             stream.worked(seq);
         }
-        1 => upload(&host, stream, body, wait)?,
+        direction::UP => upload(&host, stream, body, wait)?,
         _ => download(&host, stream, body, wait)?,
     }
     client.take_late_error()

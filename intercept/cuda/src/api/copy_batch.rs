@@ -2,14 +2,11 @@
 
 use std::ffi::c_void;
 
-use gpusession_proto::frame::op;
-
 use super::copy::{for_synchronous, named, run, unified};
-use crate::client::string;
-use crate::clients;
 use crate::cuboid::{Cuboid, Side};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give_optional, take};
+use crate::entry::{INVALID_VALUE, Result, bytes, driver, give_optional, take};
 use crate::streams::{self, Stream};
+use crate::{arrays, clients};
 
 /// `CUmemcpySrcAccessOrder`
 mod order {
@@ -121,30 +118,13 @@ fn batch(batch: &Batch, failed: *mut usize, stream: *mut c_void, default: stream
     Ok(())
 }
 
-/// Returns the bytes of an element of an array.
-fn element(array: u64) -> Result<usize> {
-    let client = clients::of(array)?;
-    let reply = client.call(op::cuArray3DGetDescriptor_v2, |w| w.word(client.own(array)))?;
-    let mut r = reply.reader();
-    let descriptor = string(&mut r)?;
-    let half =
-        |at: usize| descriptor.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes);
-    // CUarray_format
-    let bytes = match half(24) {
-        0x01 | 0x08 => 1,
-        0x02 | 0x09 | 0x10 => 2,
-        0x03 | 0x0a | 0x20 => 4,
-        _ => return Err(NOT_SUPPORTED),
-    };
-    Ok(bytes * half(28) as usize)
-}
-
 impl Operation {
     fn cuboid(&self) -> Result<Cuboid> {
         let operands = [self.target, self.source];
         let mut size = None;
         for operand in operands.iter().filter(|operand| operand.kind == ARRAY) {
-            let this = element(operand.body[0])?;
+            let array = operand.body[0];
+            let this = arrays::element(clients::of(array)?, array)?;
             if size.is_some_and(|other| other != this) {
                 return Err(INVALID_VALUE);
             }

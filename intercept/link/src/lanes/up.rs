@@ -1,6 +1,6 @@
 //! Lanes to the device.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -49,6 +49,8 @@ struct State {
     kept: usize,
     /// Buffers of earlier copies.
     free: Vec<Vec<u8>>,
+    /// While the worker holds the program back: the transfers that it wants now.
+    held: Option<HashSet<u64>>,
     lost: bool,
 }
 
@@ -112,17 +114,24 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// Waits until the program may change the source again; `false` if the link was lost before.
+    /// Waits until the program may change the source again; `false` if the link was lost before,
+    /// `None` if it takes longer than `patience`.
     ///
     /// Of a chunk that the worker has not acknowledged soon after it was written, the link keeps a
     /// copy.
-    pub fn wait(&self) -> bool {
+    pub(crate) fn wait(&self, patience: Duration) -> Option<bool> {
         let Self { queue, progress } = self;
+        let end = Instant::now() + patience;
         let mut state = lock(&queue.state);
         let mut until = None;
         while progress.open.load(Ordering::Relaxed) > 0 {
+            let patience = end.saturating_duration_since(Instant::now());
+            if patience.is_zero() {
+                return None;
+            }
             if progress.unwritten.load(Ordering::Relaxed) > 0 {
-                state = queue.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state =
+                    queue.progress.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             let until = *until.get_or_insert_with(|| {
@@ -131,16 +140,18 @@ impl Sent {
             });
             let left = until.saturating_duration_since(Instant::now());
             if !left.is_zero() {
+                let left = left.min(patience);
                 state = queue.progress.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             } else if state.keep_one(progress) {
                 // Other lanes need the lock meanwhile.
                 drop(state);
                 state = lock(&queue.state);
             } else {
-                state = queue.progress.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state =
+                    queue.progress.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        !progress.failed.load(Ordering::Relaxed)
+        Some(!progress.failed.load(Ordering::Relaxed))
     }
 }
 
@@ -164,6 +175,17 @@ impl State {
         piece.source = Source::Kept(Arc::new(copy));
         progress.open.fetch_sub(1, Ordering::Relaxed);
         true
+    }
+
+    /// Takes the oldest piece that the worker takes now.
+    fn next_piece(&mut self) -> Option<Piece> {
+        match &self.held {
+            None => self.pieces.pop_front(),
+            Some(wanted) => {
+                let oldest = self.pieces.iter().position(|piece| wanted.contains(&piece.transfer))?;
+                self.pieces.remove(oldest)
+            }
+        }
     }
 
     /// Takes back the memory of a piece that has arrived.
@@ -275,6 +297,30 @@ impl UpQueue {
         self.progress.notify_all();
     }
 
+    /// Sends only transfers that the worker wants, from now on.
+    pub(super) fn hold(&self) {
+        lock(&self.state).held.get_or_insert_default();
+    }
+
+    /// Sends a transfer, although the program is held back. It may not be queued yet.
+    pub(super) fn want(&self, transfer: u64) {
+        if let Some(wanted) = &mut lock(&self.state).held {
+            wanted.insert(transfer);
+        }
+        self.work.notify_all();
+    }
+
+    /// Sends every transfer again.
+    pub(super) fn release(&self) {
+        lock(&self.state).held = None;
+        self.work.notify_all();
+    }
+
+    /// Returns `true` if a piece waits for a lane.
+    pub(super) fn waits(&self) -> bool {
+        !lock(&self.state).pieces.is_empty()
+    }
+
     /// Returns `true` if a lane has something to send.
     fn needs(&self, lane: usize) -> bool {
         let state = lock(&self.state);
@@ -323,16 +369,15 @@ impl UpQueue {
     fn next(&self, lane: usize) -> Option<(u64, Header, Source)> {
         let mut state = lock(&self.state);
         loop {
-            let State { pieces, lanes, lost, .. } = &mut *state;
-            let Lane { flight, ended } = &mut lanes[lane];
-            if *lost || *ended {
+            if state.lost || state.lanes[lane].ended {
                 return None;
             }
-            if flight.is_carried()
-                && let Some(piece) = pieces.pop_front()
+            if state.lanes[lane].flight.is_carried()
+                && let Some(piece) = state.next_piece()
             {
-                flight.push(piece);
+                state.lanes[lane].flight.push(piece);
             }
+            let flight = &mut state.lanes[lane].flight;
             if let Some((number, piece)) = flight.begin() {
                 let header = chunk_header(number, piece.transfer, piece.offset, piece.source.len(), 0);
                 return Some((number, header, piece.source.clone()));
@@ -409,6 +454,7 @@ mod tests {
     use super::*;
 
     const PIECE: usize = 1000;
+    const LONG: Duration = Duration::from_secs(20);
 
     /// Queues a transfer of `pieces` chunks that no lane serves.
     fn queue(returns: bool, pieces: usize, memory: &[u8]) -> (Arc<UpQueue>, Sent) {
@@ -437,15 +483,42 @@ mod tests {
         let (queue, sent) = queue(true, 2, &memory);
         queue.next(0).unwrap();
         queue.next(1).unwrap();
-        let waiting = std::thread::spawn(move || sent.wait());
+        let waiting = std::thread::spawn(move || sent.wait(LONG));
         queue.fail_all();
         written(&queue, 1);
         assert!(!waiting.is_finished(), "a lane still reads the first chunk");
         written(&queue, 0);
-        assert!(!waiting.join().unwrap(), "the link was lost");
+        assert_eq!(waiting.join().unwrap(), Some(false), "the link was lost");
         // SAFETY: as above.
         let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) }, None);
-        assert!(!late.wait());
+        assert_eq!(late.wait(LONG), Some(false));
+    }
+
+    #[test]
+    fn program_that_is_held_back_sends_wanted_transfers_alone() {
+        let memory = vec![7; 100];
+        let queue = Arc::new(UpQueue::new(true));
+        // SAFETY: the memory outlives the transfers.
+        let send = |transfer| unsafe {
+            UpQueue::send(&queue, transfer, HostRange::new(memory.as_ptr() as usize, 8), None)
+        };
+        let taken = || {
+            let transfer = lock(&queue.state).next_piece().map(|piece| piece.transfer);
+            transfer.unwrap_or_default()
+        };
+        let _sent = [1, 2, 3].map(send);
+        queue.hold();
+        assert!(queue.waits() && taken() == 0);
+        queue.want(3);
+        queue.want(5);
+        queue.hold();
+        assert_eq!((taken(), taken()), (3, 0));
+        let _later = [4, 5].map(send);
+        assert_eq!((taken(), taken()), (5, 0), "it was wanted before it was there");
+        queue.release();
+        assert_eq!((taken(), taken(), taken(), taken()), (1, 2, 4, 0));
+        queue.want(6);
+        assert!(lock(&queue.state).held.is_none(), "a late frame holds nothing back");
     }
 
     #[test]
@@ -469,10 +542,10 @@ mod tests {
         let memory = vec![7; CHUNK];
         let (queue, sent) = queue(true, 1, &memory);
         queue.next(0).unwrap();
-        let waiting = std::thread::spawn(move || sent.wait());
+        let waiting = std::thread::spawn(move || sent.wait(LONG));
         assert!(!waiting.is_finished(), "its lane reads it");
         written(&queue, 0);
-        assert!(waiting.join().unwrap());
+        assert_eq!(waiting.join().unwrap(), Some(true));
         drop(memory);
         // The connection breaks: the chunk is written again, from the copy.
         lock(&queue.state).lanes[0].flight.restart(0);
@@ -493,7 +566,7 @@ mod tests {
         queue.acknowledge(3, 1).unwrap();
         assert_eq!(sent.progress.open.load(Ordering::Relaxed), 1);
         written(&queue, 3);
-        assert!(sent.wait());
+        assert_eq!(sent.wait(LONG), Some(true));
         assert_eq!(lock(&queue.state).kept, 0);
         queue.acknowledge(3, 2).unwrap_err();
     }
@@ -506,7 +579,7 @@ mod tests {
         let range = |memory: &[u8]| unsafe { HostRange::new(memory.as_ptr() as usize, memory.len()) };
         let copy = queue.stage(range(&memory)).unwrap();
         let address = copy.as_ptr();
-        assert!(UpQueue::send(&queue, 7, range(&memory), Some(copy)).wait());
+        assert_eq!(UpQueue::send(&queue, 7, range(&memory), Some(copy)).wait(LONG), Some(true));
         memory.fill(8);
         let (number, _, source) = queue.next(0).unwrap();
         assert!(matches!(&source, Source::Kept(bytes) if bytes.iter().all(|byte| *byte == 7)));
@@ -531,13 +604,13 @@ mod tests {
             queue.next(0).unwrap();
             written(&queue, 0);
         }
-        let waiting = std::thread::spawn(move || sent.wait());
+        let waiting = std::thread::spawn(move || sent.wait(LONG));
         while lock(&queue.state).kept + CHUNK <= MAX_KEPT {
             std::thread::yield_now();
         }
         assert!(!waiting.is_finished());
         queue.acknowledge(0, 17).unwrap();
-        assert!(waiting.join().unwrap());
+        assert_eq!(waiting.join().unwrap(), Some(true));
         assert_eq!(lock(&queue.state).kept, 0);
     }
 }

@@ -5,11 +5,9 @@ use std::thread::JoinHandle;
 
 use gpusession_proto::handle::{CTX, make};
 
-use gpusession_proto::frame::op;
-
 use super::*;
 use crate::driver::{Handle, fake};
-use crate::replies::tests::{Peer, transport};
+use crate::replies::tests::{Peer, replies, transport};
 
 const CTX_0: u64 = make(CTX, 0, 1, 0);
 const CTX_1: u64 = make(CTX, 0, 1, 1);
@@ -25,6 +23,11 @@ impl Lab {
         let driver = fake::driver();
         let contexts = Arc::new(Contexts::warm(driver, &fake::devices()).unwrap());
         Self { driver, contexts, lanes: Arc::default() }
+    }
+
+    /// Waits for a chunk of a transfer that its stream has reached.
+    fn next(&self, transfer: u64) -> Option<Chunk> {
+        self.lanes.next_chunk(self.driver, transfer, || true)
     }
 
     /// Serves a lane, and returns the client's end of it.
@@ -66,11 +69,11 @@ fn frame_finds_the_chunks_of_its_transfer() {
     let (mut peer, _serving) = lab.open(1);
     send(&mut peer, 1, 7, 0, b"first");
     send(&mut peer, 2, 8, 100, b"of another frame");
-    let other = lab.lanes.next_chunk(8).unwrap();
-    let chunk = lab.lanes.next_chunk(7).unwrap();
+    let other = lab.next(8).unwrap();
+    let mut chunk = lab.next(7).unwrap();
     assert_eq!((other.offset, other.len, chunk.offset, chunk.len), (100, 16, 0, 5));
     // SAFETY: the slot holds the chunk's bytes.
-    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.slot.address, 5) }, b"first");
+    assert_eq!(unsafe { std::slice::from_raw_parts(chunk.memory.address(), 5) }, b"first");
     assert_eq!(lab.lanes.bytes_to_device(), 21, "without the padding");
 }
 
@@ -83,8 +86,10 @@ fn begin(lab: &Lab, slot: &mut Slot, ctx: u64) -> Handle {
 
 /// Takes a transfer's chunk and begins its copy; returns slot and event.
 fn copy(lab: &Lab, transfer: u64) -> (usize, Handle) {
-    let mut chunk = lab.lanes.next_chunk(transfer).unwrap();
-    let (address, event) = (chunk.slot.address as usize, begin(lab, &mut chunk.slot, CTX_0));
+    let mut chunk = lab.next(transfer).unwrap();
+    let address = chunk.memory.address() as usize;
+    let Memory::Slot(slot) = &mut chunk.memory else { panic!("no slot for {transfer}") };
+    let event = begin(lab, slot, CTX_0);
     lab.lanes.copied(chunk);
     (address, event)
 }
@@ -119,12 +124,76 @@ fn lane_whose_streams_stand_still_has_more_slots() {
     assert!(!held.contains(&copy(&lab, 99).0), "each lane has its own");
 }
 
+/// Fills all slots of lane 1 with copies that stand still; returns their events.
+fn fill(lab: &Lab, peer: &mut Peer) -> Vec<Handle> {
+    let copies = (1..=MAX_UP_SLOTS as u64).map(|transfer| {
+        send(peer, transfer, transfer, 0, &[transfer as u8; 8]);
+        copy(lab, transfer).1
+    });
+    copies.collect()
+}
+
+#[test]
+fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
+    const AHEAD: u64 = 70;
+    const WANTED: u64 = 80;
+    let lab = Lab::new();
+    let (replies, mut program) = replies();
+    lab.lanes.program_holds(replies);
+    let (mut peer, _serving) = lab.open(1);
+    let events = fill(&lab, &mut peer);
+    let first = MAX_UP_SLOTS as u64 + 1;
+    // It was under way.
+    send(&mut peer, first, AHEAD, 0, &[7; 8]);
+    assert_eq!(program.next().0.op.get(), op::HOLD);
+    let mut asked = 0;
+    let mut reached = || {
+        asked += 1;
+        // The second time its stream has reached the copy.
+        if asked == 2 {
+            send(&mut peer, first + 1, WANTED, 0, &[8; 8]);
+        }
+        asked == 2
+    };
+    let chunk = lab.lanes.next_chunk(lab.driver, WANTED, &mut reached).unwrap();
+    assert!(matches!(&chunk.memory, Memory::Heap(spill) if spill.bytes == [8; 8]));
+    lab.lanes.copied(chunk);
+    let (wanted, _) = program.next();
+    assert_eq!((wanted.op.get(), wanted.seq.get()), (op::WANTED, WANTED));
+    // The slots are free again.
+    events.iter().for_each(|event| fake::happen(*event, 0));
+    let chunk = lab.next(AHEAD).unwrap();
+    assert!(matches!(&chunk.memory, Memory::Heap(spill) if spill.bytes == [7; 8]));
+    lab.lanes.copied(chunk);
+    let waiting = {
+        let lanes = lab.lanes.clone();
+        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 90, || false).is_some())
+    };
+    assert_eq!(program.next().0.op.get(), op::RELEASE, "although its stream has not reached the copy");
+    send(&mut peer, first + 2, 90, 0, &[9; 8]);
+    assert!(waiting.join().unwrap());
+    send(&mut peer, first + 3, 91, 0, &[9; 8]);
+    copy(&lab, 91);
+}
+
+#[test]
+fn program_that_cannot_be_held_back_waits_for_a_slot() {
+    let lab = Lab::new();
+    let (mut peer, _serving) = lab.open(1);
+    let events = fill(&lab, &mut peer);
+    send(&mut peer, MAX_UP_SLOTS as u64 + 1, 70, 0, &[7; 8]);
+    std::thread::sleep(2 * STANDSTILL_TIMEOUT);
+    assert!(lock(&lab.lanes.arrived).chunks.is_empty());
+    fake::happen(events[3], 0);
+    copy(&lab, 70);
+}
+
 #[test]
 fn failed_frame_leaves_its_lane_free() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
     send(&mut peer, 1, 5, 0, &[0; 8]);
-    lab.lanes.copied(lab.lanes.next_chunk(5).unwrap());
+    lab.lanes.copied(lab.next(5).unwrap());
     lab.lanes.discard(5);
     // More chunks than there are slots.
     const CHUNKS: u64 = 2 * MAX_UP_SLOTS as u64;
@@ -132,7 +201,7 @@ fn failed_frame_leaves_its_lane_free() {
         send(&mut peer, 1 + offset, 5, 8 * offset, &[0; 8]);
     }
     send(&mut peer, 2 + CHUNKS, 6, 0, &[6; 8]);
-    assert_eq!(lab.lanes.next_chunk(6).unwrap().len, 8);
+    assert_eq!(lab.next(6).unwrap().len, 8);
 }
 
 #[test]
@@ -141,7 +210,7 @@ fn frame_gives_up_when_a_lane_fails() {
     let (mut peer, serving) = lab.open(2);
     let waiting = {
         let lanes = lab.lanes.clone();
-        std::thread::spawn(move || lanes.next_chunk(1).is_none())
+        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 1, || true).is_none())
     };
     let mut header = chunk_header(1, 1, 0, 8, 0);
     header.op = op::LAUNCH.into();
@@ -156,7 +225,7 @@ fn closed_lane_to_the_device_is_no_error() {
     let (peer, serving) = lab.open(1);
     peer.0.shutdown(Shutdown::Write).unwrap();
     assert!(serving.join().unwrap().is_ok());
-    assert!(lab.lanes.next_chunk(1).is_none());
+    assert!(lab.next(1).is_none());
 }
 
 /// Queues a chunk from the device with this value on a stream of its own; returns its event.

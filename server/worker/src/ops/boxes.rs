@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT};
+use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, direction};
 
-use super::copy::{Download, LANE_GONE, download, upload};
+use super::copy::{Download, LANE_GONE, Mark, download, upload};
 use super::flush::flush_results;
 use crate::answer::{Answer, Done, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::frame::Frame;
-use crate::order::BOX;
+use crate::order::{BOX, box_on_lanes};
 use crate::session::Session;
 
 /// Longest packed box of a 2D or 3D copy, in bytes.
@@ -23,33 +23,35 @@ const MAX_BOX: usize = 8 << 30;
 
 /// `COPY_BOX`: description, stream, direction, length of the packed bytes.
 ///
-/// The description is a `CUDA_MEMCPY3D` without host pointers. The direction is 0 from device to
-/// device, 1 to the device, 2 from the device. Up to INLINE_MAX packed bytes of the host side
-/// travel in the frame or its answer, more on the lanes.
+/// The description is a `CUDA_MEMCPY3D` without host pointers. Up to INLINE_MAX packed bytes of the
+/// host side travel in the frame or its answer, more on the lanes; see [`direction`].
 ///
 /// A box from the device without `WAIT` has no answer: its bytes land as those of a
 /// `COPY_FROM_DEVICE`.
 pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let words = description(r.bytes()?)?;
-    let (name, direction, len) = (r.word()?, r.word()?, bounded(r.word()?, MAX_BOX)?);
+    let (name, to, len) = (r.word()?, r.word()?, bounded(r.word()?, MAX_BOX)?);
     let stream = session.stream(name)?;
-    if !contained(&words, direction, len) {
+    if !contained(&words, to, len) {
         return Err(status::INVALID_VALUE.into());
     }
     let bulk = len > INLINE_MAX;
-    match direction {
-        0 => Ok(run(session, &words, stream)?),
-        1 if bulk && splits(session, &words[TARGET..]) => {
+    match to {
+        direction::WITHIN => Ok(run(session, &words, stream)?),
+        _ if box_on_lanes(to, len) && splits(session, &words[TARGET..]) => {
             let packed = Packed::of(&words, 0, len).ok_or(status::INVALID_VALUE)?;
             upload(session, frame, len, stream, |offset, len, bytes| {
                 packed.run(session, (offset, len), bytes, stream)
             })
         }
-        1 => to_device(session, frame, r, words, len, stream),
-        2 if bulk && !splits(session, &words) => {
+        direction::UP | direction::UP_BY_LANES => {
+            let on_lanes = box_on_lanes(to, len);
+            to_device(session, frame, r, words, (len, on_lanes), stream)
+        }
+        direction::DOWN if bulk && !splits(session, &words) => {
             whole_from_device(session, frame, words, len, stream, answer)
         }
-        2 => {
+        direction::DOWN => {
             let packed = Packed::of(&words, TARGET, len).ok_or(status::INVALID_VALUE)?;
             let wait = frame.header.flags.get() & WAIT != 0;
             let to = Download { len, stream, name, wait };
@@ -93,11 +95,11 @@ fn to_device(
     frame: &Frame,
     r: &mut Reader<'_>,
     mut words: Words,
-    len: usize,
+    (len, on_lanes): (usize, bool),
     stream: Handle,
 ) -> Done {
     let mut packed = vec![0u8; len];
-    if len <= INLINE_MAX {
+    if !on_lanes {
         let bytes = r.bytes()?;
         if bytes.len() != len {
             return Err(status::INVALID_VALUE.into());
@@ -105,7 +107,7 @@ fn to_device(
         packed.copy_from_slice(bytes);
         session.lanes.inline(len, 0);
     } else {
-        receive(session, frame.header.seq.get(), &mut packed)?;
+        receive(session, frame.header.seq.get(), &mut packed, stream)?;
     }
     words[SRC_HOST] = packed.as_ptr() as u64;
     run(session, &words, stream)?;
@@ -239,14 +241,14 @@ fn description(bytes: &[u8]) -> Result<Words, Status> {
 /// Returns `true` if a box names no host memory but the packed bytes, and stays within them.
 ///
 /// Otherwise a client could read or write the worker's own memory.
-pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
+pub fn contained(words: &[u64], to: u64, len: usize) -> bool {
     let kind = |side: usize| words[side + 4] as u32;
     let on_device = |side: usize| matches!(kind(side), DEVICE | ARRAY);
     let packed = |side: usize| kind(side) == HOST && end(words, side).is_some_and(|end| end <= len as u64);
-    match direction {
-        0 => on_device(0) && on_device(TARGET),
-        1 => packed(0) && on_device(TARGET),
-        2 => on_device(0) && packed(TARGET),
+    match to {
+        direction::WITHIN => on_device(0) && on_device(TARGET),
+        direction::UP | direction::UP_BY_LANES => packed(0) && on_device(TARGET),
+        direction::DOWN => on_device(0) && packed(TARGET),
         _ => false,
     }
 }
@@ -302,15 +304,18 @@ fn run(session: &Session, words: &Words, stream: Handle) -> Result<(), Status> {
     check(unsafe { (session.driver.call.cuMemcpy3DAsync_v2)(words.as_ptr().cast(), stream) })
 }
 
-fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), Status> {
+fn receive(session: &Session, transfer: u64, packed: &mut [u8], stream: Handle) -> Result<(), Status> {
     let mut left = packed.len();
+    let mut mark = Mark::new(session.driver, stream);
     while left > 0 {
-        let Some(chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE) };
+        let next = session.lanes.next_chunk(session.driver, transfer, || mark.reached());
+        let Some(mut chunk) = next else { return Err(LANE_GONE) };
         let start = chunk.offset as usize;
         let inside = start.checked_add(chunk.len).and_then(|end| packed.get_mut(start..end));
         if let Some(target) = inside {
-            // SAFETY: the slot holds `chunk.len` bytes.
-            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
+            // SAFETY: the chunk's memory holds `chunk.len` bytes.
+            let bytes = unsafe { std::slice::from_raw_parts(chunk.memory.address(), chunk.len) };
+            target.copy_from_slice(bytes);
             left = left.saturating_sub(chunk.len);
             session.lanes.copied(chunk);
         } else {
@@ -437,9 +442,10 @@ mod tests {
                     device(source) && device(target),
                     source.0 == HOST && device(target),
                     device(source) && target.0 == HOST,
+                    source.0 == HOST && device(target),
                     false,
                 ];
-                let allowed = [0, 1, 2, 3].map(|direction| contained(&words, direction, 128));
+                let allowed = [0, 1, 2, 3, 4].map(|direction| contained(&words, direction, 128));
                 assert_eq!(allowed, expected, "{} to {}", source.0, target.0);
             }
         }

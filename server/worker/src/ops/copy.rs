@@ -10,10 +10,10 @@ use gpusession_proto::frame::{INLINE_MAX, Reader, op};
 use super::allocations;
 use super::flush::flush_results;
 use crate::answer::{Answer, Done, Failure, bounded};
-use crate::driver::{Handle, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
-use crate::lanes::Source;
+use crate::lanes::{Memory, Source};
 use crate::session::Session;
 
 /// Longest copy, in bytes: more than any memory has.
@@ -24,6 +24,8 @@ const NULL: Handle = std::ptr::null_mut();
 /// Bytes of host memory for a copy between devices that cannot reach each other.
 const STAGE: usize = 8 << 20;
 
+/// `CU_EVENT_DISABLE_TIMING`
+const NO_TIMING: u32 = 2;
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is lost, and the whole connection with it.
 pub const LANE_GONE: Status = 46;
 
@@ -126,8 +128,10 @@ pub fn upload(
     let transfer = frame.header.seq.get();
     let mut left = len;
     let mut outcome = Ok(());
+    let mut mark = Mark::new(session.driver, stream);
     while left > 0 {
-        let Some(mut chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE.into()) };
+        let next = session.lanes.next_chunk(session.driver, transfer, || mark.reached());
+        let Some(mut chunk) = next else { return Err(LANE_GONE.into()) };
         let inside =
             chunk.offset as usize <= len && chunk.len <= len - chunk.offset as usize && chunk.len <= left;
         if !inside {
@@ -135,16 +139,70 @@ pub fn upload(
             return Err(Failure::Status(status::INVALID_VALUE));
         }
         left -= chunk.len;
-        let entered = chunk.slot.enter(session.driver, &session.contexts, frame.header.ctx.get());
-        // The slot is not reused before its event has happened.
-        outcome = outcome.and(entered).and_then(|()| {
-            enqueue(chunk.offset as usize, chunk.len, chunk.slot.address)?;
-            // SAFETY: event and stream are this worker's.
-            check(unsafe { (session.driver.call.cuEventRecord)(chunk.slot.event, stream) })
-        });
+        let (offset, len, address) = (chunk.offset as usize, chunk.len, chunk.memory.address());
+        outcome = match &mut chunk.memory {
+            // The slot is not reused before its event has happened.
+            Memory::Slot(slot) => {
+                let entered = slot.enter(session.driver, &session.contexts, frame.header.ctx.get());
+                outcome.and(entered).and_then(|()| {
+                    enqueue(offset, len, address)?;
+                    // SAFETY: event and stream are this worker's.
+                    check(unsafe { (session.driver.call.cuEventRecord)(slot.event, stream) })
+                })
+            }
+            Memory::Heap(_) => outcome.and_then(|()| {
+                enqueue(offset, len, address)?;
+                // The memory lives no longer than the chunk.
+                // SAFETY: a stream of this worker.
+                check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })
+            }),
+        };
         session.lanes.copied(chunk);
     }
     Ok(outcome?)
+}
+
+/// Place of a copy in its stream.
+pub struct Mark {
+    driver: &'static Driver,
+    stream: Handle,
+    /// Recorded in front of the copy when somebody asks; null before, and if that fails.
+    event: Handle,
+    passed: bool,
+}
+
+impl Mark {
+    /// Marks the end of a stream of this worker, in the current context.
+    pub fn new(driver: &'static Driver, stream: Handle) -> Self {
+        Self { driver, stream, event: NULL, passed: false }
+    }
+
+    /// Returns `true` if the work in front of the copy is complete, or has failed.
+    ///
+    /// An event, since a query of a default stream leaves out streams that it waits for.
+    pub fn reached(&mut self) -> bool {
+        let call = &self.driver.call;
+        if self.event.is_null() && !self.passed {
+            // SAFETY: the out pointer is valid; event and stream are this worker's.
+            let marked = unsafe {
+                check((call.cuEventCreate)(&mut self.event, NO_TIMING))
+                    .and_then(|()| check((call.cuEventRecord)(self.event, self.stream)))
+            };
+            self.passed = marked.is_err();
+        }
+        // SAFETY: the event is this worker's.
+        self.passed = self.passed || unsafe { (call.cuEventQuery)(self.event) } != status::NOT_READY;
+        self.passed
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if !self.event.is_null() {
+            // SAFETY: the event is this worker's, and nothing else has it.
+            let _ = unsafe { (self.driver.call.cuEventDestroy_v2)(self.event) };
+        }
+    }
 }
 
 /// `COPY_FROM_DEVICE`: source, length, stream, whether the program waits.
