@@ -3,6 +3,7 @@
 #include "driver.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -81,7 +82,8 @@ struct Buffers {
     }
 };
 
-// Many copies of `size` bytes, from pinned memory, wait on a stream; another one works meanwhile.
+// Many copies of `size` bytes, from pinned memory, wait on a stream; another one works meanwhile. A
+// driver whose queue is full blocks the thread that enqueues them.
 static void many(size_t size, int count, const char *name) {
     Buffers buffers;
     unsigned char *device, *pinned;
@@ -89,10 +91,20 @@ static void many(size_t size, int count, const char *name) {
     CHECK(cudaMallocHost(&pinned, size * count));
     fill(pinned, size * count, 3);
     Standing standing;
-    for (int i = 0; i < count; i++)
-        CHECK(cudaMemcpyAsync(device + i * size, pinned + i * size, size, cudaMemcpyHostToDevice, standing.stream));
+    std::atomic<int> enqueued{0};
+    std::thread submitter([&] {
+        for (; enqueued < count; enqueued++) {
+            const size_t at = enqueued * size;
+            CHECK(cudaMemcpyAsync(device + at, pinned + at, size, cudaMemcpyHostToDevice, standing.stream));
+        }
+    });
+    for (int last = -1, still = 0; enqueued < count && still < 50; last = enqueued) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        still = enqueued == last ? still + 1 : 0;
+    }
     for (unsigned round = 0; round < 3; round++) buffers.round_trip(standing.other, round);
     standing.release();
+    submitter.join();
     buffers.round_trip(standing.stream, 9);
     std::memset(pinned, 0, size * count);
     CHECK(cudaMemcpy(pinned, device, size * count, cudaMemcpyDeviceToHost));

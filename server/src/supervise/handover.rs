@@ -5,7 +5,8 @@
 //! starts from the store, however the previous one ended. A descriptor never comes from an earlier
 //! boot.
 //!
-//! A worker outside the store loses its channel with this process, and exits.
+//! A worker outside the store loses its channel with this process, and exits. So do workers that no
+//! program has taken: the next server starts its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -50,6 +51,21 @@ struct Slots {
     full: bool,
 }
 
+/// Descriptors of a worker that the store may keep: its channel and its pidfd.
+#[derive(Debug)]
+pub struct Keepable([OwnedFd; 2]);
+
+impl Keepable {
+    /// Duplicates the descriptors; `None` if this process may have no more, which it logs.
+    pub fn of(channel: BorrowedFd<'_>, pidfd: BorrowedFd<'_>) -> Option<Self> {
+        let both = channel.try_clone_to_owned().and_then(|fd| Ok([fd, pidfd.try_clone_to_owned()?]));
+        let warned = both.inspect_err(|e| {
+            warn!("descriptor store: cannot keep a worker: {e}; it exits with this server");
+        });
+        warned.ok().map(Self)
+    }
+}
+
 /// Place of a worker in the store.
 #[derive(Debug)]
 pub struct Kept {
@@ -81,8 +97,9 @@ impl Store {
         self.0.as_ref().map(|s| s.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Puts a new worker into the store. `None`: it exits with this process.
-    pub fn keep(&self, channel: BorrowedFd<'_>, pidfd: BorrowedFd<'_>) -> Option<Kept> {
+    /// Puts a worker that a program has taken into the store. `None`: it exits with this process.
+    pub fn keep(&self, worker: &Keepable) -> Option<Kept> {
+        let Keepable([channel, pidfd]) = worker;
         let slot = {
             let mut slots = self.slots()?;
             let Some(slot) = (0..slots.most).find(|n| !slots.used.contains(n)) else {
@@ -101,7 +118,7 @@ impl Store {
             let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
             let record = File::from(nix::sys::memfd::memfd_create(c"gpuserver-worker", flags)?);
             // In one message, so that systemd has all three or none.
-            put(&worker_name(slot), &[channel, pidfd, record.as_fd()])?;
+            put(&worker_name(slot), &[channel.as_fd(), pidfd.as_fd(), record.as_fd()])?;
             Ok::<_, io::Error>(Kept { slot, record })
         })();
         kept.inspect_err(|e| {

@@ -208,6 +208,7 @@ impl Supervisor {
             book,
             lease_key,
             kept: Some(kept),
+            keepable: None,
             seat: None,
             pausing: None,
             unadmitted: Unadmitted::default(),

@@ -12,6 +12,7 @@ use super::attend::{End, Ending, REAP_TIMEOUT};
 use super::channel::Channel;
 use super::event::Event;
 use super::exit::describe;
+use super::handover::Keepable;
 use super::mps;
 use super::process::{Process, end_group};
 use super::stock::WorkerId;
@@ -112,6 +113,7 @@ impl Supervisor {
                 book,
                 lease_key: entry.lease.ticket_key,
                 kept: None,
+                keepable: None,
                 seat: None,
                 pausing: None,
                 unadmitted: Unadmitted::default(),
@@ -227,7 +229,7 @@ impl Supervisor {
         if let Some(worker) = state.workers.get_mut(id) {
             worker.pid = Some(pid);
             if outlives && !closing {
-                worker.kept = self.0.store.keep(fd.as_fd(), process.pidfd());
+                worker.keepable = Keepable::of(fd.as_fd(), process.pidfd());
             }
             worker.remember(None);
         }

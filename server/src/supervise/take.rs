@@ -7,6 +7,7 @@ use gpusession_proto::supervise::MPS_VARIABLES;
 use tokio::time::Instant;
 
 use super::errors::{TAKE_TIMEOUT, TakeError};
+use super::handover::Store;
 use super::messages::say;
 use super::run::MAX_PER_LEASE;
 use super::stock::WorkerId;
@@ -91,7 +92,8 @@ impl Supervisor {
                     if std::mem::take(&mut waiting.counted) {
                         entry.stock.unwait();
                     }
-                    let taken = ids.iter().filter_map(|id| take_one(workers.get_mut(id)?)).collect();
+                    let taken =
+                        ids.iter().filter_map(|id| take_one(workers.get_mut(id)?, &self.0.store)).collect();
                     drop(state);
                     self.refill(lease);
                     return Ok(taken);
@@ -250,7 +252,7 @@ impl Supervisor {
                     }
                     Some(w) if w.phase == Phase::Warm => {
                         abandoned.kept = true;
-                        return take_one(w).map(|t| vec![t]).ok_or(TakeError::NoLease);
+                        return take_one(w, &self.0.store).map(|t| vec![t]).ok_or(TakeError::NoLease);
                     }
                     Some(_) => changed,
                 }
@@ -294,12 +296,15 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-fn take_one(worker: &mut Worker) -> Option<AssignedWorker> {
+fn take_one(worker: &mut Worker, store: &Store) -> Option<AssignedWorker> {
     if worker.phase != Phase::Warm {
         return None;
     }
     worker.phase = Phase::Taken;
     worker.given = true;
+    if let Some(keepable) = worker.keepable.take() {
+        worker.kept = store.keep(&keepable);
+    }
     worker.remember(None);
     worker.fingerprint.map(|fingerprint| AssignedWorker { id: worker.id, fingerprint })
 }

@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
 use super::event::Event;
-use super::handover::Kept;
+use super::handover::{Keepable, Kept};
 use super::quota::Ledger;
 pub use super::record::{Phase, WorkerRecord};
 use super::stock::WorkerId;
@@ -47,6 +47,8 @@ pub(super) struct Worker {
     pub(super) lease_key: [u8; 32],
     /// Place in the store. `None`: the worker exits with this server.
     pub(super) kept: Option<Kept>,
+    /// Descriptors for the store, until a program takes the worker.
+    pub(super) keepable: Option<Keepable>,
     /// Seat in an MPS domain.
     pub(super) seat: Option<Arc<Seat>>,
     pub(super) pausing: Option<oneshot::Sender<bool>>,
