@@ -94,7 +94,7 @@ pub mod ability {
 ///
 /// An older library omits the word.
 pub mod library_ability {
-    /// It understands `HOLD`, `WANTED` and `RELEASE`.
+    /// It understands holds in acknowledgements of chunks, `WANTED` and `RELEASE`.
     pub const HOLDS: u64 = 1;
 }
 
@@ -117,7 +117,8 @@ pub struct Header {
     /// Number of the latest frame of the other direction that the sender has received; in chunks
     /// their length.
     pub ack: U64,
-    /// Requests: the thread's current context (0: none). Replies: the `CUresult`.
+    /// Requests: the thread's current context (0: none). Replies: the `CUresult`. Acknowledgements
+    /// of chunks, `WANTED` and `RELEASE`: number of the hold (0: none).
     pub ctx: U64,
 }
 

@@ -220,7 +220,9 @@ pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait
     thread::within(stream.ctx, || downwards(target, source, len, stream, wait))
 }
 
-/// Copies a box from a device of the stream's lease to pinned memory, without waiting.
+/// Copies a box from a device of the stream's lease to pinned memory.
+///
+/// It does not wait for the stream.
 ///
 /// `body` writes the frame, whose bytes come packed. `false`: the program has to wait, because of
 /// the memory's kind, an older worker, or an error that this call may have to return.
@@ -445,6 +447,7 @@ pub fn bulk_post(
     drop(order);
     if !taken {
         client.serve_landings();
+        client.link.watch_held();
         return Ok(());
     }
     if client.link.wait_sent(&sent) { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }

@@ -161,13 +161,18 @@ pub fn next_header(transport: &Transport) -> Result<Header, Ended> {
 }
 
 /// Receives acknowledgements of chunks until the connection ends.
-pub fn acknowledgements(transport: &Transport, mut heard: impl FnMut(u64) -> Result<(), BadFrame>) -> Ended {
+///
+/// `heard` gets the number of the latest chunk that has arrived, and that of a hold or 0.
+pub fn acknowledgements(
+    transport: &Transport,
+    mut heard: impl FnMut(u64, u64) -> Result<(), BadFrame>,
+) -> Ended {
     let mut next = || -> Result<(), Ended> {
         let header = next_header(transport)?;
         if header.op.get() != op::ACK || header.body_len() > 0 {
             return Err(BadFrame("not an acknowledgement").into());
         }
-        Ok(heard(header.ack.get())?)
+        Ok(heard(header.ack.get(), header.ctx.get())?)
     };
     loop {
         if let Err(ended) = next() {

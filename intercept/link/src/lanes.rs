@@ -248,29 +248,24 @@ impl Lanes {
         self.up.fail_all();
     }
 
-    /// Holds transfers to the device back, except wanted ones.
-    pub(crate) fn hold(&self) {
-        self.up.hold();
+    /// Sends a transfer although a hold is in force.
+    pub(crate) fn want(&self, hold: u64, transfer: u64) {
+        self.up.want(hold, transfer);
     }
 
-    /// Sends a transfer although others are held back.
-    pub(crate) fn want(&self, transfer: u64) {
-        self.up.want(transfer);
+    /// Ends a hold.
+    pub(crate) fn release(&self, hold: u64) {
+        self.up.release(hold);
     }
 
-    /// Ends the holding back.
-    pub(crate) fn release(&self) {
-        self.up.release();
-    }
-
-    /// Returns `true` if a transfer to the device waits for a lane.
-    pub(crate) fn waits(&self) -> bool {
-        self.up.waits()
+    /// Returns `true` if a transfer to the device waits because of a hold.
+    pub(crate) fn is_held(&self) -> bool {
+        self.up.is_held()
     }
 
     /// Prepares a transfer to the device.
     ///
-    /// With `taken`, the program may change its memory when [`Sent::wait`] returns. A short
+    /// With `taken`, the program may change its memory when [`Link::wait_sent`] returns. A short
     /// transfer copies the memory here, and that wait takes no time.
     pub fn upload(&self, range: HostRange, taken: bool) -> Upload {
         Upload { range, copy: if taken { self.up.stage(range) } else { None } }

@@ -603,12 +603,10 @@ impl Link {
         const POLL_INTERVAL: Duration = Duration::from_millis(1);
         const LOST_INTERVAL: Duration = Duration::from_secs(1);
         while self.lost.get().is_none() {
-            let landing = self.down.wait_for_detached(LOST_INTERVAL);
-            if landing {
-                std::thread::park_timeout(POLL_INTERVAL);
-            }
             // The worker may want a transfer that it holds back.
-            if landing || self.opened_lanes().is_some_and(Lanes::waits) {
+            let held = || self.opened_lanes().is_some_and(Lanes::is_held);
+            if held() || self.down.wait_for_detached(LOST_INTERVAL) || held() {
+                std::thread::park_timeout(POLL_INTERVAL);
                 let _ = self.poll();
             }
         }
@@ -618,13 +616,20 @@ impl Link {
     ///
     /// Reads frames meanwhile, since the worker may hold the transfer back.
     pub fn wait_sent(&self, sent: &Sent) -> bool {
-        const POLL_INTERVAL: Duration = Duration::from_millis(20);
+        const POLL_INTERVAL: Duration = Duration::from_millis(2);
         loop {
             if let Some(sent) = sent.wait(POLL_INTERVAL) {
                 return sent;
             }
             // The loss of the link ends the transfer.
             let _ = self.poll();
+        }
+    }
+
+    /// Lets the thread of [`Link::serve_landings`] read if the worker holds a transfer back.
+    pub fn watch_held(&self) {
+        if self.opened_lanes().is_some_and(Lanes::is_held) {
+            self.down.wake();
         }
     }
 
@@ -706,9 +711,10 @@ impl Link {
                 let bytes = r.bytes()?;
                 self.down.land(header.seq.get(), header.ctx.get() as i32, bytes);
             }
-            op::HOLD => self.opened_lanes().iter().for_each(|lanes| lanes.hold()),
-            op::WANTED => self.opened_lanes().iter().for_each(|lanes| lanes.want(header.seq.get())),
-            op::RELEASE => self.opened_lanes().iter().for_each(|lanes| lanes.release()),
+            op::WANTED => {
+                self.opened_lanes().iter().for_each(|lanes| lanes.want(header.ctx.get(), header.seq.get()));
+            }
+            op::RELEASE => self.opened_lanes().iter().for_each(|lanes| lanes.release(header.ctx.get())),
             op::OUTPUT => self.events.output(r.bytes()?, r.bytes()?),
             op::CALL_HOST => {
                 let id = r.word()?;

@@ -217,8 +217,13 @@ pub fn frame(op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
 
 /// Returns a frame that tells how many frames have arrived.
 pub fn ack(received: u64) -> [u8; HEADER] {
+    ack_held(received, 0)
+}
+
+/// As [`ack`], for chunks; `hold` is the number of the hold that is in force, or 0.
+pub fn ack_held(received: u64, hold: u64) -> [u8; HEADER] {
     let mut header = Header::empty();
-    (header.op, header.ack) = (op::ACK.into(), received.into());
+    (header.op, header.ack, header.ctx) = (op::ACK.into(), received.into(), hold.into());
     zerocopy::transmute!(header)
 }
 

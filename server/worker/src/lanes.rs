@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use gpusession_link::flight::{Ended, Flight, acknowledgements, next_header};
 use gpusession_link::lanes::{chunk_header, chunk_len};
-use gpusession_link::resume::{Attempt, Counts, Fence, ack};
+use gpusession_link::resume::{Attempt, Counts, Fence, ack_held};
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{
     BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, UP_LANES, chunk_of, op,
@@ -33,12 +33,14 @@ use crate::replies::Replies;
 use crate::staging::{Slot, Slots};
 
 mod hold;
+mod up_slots;
 
-use self::hold::{Hold, Spill, Teller};
+use self::hold::{Hold, Room, Spill, Teller};
+use self::up_slots::UpSlots;
 
 /// Maximum number of remembered transfers whose frames failed.
 ///
-/// The bytes of older ones have arrived.
+/// The bytes of older ones have arrived: a hold lets them pass.
 const MAX_UNWANTED: usize = 1024;
 /// Slots of one lane to the device at first: one fills while the device reads the other.
 pub const UP_SLOTS: usize = 2;
@@ -57,7 +59,7 @@ const SPIN_INTERVAL: Duration = Duration::from_micros(2);
 /// Work of this length before a copy is usual.
 const STANDSTILL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// A chunk that has arrived, in a pinned slot.
+/// A chunk that has arrived.
 pub struct Chunk {
     /// Offset in the transfer, in bytes.
     pub offset: u64,
@@ -156,54 +158,6 @@ struct Arrived {
     unwanted: VecDeque<u64>,
     failed: bool,
     hold: Hold,
-}
-
-/// Slots of one lane to the device.
-///
-/// Chunks leave a lane in their order, so a later transfer never holds the slots that an earlier
-/// one needs.
-#[derive(Default)]
-struct UpSlots {
-    /// Allocated when the lane opens.
-    slots: OnceLock<Slots>,
-    /// Slots whose copy to the device is under way, oldest first.
-    copying: Mutex<VecDeque<Slot>>,
-}
-
-impl UpSlots {
-    /// Returns a free slot, or one whose copy has ended.
-    fn slot(&self, driver: &Driver, slots: &Slots) -> Option<Slot> {
-        slots.try_take().or_else(|| self.take_copied(driver))
-    }
-
-    /// Returns a slot whose copy has ended.
-    fn take_copied(&self, driver: &Driver) -> Option<Slot> {
-        let mut copying = lock(&self.copying);
-        // A failure means a poisoned context, whose copies read the slot no more either.
-        // SAFETY: the slot's event was recorded after its copy, and `leave` takes the slot first if
-        // the event goes.
-        let done = |slot: &Slot| unsafe { (driver.call.cuEventQuery)(slot.event) } != status::NOT_READY;
-        let place = copying.iter().position(|slot| slot.event.is_null() || done(slot))?;
-        let mut slot = copying.remove(place)?;
-        slot.rest();
-        Some(slot)
-    }
-
-    /// Returns `true` if half of the slots are free, or the lane is not open.
-    fn is_half_free(&self, driver: &Driver) -> bool {
-        let Some(slots) = self.slots.get() else { return true };
-        while let Some(slot) = self.take_copied(driver) {
-            slots.give(slot);
-        }
-        2 * slots.free() >= slots.count()
-    }
-
-    /// Takes back a slot that nothing reads.
-    fn give(&self, slot: Slot) {
-        if let Some(slots) = self.slots.get() {
-            slots.give(slot);
-        }
-    }
 }
 
 /// Pieces that wait for a lane to the client; any free lane takes a piece that is ready.
@@ -412,7 +366,7 @@ impl Lanes {
             self.drop_chunk(&mut lock(&self.arrived), chunk);
             return Err(e.into());
         }
-        {
+        let held = {
             let mut place = lock(&lane.place);
             let mut arrived = lock(&self.arrived);
             if !place.serves(attempt) {
@@ -426,10 +380,11 @@ impl Lanes {
             } else {
                 arrived.chunks.entry(transfer).or_default().push_back(chunk);
             }
-        }
+            arrived.hold.in_force()
+        };
         self.arrival.notify_all();
         if self.returns {
-            transport.send(&ack(number))?;
+            transport.send(&ack_held(number, held))?;
         }
         Ok(())
     }
@@ -448,12 +403,17 @@ impl Lanes {
             if let Some(slot) = lane.slot(driver, slots) {
                 return Memory::Slot(slot);
             }
-            if let Some(spill) = lock(&self.arrived).hold.spill(transfer, len) {
-                return Memory::Heap(spill);
+            let room = {
+                let mut arrived = lock(&self.arrived);
+                let drops = arrived.unwanted.contains(&transfer);
+                if drops { Some(Room::to_drop()) } else { arrived.hold.room(transfer, len) }
+            };
+            if let Some(room) = room {
+                return Memory::Heap(room.memory(len));
             }
             if since.elapsed() >= STANDSTILL_TIMEOUT {
                 if !slots.grow(driver, MAX_UP_SLOTS) {
-                    self.tell(op::HOLD, 0, Hold::begin);
+                    self.hold();
                 }
                 since = Instant::now();
                 continue;
@@ -466,20 +426,59 @@ impl Lanes {
     }
 
     /// Allows the program to be held back, since its library understands that.
+    ///
+    /// Only lanes that may come back have acknowledgements.
     pub fn program_holds(&self, replies: Arc<Replies>) {
-        let _ = self.teller.replies.set(replies);
+        if self.returns {
+            let _ = self.teller.replies.set(replies);
+        }
     }
 
     /// Changes what the program sends; executors and lanes look again.
-    fn tell(&self, op: u16, transfer: u64, change: impl FnOnce(&mut Hold) -> bool) {
+    fn tell(&self, op: u16, transfer: u64, change: impl FnOnce(&mut Hold) -> u64) {
         if self.teller.tell(op, transfer, || change(&mut lock(&self.arrived).hold)) {
             self.arrival.notify_all();
         }
     }
 
-    /// Returns `true` if half of the slots of each lane to the device are free.
-    fn have_recovered(&self, driver: &Driver) -> bool {
-        self.up.iter().all(|lane| lane.is_half_free(driver))
+    /// Holds the program back, if it can be.
+    fn hold(&self) {
+        if self.teller.replies.get().is_none() {
+            return;
+        }
+        let unwanted = {
+            let mut arrived = lock(&self.arrived);
+            arrived.hold.begin();
+            arrived.unwanted.clone()
+        };
+        // Their sources belong to the program again.
+        for transfer in unwanted {
+            self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+        }
+        self.arrival.notify_all();
+    }
+
+    /// Ends a hold once half of the slots of each lane to the device are free.
+    fn release(&self, driver: &Driver) {
+        if self.up.iter().all(|lane| lane.is_half_free(driver)) {
+            self.tell(op::RELEASE, 0, Hold::end);
+        }
+    }
+
+    /// Waits until the stream of a copy has reached it, for a chunk in ordinary memory.
+    pub fn wait_reached(&self, driver: &Driver, mut reached: impl FnMut() -> bool) {
+        while !reached() {
+            if lock(&self.arrived).hold.in_force() != 0 {
+                self.release(driver);
+            }
+            let arrived = lock(&self.arrived);
+            drop(self.arrival.wait_timeout(arrived, hold::POLL_INTERVAL));
+        }
+    }
+
+    /// Notes that a transfer's frame is done.
+    pub fn forget(&self, transfer: u64) {
+        lock(&self.arrived).hold.forget(transfer);
     }
 
     /// Waits for the next chunk of a transfer; `None` if a lane has failed.
@@ -507,9 +506,8 @@ impl Lanes {
             }
             if arrived.hold.holds_back(transfer) {
                 drop(arrived);
-                if self.have_recovered(driver) {
-                    self.tell(op::RELEASE, 0, Hold::end);
-                } else if reached() {
+                self.release(driver);
+                if reached() {
                     self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
                 }
                 arrived = lock(&self.arrived);
@@ -537,13 +535,15 @@ impl Lanes {
         came.into_iter().for_each(|chunk| self.drop_chunk(&mut arrived, chunk));
         drop(arrived);
         self.arrival.notify_all();
+        // The program's memory is not read any more once its bytes have come.
+        self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
     }
 
     /// Takes back the memory of a chunk that nothing has read.
     fn drop_chunk(&self, arrived: &mut Arrived, chunk: Chunk) {
         match chunk.memory {
             Memory::Slot(slot) => self.up[usize::from(chunk.lane - FIRST_UP_LANE)].give(slot),
-            Memory::Heap(spill) => arrived.hold.take_back(spill),
+            Memory::Heap(spill) => arrived.hold.take_back(&spill),
         }
     }
 
@@ -551,9 +551,9 @@ impl Lanes {
     pub fn copied(&self, chunk: Chunk) {
         match chunk.memory {
             Memory::Slot(slot) => {
-                lock(&self.up[usize::from(chunk.lane - FIRST_UP_LANE)].copying).push_back(slot);
+                self.up[usize::from(chunk.lane - FIRST_UP_LANE)].copied(slot);
             }
-            Memory::Heap(spill) => lock(&self.arrived).hold.take_back(spill),
+            Memory::Heap(spill) => lock(&self.arrived).hold.take_back(&spill),
         }
         self.arrival.notify_all();
     }
@@ -563,7 +563,7 @@ impl Lanes {
     /// All work in that context is done; its events go with it.
     pub fn leave(&self, ctx: u64) {
         for lane in &self.up {
-            let mut copying = lock(&lane.copying);
+            let mut copying = lane.copying();
             let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
             *copying = others;
             drop(copying);
@@ -727,7 +727,7 @@ impl DownQueue {
     ) -> Ended {
         std::thread::scope(|scope| {
             let listen = || {
-                let ended = acknowledgements(transport, |number| {
+                let ended = acknowledgements(transport, |number, _| {
                     let mut place = lock(&lane.place);
                     if !place.serves(attempt) {
                         return Err(BadFrame("from an earlier connection"));

@@ -390,7 +390,7 @@ impl Session {
         let under_way = Mutex::new(VecDeque::new());
         std::thread::scope(|scope| {
             if self.acknowledges {
-                scope.spawn(|| acknowledgements(transport, |number| self.arrived(&under_way, number)));
+                scope.spawn(|| acknowledgements(transport, |number, _| self.arrived(&under_way, number)));
             }
             let sent = self.send(transport, &under_way);
             // Ends the other thread.

@@ -75,6 +75,15 @@ impl Replies {
         self.send_frames(frames);
     }
 
+    /// Sends what the program shall do with a transfer during a hold with this number.
+    pub fn tell(&self, op: u16, transfer: u64, hold: u64) {
+        let mut header = self.header(op, transfer, 0);
+        header.ctx = hold.into();
+        let mut frames = Vec::new();
+        Writer::new(&mut frames, &header).finish();
+        self.send_frames(frames);
+    }
+
     fn header(&self, op: u16, seq: u64, status: Status) -> Header {
         Header {
             len: 0.into(),

@@ -25,6 +25,8 @@ struct Open {
     lost: bool,
     /// Whether a thread waits for the next transfer, in [`DownTransfers::wait_for_detached`].
     sleeps: bool,
+    /// That thread shall look at the lanes to the device.
+    woken: bool,
 }
 
 impl Open {
@@ -144,7 +146,9 @@ impl DownTransfers {
         }
     }
 
-    /// Waits until a detached transfer is in progress; `false`: none is after `patience`.
+    /// Waits until a detached transfer is in progress.
+    ///
+    /// `false`: none is after `patience`, or after a [`DownTransfers::wake`].
     ///
     /// One thread calls this.
     pub(crate) fn wait_for_detached(&self, patience: Duration) -> bool {
@@ -152,10 +156,19 @@ impl DownTransfers {
         if open.unsettled(&|_| true) {
             return true;
         }
+        if std::mem::take(&mut open.woken) {
+            return false;
+        }
         open.sleeps = true;
         open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
-        open.sleeps = false;
+        (open.sleeps, open.woken) = (false, false);
         open.unsettled(&|_| true)
+    }
+
+    /// Wakes the thread in [`DownTransfers::wait_for_detached`].
+    pub(crate) fn wake(&self) {
+        lock(&self.open).woken = true;
+        self.changed.notify_all();
     }
 
     /// Returns the detached transfers under way that write to any of these bytes.

@@ -22,6 +22,9 @@ const KEEP_WINDOW: Duration = Duration::from_millis(1);
 /// Longest transfer that is kept at once, so that the program waits for no lane. Lanes together are
 /// faster than one thread that copies, which counts for longer ones.
 const MAX_STAGED: usize = CHUNK / 4;
+/// Most bytes of a lane that the worker has not acknowledged, but for one piece. The worker has
+/// room for as many of all lanes.
+const MAX_UNACKNOWLEDGED: usize = 32 << 20;
 /// Most bytes that the link keeps of memory that belongs to the program again.
 const MAX_KEPT: usize = 16 * CHUNK;
 /// Most bytes of buffers for the next copies; fresh memory costs more than the copy itself.
@@ -49,14 +52,40 @@ struct State {
     kept: usize,
     /// Buffers of earlier copies.
     free: Vec<Vec<u8>>,
-    /// While the worker holds the program back: the transfers that it wants now.
-    held: Option<HashSet<u64>>,
+    hold: Hold,
     lost: bool,
+}
+
+/// Whether the worker holds the program back.
+#[derive(Default)]
+struct Hold {
+    /// Number of the latest hold, and of the latest one that has ended.
+    latest: u64,
+    ended: u64,
+    /// Transfers that the worker wants during the hold.
+    wanted: HashSet<u64>,
+}
+
+impl Hold {
+    /// Notes that a hold is in force, unless it has ended; returns `true` if it is new.
+    fn begin(&mut self, number: u64) -> bool {
+        let begins = number > self.latest.max(self.ended);
+        if begins {
+            self.latest = number;
+        }
+        begins
+    }
+
+    fn is_on(&self) -> bool {
+        self.latest > self.ended
+    }
 }
 
 #[derive(Default)]
 struct Lane {
     flight: Flight<Piece>,
+    /// Bytes of the chunks in flight.
+    bytes: usize,
     /// Whether the present connection has ended.
     ended: bool,
 }
@@ -179,13 +208,20 @@ impl State {
 
     /// Takes the oldest piece that the worker takes now.
     fn next_piece(&mut self) -> Option<Piece> {
-        match &self.held {
-            None => self.pieces.pop_front(),
-            Some(wanted) => {
-                let oldest = self.pieces.iter().position(|piece| wanted.contains(&piece.transfer))?;
-                self.pieces.remove(oldest)
-            }
+        if !self.hold.is_on() {
+            return self.pieces.pop_front();
         }
+        if self.hold.wanted.is_empty() {
+            return None;
+        }
+        let wanted = |piece: &Piece| self.hold.wanted.contains(&piece.transfer);
+        let oldest = self.pieces.iter().position(wanted)?;
+        let piece = self.pieces.remove(oldest)?;
+        // All pieces of a transfer are queued at once.
+        if !self.pieces.iter().any(|other| other.transfer == piece.transfer) {
+            self.hold.wanted.remove(&piece.transfer);
+        }
+        Some(piece)
     }
 
     /// Takes back the memory of a piece that has arrived.
@@ -216,11 +252,13 @@ impl State {
     /// Releases the pieces of a lane that have arrived, or all if the link is lost.
     fn settle(&mut self, lane: usize) {
         while let Some(piece) = self.lanes[lane].flight.arrived() {
+            self.lanes[lane].bytes -= piece.source.len();
             self.release(piece, true);
         }
         while self.lost
             && let Some(piece) = self.lanes[lane].flight.give_up()
         {
+            self.lanes[lane].bytes -= piece.source.len();
             self.release(piece, false);
         }
     }
@@ -297,28 +335,33 @@ impl UpQueue {
         self.progress.notify_all();
     }
 
-    /// Sends only transfers that the worker wants, from now on.
-    pub(super) fn hold(&self) {
-        lock(&self.state).held.get_or_insert_default();
-    }
-
-    /// Sends a transfer, although the program is held back. It may not be queued yet.
-    pub(super) fn want(&self, transfer: u64) {
-        if let Some(wanted) = &mut lock(&self.state).held {
-            wanted.insert(transfer);
+    /// Sends a transfer although a hold is in force. It may not be queued yet.
+    pub(super) fn want(&self, hold: u64, transfer: u64) {
+        let mut state = lock(&self.state);
+        // The frame may be faster than the acknowledgements.
+        state.hold.begin(hold);
+        if state.hold.is_on() && state.hold.latest == hold {
+            state.hold.wanted.insert(transfer);
         }
+        drop(state);
         self.work.notify_all();
     }
 
-    /// Sends every transfer again.
-    pub(super) fn release(&self) {
-        lock(&self.state).held = None;
+    /// Ends a hold.
+    pub(super) fn release(&self, hold: u64) {
+        let mut state = lock(&self.state);
+        state.hold.ended = state.hold.ended.max(hold);
+        if !state.hold.is_on() {
+            state.hold.wanted.clear();
+        }
+        drop(state);
         self.work.notify_all();
     }
 
-    /// Returns `true` if a piece waits for a lane.
-    pub(super) fn waits(&self) -> bool {
-        !lock(&self.state).pieces.is_empty()
+    /// Returns `true` if a piece waits because of a hold.
+    pub(super) fn is_held(&self) -> bool {
+        let state = lock(&self.state);
+        state.hold.is_on() && !state.pieces.is_empty()
     }
 
     /// Returns `true` if a lane has something to send.
@@ -327,12 +370,19 @@ impl UpQueue {
         !state.lanes[lane].flight.is_empty() || !state.pieces.is_empty()
     }
 
-    fn acknowledge(&self, lane: usize, number: u64) -> Result<(), BadFrame> {
+    /// Notes what has arrived; returns `true` if a hold begins with it.
+    fn acknowledge(&self, lane: usize, number: u64, hold: u64) -> Result<bool, BadFrame> {
         let mut state = lock(&self.state);
         state.lanes[lane].flight.acknowledge(number)?;
+        let waited = state.lanes[lane].bytes >= MAX_UNACKNOWLEDGED;
         state.settle(lane);
+        let begins = state.hold.begin(hold);
+        drop(state);
+        if waited {
+            self.work.notify_all();
+        }
         self.progress.notify_all();
-        Ok(())
+        Ok(begins)
     }
 
     fn end(&self, lane: usize) {
@@ -341,11 +391,17 @@ impl UpQueue {
     }
 
     /// Uses one connection of a lane until its end.
-    fn carry(&self, lane: usize, transport: &Transport) -> Ended {
+    fn carry(&self, lane: usize, transport: &Transport, link: &Weak<Link>) -> Ended {
         lock(&self.state).lanes[lane].ended = false;
         std::thread::scope(|scope| {
             let listen = || {
-                let ended = acknowledgements(transport, |number| self.acknowledge(lane, number));
+                let ended = acknowledgements(transport, |number, hold| {
+                    let begins = self.acknowledge(lane, number, hold)?;
+                    if begins && let Some(link) = link.upgrade() {
+                        link.down.wake();
+                    }
+                    Ok(())
+                });
                 self.end(lane);
                 ended
             };
@@ -373,8 +429,10 @@ impl UpQueue {
                 return None;
             }
             if state.lanes[lane].flight.is_carried()
+                && state.lanes[lane].bytes < MAX_UNACKNOWLEDGED
                 && let Some(piece) = state.next_piece()
             {
+                state.lanes[lane].bytes += piece.source.len();
                 state.lanes[lane].flight.push(piece);
             }
             let flight = &mut state.lanes[lane].flight;
@@ -430,7 +488,7 @@ pub(super) fn serve(
     let mut line = first;
     loop {
         let ended = match &line {
-            Some(transport) => queue.carry(index, transport),
+            Some(transport) => queue.carry(index, transport, link),
             None => Ended::Broken(std::io::ErrorKind::NotConnected.into()),
         };
         let Some(link) = link.upgrade() else { return queue.fail_all() };
@@ -507,18 +565,42 @@ mod tests {
             transfer.unwrap_or_default()
         };
         let _sent = [1, 2, 3].map(send);
-        queue.hold();
-        assert!(queue.waits() && taken() == 0);
-        queue.want(3);
-        queue.want(5);
-        queue.hold();
+        let hold = |number| queue.acknowledge(0, 0, number).unwrap();
+        assert!(hold(1) && !hold(1) && queue.is_held());
+        assert_eq!(taken(), 0);
+        queue.want(1, 3);
+        queue.want(1, 5);
         assert_eq!((taken(), taken()), (3, 0));
         let _later = [4, 5].map(send);
         assert_eq!((taken(), taken()), (5, 0), "it was wanted before it was there");
-        queue.release();
+        queue.release(1);
+        assert!(!hold(1), "a late acknowledgement");
+        queue.want(1, 4);
         assert_eq!((taken(), taken(), taken(), taken()), (1, 2, 4, 0));
-        queue.want(6);
-        assert!(lock(&queue.state).held.is_none(), "a late frame holds nothing back");
+        // The frame is faster than the acknowledgements.
+        let _more = [6, 7].map(send);
+        queue.want(2, 7);
+        assert!(!hold(2) && queue.is_held());
+        assert_eq!((taken(), taken()), (7, 0));
+        assert!(lock(&queue.state).hold.wanted.is_empty(), "nothing is left of a transfer");
+    }
+
+    #[test]
+    fn lane_has_a_bounded_number_of_bytes_under_way() {
+        let memory = vec![7; MAX_UNACKNOWLEDGED + 2 * CHUNK];
+        let (queue, _sent) = queue(true, MAX_UNACKNOWLEDGED / CHUNK + 1, &memory);
+        for _ in 0..MAX_UNACKNOWLEDGED / CHUNK {
+            queue.next(0).unwrap();
+            written(&queue, 0);
+        }
+        let waiting = {
+            let queue = queue.clone();
+            std::thread::spawn(move || queue.next(0).map(|(number, ..)| number))
+        };
+        std::thread::park_timeout(Duration::from_millis(20));
+        assert!(!waiting.is_finished());
+        queue.acknowledge(0, 1, 0).unwrap();
+        assert_eq!(waiting.join().unwrap(), Some((MAX_UNACKNOWLEDGED / CHUNK) as u64 + 1));
     }
 
     #[test]
@@ -553,7 +635,7 @@ mod tests {
         assert_eq!(number, 1);
         assert!(matches!(&source, Source::Kept(bytes) if bytes[..] == [7; PIECE]));
         written(&queue, 0);
-        queue.acknowledge(0, 1).unwrap();
+        queue.acknowledge(0, 1, 0).unwrap();
         assert_eq!(lock(&queue.state).kept, 0);
     }
 
@@ -563,12 +645,12 @@ mod tests {
         let (queue, sent) = queue(true, 1, &memory);
         queue.next(3).unwrap();
         // Before the writer's call has returned.
-        queue.acknowledge(3, 1).unwrap();
+        queue.acknowledge(3, 1, 0).unwrap();
         assert_eq!(sent.progress.open.load(Ordering::Relaxed), 1);
         written(&queue, 3);
         assert_eq!(sent.wait(LONG), Some(true));
         assert_eq!(lock(&queue.state).kept, 0);
-        queue.acknowledge(3, 2).unwrap_err();
+        queue.acknowledge(3, 2, 0).unwrap_err();
     }
 
     #[test]
@@ -586,7 +668,7 @@ mod tests {
         drop(source);
         written(&queue, 0);
         assert_eq!(lock(&queue.state).kept, MAX_STAGED);
-        queue.acknowledge(0, number).unwrap();
+        queue.acknowledge(0, number, 0).unwrap();
         assert_eq!(lock(&queue.state).kept, 0);
         // Its buffer serves the next copy.
         let copy = queue.stage(range(&memory)).unwrap();
@@ -600,16 +682,17 @@ mod tests {
     fn the_link_keeps_a_bounded_number_of_bytes() {
         let memory = vec![7; MAX_KEPT + CHUNK];
         let (queue, sent) = queue(true, 17, &memory);
-        for _ in 0..17 {
-            queue.next(0).unwrap();
-            written(&queue, 0);
+        for chunk in 0..17 {
+            queue.next(chunk % 2).unwrap();
+            written(&queue, chunk % 2);
         }
         let waiting = std::thread::spawn(move || sent.wait(LONG));
         while lock(&queue.state).kept + CHUNK <= MAX_KEPT {
             std::thread::yield_now();
         }
         assert!(!waiting.is_finished());
-        queue.acknowledge(0, 17).unwrap();
+        queue.acknowledge(0, 9, 0).unwrap();
+        queue.acknowledge(1, 8, 0).unwrap();
         assert_eq!(waiting.join().unwrap(), Some(true));
         assert_eq!(lock(&queue.state).kept, 0);
     }

@@ -133,19 +133,34 @@ fn fill(lab: &Lab, peer: &mut Peer) -> Vec<Handle> {
     copies.collect()
 }
 
+/// Receives the acknowledgement of a chunk; returns the number of the hold.
+fn acknowledged(peer: &mut Peer, number: u64) -> u64 {
+    let (header, _) = peer.next();
+    assert_eq!((header.op.get(), header.ack.get()), (op::ACK, number));
+    header.ctx.get()
+}
+
 #[test]
 fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
     const AHEAD: u64 = 70;
     const WANTED: u64 = 80;
-    let lab = Lab::new();
+    const FAILED: u64 = 60;
+    let lab = Lab { lanes: Arc::new(Lanes::new(true)), ..Lab::new() };
     let (replies, mut program) = replies();
     lab.lanes.program_holds(replies);
     let (mut peer, _serving) = lab.open(1);
     let events = fill(&lab, &mut peer);
     let first = MAX_UP_SLOTS as u64 + 1;
+    assert!((1..first).all(|number| acknowledged(&mut peer, number) == 0));
+    lab.lanes.discard(FAILED);
     // It was under way.
     send(&mut peer, first, AHEAD, 0, &[7; 8]);
-    assert_eq!(program.next().0.op.get(), op::HOLD);
+    let told = |program: &mut Peer| {
+        let (header, _) = program.next();
+        (header.op.get(), header.seq.get(), header.ctx.get())
+    };
+    assert_eq!(told(&mut program), (op::WANTED, FAILED, 1), "its source may go");
+    assert_eq!(acknowledged(&mut peer, first), 1);
     let mut asked = 0;
     let mut reached = || {
         asked += 1;
@@ -158,8 +173,8 @@ fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
     let chunk = lab.lanes.next_chunk(lab.driver, WANTED, &mut reached).unwrap();
     assert!(matches!(&chunk.memory, Memory::Heap(spill) if spill.bytes == [8; 8]));
     lab.lanes.copied(chunk);
-    let (wanted, _) = program.next();
-    assert_eq!((wanted.op.get(), wanted.seq.get()), (op::WANTED, WANTED));
+    assert_eq!(told(&mut program), (op::WANTED, WANTED, 1));
+    lab.lanes.forget(WANTED);
     // The slots are free again.
     events.iter().for_each(|event| fake::happen(*event, 0));
     let chunk = lab.next(AHEAD).unwrap();
@@ -169,9 +184,10 @@ fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
         let lanes = lab.lanes.clone();
         std::thread::spawn(move || lanes.next_chunk(fake::driver(), 90, || false).is_some())
     };
-    assert_eq!(program.next().0.op.get(), op::RELEASE, "although its stream has not reached the copy");
+    assert_eq!(told(&mut program), (op::RELEASE, 0, 1), "although its stream has not reached the copy");
     send(&mut peer, first + 2, 90, 0, &[9; 8]);
     assert!(waiting.join().unwrap());
+    assert_eq!((acknowledged(&mut peer, first + 1), acknowledged(&mut peer, first + 2)), (1, 0));
     send(&mut peer, first + 3, 91, 0, &[9; 8]);
     copy(&lab, 91);
 }
@@ -181,7 +197,10 @@ fn program_that_cannot_be_held_back_waits_for_a_slot() {
     let lab = Lab::new();
     let (mut peer, _serving) = lab.open(1);
     let events = fill(&lab, &mut peer);
-    send(&mut peer, MAX_UP_SLOTS as u64 + 1, 70, 0, &[7; 8]);
+    // A chunk of a failed frame blocks no lane.
+    lab.lanes.discard(60);
+    send(&mut peer, MAX_UP_SLOTS as u64 + 1, 60, 0, &[6; 8]);
+    send(&mut peer, MAX_UP_SLOTS as u64 + 2, 70, 0, &[7; 8]);
     std::thread::sleep(2 * STANDSTILL_TIMEOUT);
     assert!(lock(&lab.lanes.arrived).chunks.is_empty());
     fake::happen(events[3], 0);

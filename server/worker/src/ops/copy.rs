@@ -151,6 +151,8 @@ pub fn upload(
                 })
             }
             Memory::Heap(_) => outcome.and_then(|()| {
+                // On a stream that stands still, the driver would wait in the call.
+                session.lanes.wait_reached(session.driver, || mark.reached());
                 enqueue(offset, len, address)?;
                 // The memory lives no longer than the chunk.
                 // SAFETY: a stream of this worker.
@@ -159,6 +161,7 @@ pub fn upload(
         };
         session.lanes.copied(chunk);
     }
+    session.lanes.forget(transfer);
     Ok(outcome?)
 }
 

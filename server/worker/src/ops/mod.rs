@@ -91,7 +91,7 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
     };
     let waits = frame.header.flags.get() & WAIT != 0;
-    if code != 0 && matches!(frame.header.op.get(), op::COPY_TO_DEVICE | op::COPY_BOX) {
+    if code != 0 && order::is_bulk(frame) {
         session.lanes.discard(seq);
     }
     // A program that does not wait for the answer waits for the bytes.
