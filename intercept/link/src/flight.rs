@@ -97,6 +97,11 @@ impl<C> Flight<C> {
         self.chunks.pop_back()
     }
 
+    /// Returns the chunks that have not arrived.
+    pub fn all(&self) -> impl Iterator<Item = &C> {
+        self.chunks.iter()
+    }
+
     /// Returns the chunks that no thread reads.
     pub fn at_rest(&mut self) -> impl Iterator<Item = &mut C> {
         let busy = self.writing.then(|| self.cursor - 1 - self.first);

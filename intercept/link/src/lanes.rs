@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use gpusession_proto::frame::{
     BadFrame, CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, Header, UP_LANES, op,
@@ -246,6 +247,12 @@ impl Lanes {
     pub(crate) fn shutdown(&self) {
         self.open.close();
         self.up.fail_all();
+    }
+
+    /// Waits until no lane reads the program's memory for a transfer before `transfer`; returns
+    /// `false` if that takes longer than `patience`.
+    pub(crate) fn wait_unread(&self, transfer: u64, patience: Duration) -> bool {
+        self.up.wait_unread(transfer, patience)
     }
 
     /// Sends a transfer although a hold is in force.

@@ -626,6 +626,20 @@ impl Link {
         }
     }
 
+    /// Waits until no lane reads the program's memory for a frame before `position`; reads frames
+    /// meanwhile.
+    ///
+    /// The bytes of a frame that has failed may still be on their way.
+    pub fn wait_unread(&self, position: u64) {
+        const POLL_INTERVAL: Duration = Duration::from_millis(2);
+        while let Some(lanes) = self.opened_lanes()
+            && !lanes.wait_unread(position, POLL_INTERVAL)
+        {
+            // The loss of the link ends all transfers.
+            let _ = self.poll();
+        }
+    }
+
     /// Lets the thread of [`Link::serve_landings`] read if the worker holds a transfer back.
     pub fn watch_held(&self) {
         if self.opened_lanes().is_some_and(Lanes::is_held) {

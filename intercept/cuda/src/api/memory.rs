@@ -79,6 +79,7 @@ fn host_memory_unused(owner: &'static Client) -> Result {
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
     let before = owner.link.position() + 1;
+    owner.link.wait_unread(before);
     // After a loss of the link nothing lands any more.
     synced.and(owner.link.wait_detached(|t| t.seq < before).map_err(unavailable))
 }

@@ -364,6 +364,17 @@ impl UpQueue {
         state.hold.is_on() && !state.pieces.is_empty()
     }
 
+    /// Waits until no lane reads the program's memory for a transfer before `transfer`; returns
+    /// `false` if that takes longer than `patience`.
+    pub(super) fn wait_unread(&self, transfer: u64, patience: Duration) -> bool {
+        let reads = |state: &mut State| {
+            let mut pieces = state.pieces.iter().chain(state.lanes.iter().flat_map(|lane| lane.flight.all()));
+            pieces.any(|p| p.transfer < transfer && matches!(p.source, Source::Program { .. }))
+        };
+        let waited = self.progress.wait_timeout_while(lock(&self.state), patience, reads);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
     /// Returns `true` if a lane has something to send.
     fn needs(&self, lane: usize) -> bool {
         let state = lock(&self.state);
@@ -583,6 +594,19 @@ mod tests {
         assert!(!hold(2) && queue.is_held());
         assert_eq!((taken(), taken()), (7, 0));
         assert!(lock(&queue.state).hold.wanted.is_empty(), "nothing is left of a transfer");
+    }
+
+    #[test]
+    fn memory_is_unread_once_its_chunks_have_arrived() {
+        let memory = vec![7; CHUNK];
+        let (queue, _sent) = queue(true, 1, &memory);
+        let unread = |transfer| queue.wait_unread(transfer, Duration::ZERO);
+        assert!(unread(7) && !unread(8), "the piece waits for a lane");
+        queue.next(0).unwrap();
+        written(&queue, 0);
+        assert!(!unread(8), "the connection may break");
+        queue.acknowledge(0, 1, 0).unwrap();
+        assert!(unread(8));
     }
 
     #[test]
