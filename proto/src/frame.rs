@@ -36,6 +36,12 @@ pub const fn chunk_of(transfer: usize) -> usize {
     if share < CHUNK { share } else { CHUNK }
 }
 
+/// Returns the room that a chunk counts for while it is under way or waits in the worker, in bytes.
+pub const fn chunk_room(len: usize) -> usize {
+    const LEAST: usize = 4096;
+    if len < LEAST { LEAST } else { len.next_multiple_of(8) }
+}
+
 /// Number of lanes for data to the device, counted from [`FIRST_UP_LANE`].
 pub const UP_LANES: u16 = 8;
 /// Number of lanes for data from the device, counted from [`FIRST_DOWN_LANE`].

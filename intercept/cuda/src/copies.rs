@@ -445,10 +445,9 @@ pub fn bulk_post(
     posted(seq);
     let sent = lanes.send(seq, upload);
     drop(order);
-    if !taken {
-        client.serve_landings();
-        client.link.watch_held();
-        return Ok(());
-    }
-    if client.link.wait_sent(&sent) { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
+    // The worker may hold the bytes back, also those that the link has copied.
+    client.serve_landings();
+    let sent = !taken || client.link.wait_sent(&sent);
+    client.link.watch_held();
+    if sent { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

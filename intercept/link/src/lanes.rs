@@ -255,9 +255,9 @@ impl Lanes {
         self.up.wait_unread(transfer, patience)
     }
 
-    /// Sends a transfer although a hold is in force.
-    pub(crate) fn want(&self, hold: u64, transfer: u64) {
-        self.up.want(hold, transfer);
+    /// Sends a transfer although a hold is in force; returns `true` if the hold begins with it.
+    pub(crate) fn want(&self, hold: u64, transfer: u64) -> bool {
+        self.up.want(hold, transfer)
     }
 
     /// Ends a hold.

@@ -617,8 +617,9 @@ impl Link {
     /// Reads frames meanwhile, since the worker may hold the transfer back.
     pub fn wait_sent(&self, sent: &Sent) -> bool {
         const POLL_INTERVAL: Duration = Duration::from_millis(2);
+        let mut keep_at = None;
         loop {
-            if let Some(sent) = sent.wait(POLL_INTERVAL) {
+            if let Some(sent) = sent.wait(POLL_INTERVAL, &mut keep_at) {
                 return sent;
             }
             // The loss of the link ends the transfer.
@@ -726,7 +727,10 @@ impl Link {
                 self.down.land(header.seq.get(), header.ctx.get() as i32, bytes);
             }
             op::WANTED => {
-                self.opened_lanes().iter().for_each(|lanes| lanes.want(header.ctx.get(), header.seq.get()));
+                let (hold, transfer) = (header.ctx.get(), header.seq.get());
+                if self.opened_lanes().is_some_and(|lanes| lanes.want(hold, transfer)) {
+                    self.down.wake();
+                }
             }
             op::RELEASE => self.opened_lanes().iter().for_each(|lanes| lanes.release(header.ctx.get())),
             op::OUTPUT => self.events.output(r.bytes()?, r.bytes()?),

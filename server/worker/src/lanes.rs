@@ -38,10 +38,9 @@ mod up_slots;
 use self::hold::{Hold, Room, Spill, Teller};
 use self::up_slots::UpSlots;
 
-/// Maximum number of remembered transfers whose frames failed.
-///
-/// The bytes of older ones have arrived: a hold lets them pass.
-const MAX_UNWANTED: usize = 1024;
+/// Most transfers of failed frames whose bytes are still to come; a program that sends them has
+/// fewer.
+const MAX_UNWANTED: usize = 1 << 20;
 /// Slots of one lane to the device at first: one fills while the device reads the other.
 pub const UP_SLOTS: usize = 2;
 /// Most slots of one lane to the device: 36 MiB, of all lanes 288 MiB.
@@ -154,8 +153,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 struct Arrived {
     chunks: HashMap<u64, VecDeque<Chunk>>,
-    /// Transfers whose chunks no frame takes, oldest first.
-    unwanted: VecDeque<u64>,
+    /// Bytes that frames have taken of transfers, until they are done.
+    taken: HashMap<u64, u64>,
+    /// Transfers of failed frames, with the bytes that are still to come.
+    unwanted: HashMap<u64, u64>,
     failed: bool,
     hold: Hold,
 }
@@ -182,6 +183,8 @@ pub struct Lanes {
     arrived: Mutex<Arrived>,
     arrival: Condvar,
     teller: Teller,
+    /// Time of the last look whether a hold may end.
+    looked: Mutex<Option<Instant>>,
     opened: Condvar,
     opening: Mutex<()>,
     received: AtomicU64,
@@ -375,7 +378,11 @@ impl Lanes {
             }
             place.received = number;
             self.received.fetch_add(len as u64, Ordering::Relaxed);
-            if arrived.unwanted.contains(&transfer) {
+            if let Some(left) = arrived.unwanted.get_mut(&transfer) {
+                *left = left.saturating_sub(len as u64);
+                if *left == 0 {
+                    arrived.unwanted.remove(&transfer);
+                }
                 self.drop_chunk(&mut arrived, chunk);
             } else {
                 arrived.chunks.entry(transfer).or_default().push_back(chunk);
@@ -405,7 +412,7 @@ impl Lanes {
             }
             let room = {
                 let mut arrived = lock(&self.arrived);
-                let drops = arrived.unwanted.contains(&transfer);
+                let drops = arrived.unwanted.contains_key(&transfer);
                 if drops { Some(Room::to_drop()) } else { arrived.hold.room(transfer, len) }
             };
             if let Some(room) = room {
@@ -449,7 +456,7 @@ impl Lanes {
         let unwanted = {
             let mut arrived = lock(&self.arrived);
             arrived.hold.begin();
-            arrived.unwanted.clone()
+            arrived.unwanted.keys().copied().collect::<Vec<_>>()
         };
         // Their sources belong to the program again.
         for transfer in unwanted {
@@ -459,7 +466,15 @@ impl Lanes {
     }
 
     /// Ends a hold once half of the slots of each lane to the device are free.
+    ///
+    /// One of the executors that wait looks, once in a while.
     fn release(&self, driver: &Driver) {
+        let Ok(mut looked) = self.looked.try_lock() else { return };
+        let soon = looked.is_some_and(|at: Instant| at.elapsed() < hold::POLL_INTERVAL);
+        if soon || !lock(&self.arrived).hold.may_end() {
+            return;
+        }
+        *looked = Some(Instant::now());
         if self.up.iter().all(|lane| lane.is_half_free(driver)) {
             self.tell(op::RELEASE, 0, Hold::end);
         }
@@ -468,17 +483,17 @@ impl Lanes {
     /// Waits until the stream of a copy has reached it, for a chunk in ordinary memory.
     pub fn wait_reached(&self, driver: &Driver, mut reached: impl FnMut() -> bool) {
         while !reached() {
-            if lock(&self.arrived).hold.in_force() != 0 {
-                self.release(driver);
-            }
+            self.release(driver);
             let arrived = lock(&self.arrived);
             drop(self.arrival.wait_timeout(arrived, hold::POLL_INTERVAL));
         }
     }
 
-    /// Notes that a transfer's frame is done.
+    /// Notes that a transfer's frame is done; its bytes were taken.
     pub fn forget(&self, transfer: u64) {
-        lock(&self.arrived).hold.forget(transfer);
+        let mut arrived = lock(&self.arrived);
+        arrived.taken.remove(&transfer);
+        arrived.hold.forget(transfer);
     }
 
     /// Waits for the next chunk of a transfer; `None` if a lane has failed.
@@ -497,8 +512,9 @@ impl Lanes {
                 if chunks.is_empty() {
                     arrived.chunks.remove(&transfer);
                 }
-                if chunk.is_some() {
-                    return chunk;
+                if let Some(chunk) = chunk {
+                    *arrived.taken.entry(transfer).or_default() += chunk.len as u64;
+                    return Some(chunk);
                 }
             }
             if arrived.failed {
@@ -524,19 +540,27 @@ impl Lanes {
         }
     }
 
-    /// Drops the chunks of a transfer whose frame has failed, since they would block the lanes.
-    pub fn discard(&self, transfer: u64) {
+    /// Drops the chunks of a transfer of `len` bytes whose frame has failed.
+    ///
+    /// They would block the lanes. Returns `false` if too many such transfers lack bytes.
+    pub fn discard(&self, transfer: u64, len: u64) -> bool {
         let mut arrived = lock(&self.arrived);
-        if arrived.unwanted.len() == MAX_UNWANTED {
-            arrived.unwanted.pop_front();
-        }
-        arrived.unwanted.push_back(transfer);
         let came = arrived.chunks.remove(&transfer).unwrap_or_default();
+        let waiting: u64 = came.iter().map(|chunk| chunk.len as u64).sum();
+        let taken = arrived.taken.remove(&transfer).unwrap_or_default();
+        let left = len.saturating_sub(waiting + taken);
+        if left > 0 {
+            arrived.unwanted.insert(transfer, left);
+        }
+        let bounded = arrived.unwanted.len() <= MAX_UNWANTED;
         came.into_iter().for_each(|chunk| self.drop_chunk(&mut arrived, chunk));
         drop(arrived);
         self.arrival.notify_all();
-        // The program's memory is not read any more once its bytes have come.
-        self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+        if left > 0 {
+            // The program's memory is not read any more once its bytes have come.
+            self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+        }
+        bounded
     }
 
     /// Takes back the memory of a chunk that nothing has read.

@@ -40,6 +40,15 @@ pub fn is_bulk(frame: &Frame) -> bool {
     }
 }
 
+/// Returns the bytes that come on the lanes for a frame that [`is_bulk`].
+pub fn bulk_len(frame: &Frame) -> u64 {
+    const LEN: usize = 1;
+    match frame.header.op.get() {
+        op::COPY_BOX => word_behind_box(frame, LENGTH),
+        _ => frame.body.get(8 * LEN..).and_then(|b| b.first_chunk()).map_or(0, |b| u64::from_le_bytes(*b)),
+    }
+}
+
 /// Returns `true` if the bytes of a `COPY_BOX` come on the lanes.
 pub fn box_on_lanes(to: u64, len: usize) -> bool {
     to == direction::UP_BY_LANES || to == direction::UP && len > INLINE_MAX

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use gpusession_proto::frame::{BadFrame, CHUNK, FIRST_UP_LANE, Header, UP_LANES, chunk_of};
+use gpusession_proto::frame::{BadFrame, CHUNK, FIRST_UP_LANE, Header, UP_LANES, chunk_of, chunk_room};
 use zerocopy::IntoBytes as _;
 
 use super::{HostRange, Open, chunk_header, lock};
@@ -84,8 +84,11 @@ impl Hold {
 #[derive(Default)]
 struct Lane {
     flight: Flight<Piece>,
-    /// Bytes of the chunks in flight.
+    /// Room of the chunks in flight, in bytes.
     bytes: usize,
+    /// Room of chunks that arrived before the present connection, until it brings an
+    /// acknowledgement: a hold may have begun with them.
+    unconfirmed: usize,
     /// Whether the present connection has ended.
     ended: bool,
 }
@@ -112,6 +115,10 @@ impl Source {
             Self::Program { len, .. } => *len,
             Self::Kept(bytes) => bytes.len(),
         }
+    }
+
+    fn room(&self) -> usize {
+        chunk_room(self.len())
     }
 
     /// Returns the bytes; `aside` holds those that are not adjacent in memory.
@@ -147,12 +154,11 @@ impl Sent {
     /// `None` if it takes longer than `patience`.
     ///
     /// Of a chunk that the worker has not acknowledged soon after it was written, the link keeps a
-    /// copy.
-    pub(crate) fn wait(&self, patience: Duration) -> Option<bool> {
+    /// copy, from the time `keep_at` on, which the first call finds out.
+    pub(crate) fn wait(&self, patience: Duration, keep_at: &mut Option<Instant>) -> Option<bool> {
         let Self { queue, progress } = self;
         let end = Instant::now() + patience;
         let mut state = lock(&queue.state);
-        let mut until = None;
         while progress.open.load(Ordering::Relaxed) > 0 {
             let patience = end.saturating_duration_since(Instant::now());
             if patience.is_zero() {
@@ -163,7 +169,7 @@ impl Sent {
                     queue.progress.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
-            let until = *until.get_or_insert_with(|| {
+            let until = *keep_at.get_or_insert_with(|| {
                 let open = progress.open.load(Ordering::Relaxed) as u32;
                 Instant::now() + ACKNOWLEDGEMENT_WINDOW + KEEP_WINDOW * open
             });
@@ -249,18 +255,33 @@ impl State {
         }
     }
 
+    /// Continues a lane on another connection, whose other end has `received` chunks.
+    fn restart(&mut self, lane: usize, received: u64) {
+        let before = self.lanes[lane].bytes;
+        self.lanes[lane].flight.restart(received);
+        self.settle(lane);
+        self.lanes[lane].unconfirmed += before - self.lanes[lane].bytes;
+    }
+
     /// Releases the pieces of a lane that have arrived, or all if the link is lost.
     fn settle(&mut self, lane: usize) {
         while let Some(piece) = self.lanes[lane].flight.arrived() {
-            self.lanes[lane].bytes -= piece.source.len();
+            self.lanes[lane].bytes -= piece.source.room();
             self.release(piece, true);
         }
         while self.lost
             && let Some(piece) = self.lanes[lane].flight.give_up()
         {
-            self.lanes[lane].bytes -= piece.source.len();
+            self.lanes[lane].bytes -= piece.source.room();
             self.release(piece, false);
         }
+    }
+}
+
+impl Lane {
+    /// Returns `true` if another piece may be under way.
+    fn has_room(&self) -> bool {
+        self.bytes + self.unconfirmed < MAX_UNACKNOWLEDGED || self.flight.is_empty()
     }
 }
 
@@ -335,16 +356,18 @@ impl UpQueue {
         self.progress.notify_all();
     }
 
-    /// Sends a transfer although a hold is in force. It may not be queued yet.
-    pub(super) fn want(&self, hold: u64, transfer: u64) {
+    /// Sends a transfer although a hold is in force; returns `true` if the hold begins with it.
+    ///
+    /// The transfer may not be queued yet, and the frame be faster than acknowledgements.
+    pub(super) fn want(&self, hold: u64, transfer: u64) -> bool {
         let mut state = lock(&self.state);
-        // The frame may be faster than the acknowledgements.
-        state.hold.begin(hold);
+        let begins = state.hold.begin(hold);
         if state.hold.is_on() && state.hold.latest == hold {
             state.hold.wanted.insert(transfer);
         }
         drop(state);
         self.work.notify_all();
+        begins
     }
 
     /// Ends a hold.
@@ -385,7 +408,8 @@ impl UpQueue {
     fn acknowledge(&self, lane: usize, number: u64, hold: u64) -> Result<bool, BadFrame> {
         let mut state = lock(&self.state);
         state.lanes[lane].flight.acknowledge(number)?;
-        let waited = state.lanes[lane].bytes >= MAX_UNACKNOWLEDGED;
+        let waited = !state.lanes[lane].has_room();
+        state.lanes[lane].unconfirmed = 0;
         state.settle(lane);
         let begins = state.hold.begin(hold);
         drop(state);
@@ -440,10 +464,10 @@ impl UpQueue {
                 return None;
             }
             if state.lanes[lane].flight.is_carried()
-                && state.lanes[lane].bytes < MAX_UNACKNOWLEDGED
+                && state.lanes[lane].has_room()
                 && let Some(piece) = state.next_piece()
             {
-                state.lanes[lane].bytes += piece.source.len();
+                state.lanes[lane].bytes += piece.source.room();
                 state.lanes[lane].flight.push(piece);
             }
             let flight = &mut state.lanes[lane].flight;
@@ -509,8 +533,7 @@ pub(super) fn serve(
         };
         {
             let mut state = lock(&queue.state);
-            state.lanes[index].flight.restart(received);
-            state.settle(index);
+            state.restart(index, received);
         }
         queue.progress.notify_all();
         line = Some(open.install(lane, transport));
@@ -552,7 +575,7 @@ mod tests {
         let (queue, sent) = queue(true, 2, &memory);
         queue.next(0).unwrap();
         queue.next(1).unwrap();
-        let waiting = std::thread::spawn(move || sent.wait(LONG));
+        let waiting = std::thread::spawn(move || sent.wait(LONG, &mut None));
         queue.fail_all();
         written(&queue, 1);
         assert!(!waiting.is_finished(), "a lane still reads the first chunk");
@@ -560,7 +583,7 @@ mod tests {
         assert_eq!(waiting.join().unwrap(), Some(false), "the link was lost");
         // SAFETY: as above.
         let late = UpQueue::send(&queue, 8, unsafe { HostRange::new(memory.as_ptr() as usize, 5) }, None);
-        assert_eq!(late.wait(LONG), Some(false));
+        assert_eq!(late.wait(LONG, &mut None), Some(false));
     }
 
     #[test]
@@ -579,21 +602,53 @@ mod tests {
         let hold = |number| queue.acknowledge(0, 0, number).unwrap();
         assert!(hold(1) && !hold(1) && queue.is_held());
         assert_eq!(taken(), 0);
-        queue.want(1, 3);
-        queue.want(1, 5);
+        assert!(!queue.want(1, 3) && !queue.want(1, 5));
         assert_eq!((taken(), taken()), (3, 0));
         let _later = [4, 5].map(send);
         assert_eq!((taken(), taken()), (5, 0), "it was wanted before it was there");
         queue.release(1);
         assert!(!hold(1), "a late acknowledgement");
-        queue.want(1, 4);
+        assert!(!queue.want(1, 4));
         assert_eq!((taken(), taken(), taken(), taken()), (1, 2, 4, 0));
         // The frame is faster than the acknowledgements.
         let _more = [6, 7].map(send);
-        queue.want(2, 7);
+        assert!(queue.want(2, 7));
         assert!(!hold(2) && queue.is_held());
         assert_eq!((taken(), taken()), (7, 0));
         assert!(lock(&queue.state).hold.wanted.is_empty(), "nothing is left of a transfer");
+    }
+
+    #[test]
+    fn chunks_are_kept_however_often_the_wait_is_interrupted() {
+        let memory = vec![7; 2 * CHUNK];
+        let (queue, sent) = queue(true, 2, &memory);
+        while !lock(&queue.state).pieces.is_empty() {
+            queue.next(0).unwrap();
+            written(&queue, 0);
+        }
+        let (mut keep_at, mut rounds) = (None, 0);
+        while sent.wait(Duration::from_micros(100), &mut keep_at).is_none() {
+            rounds += 1;
+        }
+        assert!(rounds > 0 && lock(&queue.state).kept > 0);
+    }
+
+    #[test]
+    fn another_connection_opens_the_window_with_its_first_acknowledgement() {
+        let memory = vec![7; MAX_UNACKNOWLEDGED + 3 * CHUNK];
+        let chunks = MAX_UNACKNOWLEDGED / CHUNK;
+        let (queue, _sent) = queue(true, chunks + 3, &memory);
+        for _ in 0..chunks {
+            queue.next(0).unwrap();
+            written(&queue, 0);
+        }
+        // Everything arrived, and a hold may have begun; the acknowledgements are lost.
+        lock(&queue.state).restart(0, chunks as u64);
+        assert_eq!(queue.next(0).unwrap().0, chunks as u64 + 1, "one piece asks");
+        written(&queue, 0);
+        assert!(!lock(&queue.state).lanes[0].has_room());
+        assert!(queue.acknowledge(0, chunks as u64 + 1, 1).unwrap());
+        assert!(lock(&queue.state).lanes[0].has_room() && queue.is_held());
     }
 
     #[test]
@@ -648,7 +703,7 @@ mod tests {
         let memory = vec![7; CHUNK];
         let (queue, sent) = queue(true, 1, &memory);
         queue.next(0).unwrap();
-        let waiting = std::thread::spawn(move || sent.wait(LONG));
+        let waiting = std::thread::spawn(move || sent.wait(LONG, &mut None));
         assert!(!waiting.is_finished(), "its lane reads it");
         written(&queue, 0);
         assert_eq!(waiting.join().unwrap(), Some(true));
@@ -672,7 +727,7 @@ mod tests {
         queue.acknowledge(3, 1, 0).unwrap();
         assert_eq!(sent.progress.open.load(Ordering::Relaxed), 1);
         written(&queue, 3);
-        assert_eq!(sent.wait(LONG), Some(true));
+        assert_eq!(sent.wait(LONG, &mut None), Some(true));
         assert_eq!(lock(&queue.state).kept, 0);
         queue.acknowledge(3, 2, 0).unwrap_err();
     }
@@ -685,7 +740,7 @@ mod tests {
         let range = |memory: &[u8]| unsafe { HostRange::new(memory.as_ptr() as usize, memory.len()) };
         let copy = queue.stage(range(&memory)).unwrap();
         let address = copy.as_ptr();
-        assert_eq!(UpQueue::send(&queue, 7, range(&memory), Some(copy)).wait(LONG), Some(true));
+        assert_eq!(UpQueue::send(&queue, 7, range(&memory), Some(copy)).wait(LONG, &mut None), Some(true));
         memory.fill(8);
         let (number, _, source) = queue.next(0).unwrap();
         assert!(matches!(&source, Source::Kept(bytes) if bytes.iter().all(|byte| *byte == 7)));
@@ -710,7 +765,7 @@ mod tests {
             queue.next(chunk % 2).unwrap();
             written(&queue, chunk % 2);
         }
-        let waiting = std::thread::spawn(move || sent.wait(LONG));
+        let waiting = std::thread::spawn(move || sent.wait(LONG, &mut None));
         while lock(&queue.state).kept + CHUNK <= MAX_KEPT {
             std::thread::yield_now();
         }

@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::frame::{CHUNK, UP_LANES};
+use gpusession_proto::frame::{CHUNK, UP_LANES, chunk_room};
 
 use crate::replies::Replies;
 
@@ -21,8 +21,6 @@ const MAX_WANTED: usize = 64 << 20;
 const UNDER_WAY: usize = UP_LANES as usize * ((32 << 20) + CHUNK);
 /// Most ordinary memory for such chunks; a hold ends only with room for those of the next one.
 const MAX_AHEAD: usize = 2 * UNDER_WAY;
-/// Least bytes that a chunk counts for: its memory is not all that it takes.
-const LEAST_COST: usize = 4096;
 
 /// Whether the program is held back, and the ordinary memory of chunks.
 #[derive(Default)]
@@ -94,14 +92,19 @@ impl Hold {
         }
     }
 
-    /// Lets the program send everything; returns the number of the hold.
+    /// Returns `true` if a hold is in force that may end.
     ///
-    /// Returns 0 if there is none, or if chunks that were under way leave too little room for
-    /// another one.
+    /// The chunks that were under way have to leave room for those of another one.
+    pub(super) fn may_end(&self) -> bool {
+        self.wanted.is_some() && self.costs[0] <= MAX_AHEAD - UNDER_WAY
+    }
+
+    /// Lets the program send everything; returns the number of the hold, or 0 if it may not end.
     pub(super) fn end(&mut self) -> u64 {
-        if self.costs[0] > MAX_AHEAD - UNDER_WAY || self.wanted.take().is_none() {
+        if !self.may_end() {
             return 0;
         }
+        self.wanted = None;
         self.number
     }
 
@@ -109,7 +112,7 @@ impl Hold {
     pub(super) fn room(&mut self, transfer: u64, len: usize) -> Option<Room> {
         let wanted = self.wanted.as_ref()?.contains(&transfer);
         let (kind, most) = if wanted { (1, MAX_WANTED) } else { (0, MAX_AHEAD) };
-        let cost = len.max(LEAST_COST);
+        let cost = chunk_room(len);
         (self.costs[kind] + cost <= most).then(|| {
             self.costs[kind] += cost;
             Room { kind, cost }
@@ -158,8 +161,8 @@ mod tests {
         assert_eq!((hold.want(1), hold.want(1), hold.in_force()), (1, 0, 1));
         assert!(!hold.holds_back(1) && hold.holds_back(2));
         let small = hold.room(2, 0).unwrap();
-        assert_eq!(small.cost, LEAST_COST, "a chunk without bytes is not free");
-        let ahead = hold.room(2, MAX_AHEAD - LEAST_COST).unwrap();
+        assert_eq!(small.cost, chunk_room(0), "a chunk without bytes is not free");
+        let ahead = hold.room(2, MAX_AHEAD - chunk_room(0)).unwrap();
         assert!(hold.room(3, 8).is_none());
         let named = hold.room(1, MAX_WANTED - 8).unwrap();
         assert!(hold.room(1, 16).is_none());

@@ -152,7 +152,7 @@ fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
     let events = fill(&lab, &mut peer);
     let first = MAX_UP_SLOTS as u64 + 1;
     assert!((1..first).all(|number| acknowledged(&mut peer, number) == 0));
-    lab.lanes.discard(FAILED);
+    assert!(lab.lanes.discard(FAILED, 8));
     // It was under way.
     send(&mut peer, first, AHEAD, 0, &[7; 8]);
     let told = |program: &mut Peer| {
@@ -198,7 +198,7 @@ fn program_that_cannot_be_held_back_waits_for_a_slot() {
     let (mut peer, _serving) = lab.open(1);
     let events = fill(&lab, &mut peer);
     // A chunk of a failed frame blocks no lane.
-    lab.lanes.discard(60);
+    assert!(lab.lanes.discard(60, 8));
     send(&mut peer, MAX_UP_SLOTS as u64 + 1, 60, 0, &[6; 8]);
     send(&mut peer, MAX_UP_SLOTS as u64 + 2, 70, 0, &[7; 8]);
     std::thread::sleep(2 * STANDSTILL_TIMEOUT);
@@ -213,14 +213,16 @@ fn failed_frame_leaves_its_lane_free() {
     let (mut peer, _serving) = lab.open(1);
     send(&mut peer, 1, 5, 0, &[0; 8]);
     lab.lanes.copied(lab.next(5).unwrap());
-    lab.lanes.discard(5);
     // More chunks than there are slots.
     const CHUNKS: u64 = 2 * MAX_UP_SLOTS as u64;
+    assert!(lab.lanes.discard(5, 8 + 8 * CHUNKS));
     for offset in 1..=CHUNKS {
         send(&mut peer, 1 + offset, 5, 8 * offset, &[0; 8]);
     }
     send(&mut peer, 2 + CHUNKS, 6, 0, &[6; 8]);
     assert_eq!(lab.next(6).unwrap().len, 8);
+    assert!(lock(&lab.lanes.arrived).unwanted.is_empty(), "all of its bytes have come");
+    assert!(lab.lanes.discard(6, 8) && lock(&lab.lanes.arrived).unwanted.is_empty(), "taken whole");
 }
 
 #[test]

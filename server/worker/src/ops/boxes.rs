@@ -323,7 +323,6 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8], stream: Handle) 
             return Err(status::INVALID_VALUE);
         }
     }
-    session.lanes.forget(transfer);
     Ok(())
 }
 

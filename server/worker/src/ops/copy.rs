@@ -161,7 +161,6 @@ pub fn upload(
         };
         session.lanes.copied(chunk);
     }
-    session.lanes.forget(transfer);
     Ok(outcome?)
 }
 

@@ -91,8 +91,12 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
     };
     let waits = frame.header.flags.get() & WAIT != 0;
-    if code != 0 && order::is_bulk(frame) {
-        session.lanes.discard(seq);
+    if order::is_bulk(frame) {
+        if code == 0 {
+            session.lanes.forget(seq);
+        } else if !session.lanes.discard(seq, order::bulk_len(frame)) {
+            session.end("the program does not send the bytes of its copies");
+        }
     }
     // A program that does not wait for the answer waits for the bytes.
     if code != 0 && order::is_unawaited_download(frame) {
