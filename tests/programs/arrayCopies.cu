@@ -1,22 +1,11 @@
 // Copies out of arrays to pinned memory, behind a host function that waits for the thread that
 // enqueues them.
 #include "check.h"
+#include "pattern.h"
 
 #include <atomic>
 #include <thread>
 #include <vector>
-
-static unsigned char value(size_t place, unsigned seed) { return (place * 131 + place / 4099 + seed * 29) & 0xff; }
-
-static void fill(unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++) bytes[i] = value(i, seed);
-}
-
-static bool holds(const unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++)
-        if (bytes[i] != value(i, seed)) return false;
-    return true;
-}
 
 static void CUDART_CB wait(void *enqueued) {
     while (!*static_cast<std::atomic<bool> *>(enqueued)) std::this_thread::yield();
@@ -41,7 +30,7 @@ static void copies(cudaArray_t array, size_t width, size_t height) {
     CHECK(cudaStreamSynchronize(stream));
     EXPECT(holds(pinned, bytes * height, 11));
     for (size_t row = 0; row < height - y; row++)
-        for (size_t i = 0; i < part; i++) EXPECT(inner[row * bytes + i] == value((row + y) * bytes + x + i, 11));
+        for (size_t i = 0; i < part; i++) EXPECT(inner[row * bytes + i] == pattern((row + y) * bytes + x + i, 11));
     EXPECT(cudaMemcpy2DFromArrayAsync(pinned, bytes, array, 0, 1, bytes, height, cudaMemcpyDeviceToHost, stream) ==
            cudaErrorInvalidValue);
     CHECK(cudaStreamDestroy(stream));

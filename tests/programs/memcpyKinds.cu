@@ -1,21 +1,10 @@
 // Copies of every kind: pageable and pinned, synchronous and asynchronous, in one and two
 // dimensions, small, large and unaligned.
 #include "check.h"
+#include "pattern.h"
 
 #include <cstring>
 #include <vector>
-
-static unsigned char pattern(size_t i, unsigned seed) { return (unsigned char)((i * 2654435761u + seed) >> 13 ^ i); }
-
-static void fill(unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++) bytes[i] = pattern(i, seed);
-}
-
-static bool holds(const unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++)
-        if (bytes[i] != pattern(i, seed)) return false;
-    return true;
-}
 
 // Inverts every byte on the device, so that a copy that bypasses the device is noticed.
 __global__ void invert(unsigned char *bytes, size_t count) {

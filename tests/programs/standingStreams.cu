@@ -1,6 +1,7 @@
 // Streams that stand still, with more copies than anything buffers: other streams proceed, and so
 // does the thread that a host function waits for.
 #include "driver.h"
+#include "pattern.h"
 
 #include <atomic>
 #include <chrono>
@@ -38,18 +39,6 @@ struct Standing {
         CHECK(cudaFree(flag));
     }
 };
-
-static unsigned char value(size_t place, unsigned seed) { return (place * 131 + place / 4099 + seed * 29) & 0xff; }
-
-static void fill(unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++) bytes[i] = value(i, seed);
-}
-
-static bool holds(const unsigned char *bytes, size_t count, unsigned seed) {
-    for (size_t i = 0; i < count; i++)
-        if (bytes[i] != value(i, seed)) return false;
-    return true;
-}
 
 // Memory for copies while streams stand still: allocations and frees may wait for all streams.
 struct Buffers {
@@ -149,7 +138,7 @@ static void rows() {
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaMemcpy(back.data(), device, back.size(), cudaMemcpyDeviceToHost));
     for (size_t y = 0; y < height; y++)
-        for (size_t x = 0; x < width; x++) EXPECT(back[y * width + x] == value(y * pitch + x, 7));
+        for (size_t x = 0; x < width; x++) EXPECT(back[y * width + x] == pattern(y * pitch + x, 7));
     CHECK(cudaStreamDestroy(stream));
     CHECK(cudaFreeHost(pinned));
     CHECK(cudaFree(device));

@@ -6,7 +6,7 @@
 //! boot.
 //!
 //! A worker outside the store loses its channel with this process, and exits. So do workers that no
-//! program has taken: the next server starts its own.
+//! client has taken: the next server starts its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -97,7 +97,7 @@ impl Store {
         self.0.as_ref().map(|s| s.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Puts a worker that a program has taken into the store. `None`: it exits with this process.
+    /// Puts a worker that a client has taken into the store. `None`: it exits with this process.
     pub fn keep(&self, worker: &Keepable) -> Option<Kept> {
         let Keepable([channel, pidfd]) = worker;
         let slot = {

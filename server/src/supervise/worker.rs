@@ -47,7 +47,7 @@ pub(super) struct Worker {
     pub(super) lease_key: [u8; 32],
     /// Place in the store. `None`: the worker exits with this server.
     pub(super) kept: Option<Kept>,
-    /// Descriptors for the store, until a program takes the worker.
+    /// Descriptors for the store, until a client takes the worker.
     pub(super) keepable: Option<Keepable>,
     /// Seat in an MPS domain.
     pub(super) seat: Option<Arc<Seat>>,
