@@ -115,7 +115,7 @@ pub trait PoolServer: Send + Sync {
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError>;
     /// Releases a lease; succeeds for an unknown one.
     async fn release(&self, lease: String) -> Result<(), PoolError>;
-    /// Withdraws a pending request from the server's queue.
+    /// Withdraws a request: from the server's queue, or with the lease that it has made.
     async fn withdraw(&self, request_id: String) -> Result<(), PoolError>;
     /// Takes workers for processes of a lease, `waiting` of which wait now.
     ///

@@ -249,6 +249,7 @@ impl PoolServer for SimServer {
 
     async fn withdraw(&self, request_id: String) -> Result<(), PoolError> {
         self.call(|state| {
+            state.leases.retain(|(_, _, request)| *request != request_id);
             state.withdrawn.push(request_id);
             Ok(())
         })

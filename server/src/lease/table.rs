@@ -320,6 +320,18 @@ impl Table {
         self.held.remove(id).map(|h| h.lease)
     }
 
+    /// Removes a client's request from the queue, and the lease that it has made.
+    ///
+    /// The client may have lost the reply that named the lease.
+    pub fn cancel(&mut self, client: &str, request_id: &str) -> Option<Lease> {
+        self.leave_queue(client, request_id);
+        let made = |lease: &Lease| {
+            lease.client == client && lease.request_id == request_id && !request_id.is_empty()
+        };
+        let id = self.held.values().find(|held| made(&held.lease))?.lease.id.clone();
+        self.remove(Some(client), &id)
+    }
+
     /// Removes a new lease that could not be stored.
     pub fn undo_allocate(&mut self, id: &str) {
         self.held.remove(id);

@@ -151,6 +151,18 @@ fn a_repeated_request_id_returns_its_lease() {
 }
 
 #[test]
+fn a_cancelled_request_leaves_no_lease() {
+    let (mut t, r) = (table(2), Counting::default());
+    let mine = allocate(&mut t, &named("a", 1, 100.0), 0, &r).unwrap();
+    let others = allocate(&mut t, &named("b", 1, 100.0), 0, &r).unwrap();
+    assert_eq!(t.cancel("a", "another"), None);
+    assert_eq!(t.cancel("a", ""), None);
+    assert_eq!(t.cancel("a", "r").map(|lease| lease.id), Some(mine.id));
+    assert_eq!(t.cancel("a", "r"), None);
+    assert_eq!(t.leases(Duration::ZERO).map(|(lease, _)| lease.id.clone()).collect::<Vec<_>>(), [others.id]);
+}
+
+#[test]
 fn silence_ends_a_lease_and_a_restart_does_not() {
     let (mut t, r) = (table(1), Counting::default());
     let lease = allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
@@ -198,7 +210,7 @@ fn a_lease_tells_how_long_its_request_waited() {
     assert_eq!(allocate(&mut t, &named("b", 1, 50.0), 42, &r).unwrap().waited, Duration::from_secs(32));
     // A request that left the queue waits from its return on.
     waits(allocate(&mut t, &named("c", 1, 100.0), 43, &r));
-    t.leave_queue("c", "r");
+    assert_eq!(t.cancel("c", "r"), None);
     let direct = allocate(&mut t, &named("c", 1, 50.0), 50, &r).unwrap();
     assert_eq!((first.waited, direct.waited), (Duration::ZERO, Duration::ZERO));
 }

@@ -124,8 +124,10 @@ impl Registry for LocalRegistry {
         self.locked().renew(client, id, self.clock.now())
     }
 
-    async fn leave_queue(&self, client: &str, request_id: &str) {
-        self.change(|table| table.leave_queue(client, request_id), |_| false);
+    async fn cancel(&self, client: &str, request_id: &str) -> Option<Lease> {
+        let lease = self.change(|table| table.cancel(client, request_id), Option::is_some)?;
+        self.store_change().await;
+        Some(lease)
     }
 
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {

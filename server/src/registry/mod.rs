@@ -63,8 +63,8 @@ pub trait Registry: Send + Sync {
     async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError>;
     /// Renews a client's lease, and returns its time; `None` if the client has no such lease.
     async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
-    /// Removes a client's request from the queue.
-    async fn leave_queue(&self, client: &str, request_id: &str);
+    /// Removes a client's request from the queue, and ends the lease that it has made.
+    async fn cancel(&self, client: &str, request_id: &str) -> Option<Lease>;
     /// Ends a lease, with `client` only if that client holds it; `None` if no such lease exists.
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
     /// Returns the candidates that have to be lent for a request; empty if that does not help.

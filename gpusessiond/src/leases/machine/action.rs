@@ -23,7 +23,8 @@ pub enum Action {
     },
     /// Release a lease; answer with [`super::Machine::released`].
     Release { server: usize, lease: String },
-    /// Withdraw a pending request from a server's queue; answer with [`super::Machine::released`].
+    /// Withdraw a request from a server: from its queue, or with the lease that it has made; answer
+    /// with [`super::Machine::released`].
     Withdraw { server: usize, request_id: String },
     /// Take workers out of a lease's stock; answer with [`super::Machine::workers`].
     TakeWorkers {

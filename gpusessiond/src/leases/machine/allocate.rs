@@ -10,7 +10,7 @@ use gpusession_proto::control;
 use super::action::Action;
 use super::backoff::backoff;
 use super::backoff::{BACKOFF_MAX, BACKOFF_MIN};
-use super::lease::{Held, Phase, Wanted};
+use super::lease::{Held, Phase, Wanted, may_be_pending};
 use super::renew::FORGOTTEN;
 use super::state::{HEARTBEAT_INTERVAL, Machine, RECOVERY_TIMEOUT};
 use crate::leases::{Change, LeaseState, Spec};
@@ -35,15 +35,14 @@ impl Machine {
         self.next_turn(now);
         if !self.slots.get(&slot).is_some_and(|w| matches!(w.phase, Phase::Allocating)) {
             let unwanted = self.unwanted.remove(&slot);
-            match (result, unwanted) {
-                (Ok((server, lease)), _) => {
-                    let expires = now + Duration::from_micros(lease.ttl_usec);
-                    self.give_back(now, server, lease.id, expires);
-                }
-                (Err(error), Some((request_id, asked))) if error.trouble == Trouble::NoCapacity => {
-                    self.withdraw(now, &request_id, asked);
-                }
-                _ => {}
+            let granted = result.as_ref().ok().map(|(server, _)| *server);
+            let pending = result.as_ref().err().is_none_or(may_be_pending);
+            if let Some((request_id, asked)) = unwanted.filter(|_| pending) {
+                self.withdraw(now, &request_id, asked.pending(granted));
+            }
+            if let Ok((server, lease)) = result {
+                let expires = now + Duration::from_micros(lease.ttl_usec);
+                self.give_back(now, server, lease.id, expires);
             }
             return;
         }
@@ -55,6 +54,10 @@ impl Machine {
 
     /// Takes a lease that a server has allocated.
     fn granted(&mut self, now: Time, slot: Slot, server: usize, mut lease: control::Lease) {
+        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+        let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked));
+        let request_id = self.request_id(&spec);
+        self.withdraw(now, &request_id, asked.pending(Some(server)));
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         let recovery = wanted.recovery.take();
         if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
@@ -134,18 +137,19 @@ impl Machine {
                     self.give_back(now, server, id.clone(), now + RECOVERY_TIMEOUT * 10);
                 }
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
-                if wanted.spec.once {
+                let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked));
+                if may_be_pending(&error) {
+                    // A request that is queued there would precede the next one.
+                    let request_id = self.request_id(&spec);
+                    self.withdraw(now, &request_id, asked.pending(None));
+                }
+                let Some(wanted) = self.slots.get_mut(&slot) else { return };
+                if spec.once {
                     self.lost(now, slot, id, &error.message);
                     return;
                 }
                 wanted.recovery = None;
                 wanted.processes = 0;
-                let (spec, asked) = (wanted.spec.clone(), wanted.asked.clone());
-                if error.trouble == Trouble::NoCapacity {
-                    // The request is queued there now, and would precede the next one.
-                    let request_id = self.request_id(&spec);
-                    self.withdraw(now, &request_id, asked);
-                }
                 self.next_generation(&spec);
                 self.remember(now, id, &error.message);
             }
@@ -154,7 +158,10 @@ impl Machine {
             wanted.phase = Phase::Waiting { retry: now + BACKOFF_MAX };
             return;
         } else if wanted.spec.once {
-            self.slots.remove(&slot);
+            if let Some(wanted) = self.slots.remove(&slot).filter(|_| may_be_pending(&error)) {
+                let request_id = self.request_id(&wanted.spec);
+                self.withdraw(now, &request_id, wanted.asked.pending(None));
+            }
             self.tell(Change::Failed { slot, error });
             return;
         }
@@ -181,6 +188,13 @@ impl Machine {
         if wanted.spec.class == Class::Background && wanted.recovery.is_none() && busy {
             let pause = backoff(&mut self.rng, 3);
             wanted.phase = Phase::Waiting { retry: now + pause };
+            let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked).pending(None));
+            if !asked.is_empty() {
+                // A lease whose reply was lost counts against the limits of the others.
+                let request_id = self.request_id(&spec);
+                self.withdraw(now, &request_id, asked);
+                self.next_generation(&spec);
+            }
             return;
         }
         // Bounded, so that a server that hangs does not hold up later leases for long.
@@ -232,7 +246,7 @@ impl Machine {
         }
         if let Some(wanted) = self.slots.get_mut(&slot) {
             wanted.phase = Phase::Allocating;
-            wanted.asked.clone_from(&servers);
+            wanted.asked.begin(&servers);
         }
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
     }

@@ -3,7 +3,7 @@
 use super::action::Action;
 use super::backoff::BACKOFF_MIN;
 use super::backoff::backoff;
-use super::lease::{Phase, SavedRelease};
+use super::lease::{Phase, SavedRelease, may_be_pending};
 use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Change;
 use crate::leases::{Slot, Time};
@@ -16,8 +16,8 @@ impl Machine {
         let request_id = self.request_id(&wanted.spec);
         match &wanted.phase {
             Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, wanted.asked))),
-            Phase::Waiting { .. } if wanted.trouble.is_some_and(|e| e.trouble == Trouble::NoCapacity) => {
-                self.withdraw(now, &request_id, wanted.asked);
+            Phase::Waiting { .. } if wanted.trouble.as_ref().is_some_and(may_be_pending) => {
+                self.withdraw(now, &request_id, wanted.asked.pending(None));
             }
             _ => {}
         }
@@ -47,18 +47,17 @@ impl Machine {
         self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
     }
 
-    /// Withdraws a request, so that requests queued behind it do not wait for it.
-    ///
-    /// A server that misses the withdrawal forgets a request that is not repeated.
+    /// Withdraws a request, so that requests queued behind it do not wait for it, and that no lease
+    /// remains whose reply was lost.
     pub(super) fn withdraw(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
-        for server in asked.into_iter().filter(|i| self.servers[*i].trouble.is_none()) {
+        for server in asked {
             self.releasing.push(Releasing {
                 server,
                 id: request_id.to_owned(),
                 waits: true,
                 retry: now,
                 attempt: 0,
-                give_up: now,
+                give_up: now + RECOVERY_TIMEOUT * 10,
                 in_flight: false,
                 makes_room_for: None,
             });

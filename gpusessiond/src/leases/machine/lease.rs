@@ -108,8 +108,8 @@ pub struct Wanted {
     /// UUIDs of the GPUs that its predecessor had.
     pub(super) sticky: Vec<String>,
     pub(super) last_server: Option<usize>,
-    /// Indices of the servers that were asked last.
-    pub(super) asked: Vec<usize>,
+    /// Servers that may have its request.
+    pub(super) asked: Asked,
     pub(super) recovery: Option<Recovery>,
     /// Since when a lease of class `user` has neither a session nor a process.
     pub(super) unused: Option<Time>,
@@ -127,6 +127,46 @@ pub(super) struct Recovery {
     pub(super) ended: Vec<Vec<u8>>,
     /// Workers of the processes that ran at the start.
     pub(super) used: Vec<Vec<u8>>,
+}
+
+/// Indices of the servers that may have a request: in their queues, or as a lease whose reply was
+/// lost.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Asked {
+    /// Those of tries that failed.
+    before: Vec<usize>,
+    /// Those of the present try, in their order.
+    now: Vec<usize>,
+}
+
+impl Asked {
+    /// Begins a try that asks these servers one after the other.
+    pub(super) fn begin(&mut self, servers: &[usize]) {
+        for server in std::mem::replace(&mut self.now, servers.to_vec()) {
+            if !self.before.contains(&server) {
+                self.before.push(server);
+            }
+        }
+    }
+
+    /// Returns the servers that may still have the request; `granted` has made the lease.
+    pub(super) fn pending(mut self, granted: Option<usize>) -> Vec<usize> {
+        let now = std::mem::take(&mut self.now);
+        self.begin(&[]);
+        let mut pending = self.before;
+        for server in now.into_iter().take_while(|server| granted != Some(*server)) {
+            if !pending.contains(&server) {
+                pending.push(server);
+            }
+        }
+        pending.retain(|server| granted != Some(*server));
+        pending
+    }
+}
+
+/// Returns `true` if a server that answered so, or another one asked with it, may have the request.
+pub(super) fn may_be_pending(error: &PoolError) -> bool {
+    matches!(error.trouble, Trouble::NoCapacity | Trouble::LimitExceeded | Trouble::Unreachable)
 }
 
 impl Wanted {

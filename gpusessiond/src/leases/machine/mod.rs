@@ -32,7 +32,7 @@ pub use state::{
 };
 
 use backoff::BACKOFF_MAX;
-use lease::Recovery;
+use lease::{Asked, Recovery};
 use state::{COALESCE_WINDOW, RECOVERY_TIMEOUT, STOCK_TARGET};
 
 impl Machine {
@@ -105,8 +105,11 @@ impl Machine {
     }
 
     /// Number of releases that their servers have not confirmed yet.
+    ///
+    /// A withdrawal counts during its first try: it rarely has a lease to end, and its server may
+    /// be down.
     pub fn releases_pending(&self) -> usize {
-        self.releasing.len()
+        self.releasing.iter().filter(|r| !r.waits || r.attempt == 0).count()
     }
 
     /// Returns `true` if the answer to a dropped request is still on its way.
@@ -164,7 +167,7 @@ impl Machine {
             turn: None,
             sticky,
             last_server: None,
-            asked: Vec::new(),
+            asked: Asked::default(),
             recovery,
             unused: None,
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::action::Action;
-use super::lease::{Health, SavedRelease, Wanted};
+use super::lease::{Asked, Health, SavedRelease, Wanted};
 use crate::leases::{Session, Slot, Spec, Time};
 
 /// Interval between heartbeats to a server that holds leases of this client.
@@ -35,7 +35,7 @@ pub struct Machine {
     /// Released leases of an earlier daemon, until their servers are known.
     pub(super) unplaced: Vec<SavedRelease>,
     /// Dropped requests whose reply is in flight: request id, and the servers that were asked.
-    pub(super) unwanted: BTreeMap<Slot, (String, Vec<usize>)>,
+    pub(super) unwanted: BTreeMap<Slot, (String, Asked)>,
     pub(super) next_slot: Slot,
     pub(super) boot_id: String,
     pub(super) machine_id: String,
@@ -55,7 +55,7 @@ pub struct Machine {
 #[derive(Debug)]
 pub(super) struct Releasing {
     pub(super) server: usize,
-    /// Id of a lease, or of a pending request.
+    /// Id of a lease, or of a request that waits there or has a lease whose reply was lost.
     pub(super) id: String,
     pub(super) waits: bool,
     pub(super) retry: Time,

@@ -293,11 +293,13 @@ pub(super) async fn release(
     let wish = request.into_inner();
     let pool = pool.clone();
     run_detached(async move {
-        if !wish.request_id.is_empty() {
-            pool.registry.leave_queue(&client, &wish.request_id).await;
-        }
-        let ended = pool.registry.release(Some(&client), &wish.lease).await;
-        pool.ended(ended.as_slice(), RELEASED);
+        let made = match wish.request_id.as_str() {
+            "" => None,
+            id => pool.registry.cancel(&client, id).await,
+        };
+        let named = pool.registry.release(Some(&client), &wish.lease).await;
+        pool.ended(made.as_slice(), RELEASED);
+        pool.ended(named.as_slice(), RELEASED);
     })
     .await?;
     Ok(Response::new(wire::ReleaseReply {}))

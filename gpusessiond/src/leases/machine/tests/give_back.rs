@@ -37,16 +37,17 @@ fn a_lease_that_comes_after_its_release_is_given_back() {
     assert_eq!(m.releases_pending(), 0);
 }
 
+fn withdrawn(m: &mut Machine) -> Vec<(usize, String)> {
+    let withdrawn = actions(m).into_iter().filter_map(|a| match a {
+        Action::Withdraw { server, request_id } => Some((server, request_id)),
+        _ => None,
+    });
+    withdrawn.collect()
+}
+
 #[test]
 fn a_request_that_waits_and_is_not_wanted_any_more_leaves_the_queue() {
     let full = || PoolError::new(Trouble::NoCapacity, "full");
-    let withdrawn = |m: &mut Machine| -> Vec<(usize, String)> {
-        let withdrawn = actions(m).into_iter().filter_map(|a| match a {
-            Action::Withdraw { server, request_id } => Some((server, request_id)),
-            _ => None,
-        });
-        withdrawn.collect()
-    };
     let mut m = machine(1);
     m.configure(s(0), vec![configured("a", 1), configured("b", 1), configured("c", 1)]);
     let slots: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
@@ -55,15 +56,52 @@ fn a_request_that_waits_and_is_not_wanted_any_more_leaves_the_queue() {
     m.allocated(s(0), slots[1], Err(unreachable()));
     actions(&mut m);
     m.configure(s(1), vec![]);
-    assert_eq!(withdrawn(&mut m), [(0, "boot/configured/a/0".into())]);
+    let [a, b, c] = ["a", "b", "c"].map(|name| (0, format!("boot/configured/{name}/0")));
+    assert_eq!(withdrawn(&mut m), [a, b], "also the one whose reply may be lost");
     m.allocated(s(1), slots[2], Err(full()));
-    assert_eq!(withdrawn(&mut m), [(0, "boot/configured/c/0".into())], "when its answer has come");
-    // A withdrawal that does not reach its server is not repeated: the server forgets the
-    // request.
-    m.released(s(1), 0, "boot/configured/c/0", Err(unreachable()));
-    m.released(s(1), 0, "boot/configured/a/0", Ok(()));
+    assert_eq!(withdrawn(&mut m), [c.clone()], "when its answer has come");
+    // A withdrawal that does not reach its server is repeated; a stop does not wait for it.
+    m.released(s(1), 0, &c.1, Err(unreachable()));
+    for name in ["a", "b"] {
+        m.released(s(1), 0, &format!("boot/configured/{name}/0"), Ok(()));
+    }
+    assert_eq!(m.releases_pending(), 0);
     m.tick(s(100));
-    assert_eq!((withdrawn(&mut m), m.releases_pending()), (vec![], 0));
+    assert_eq!(withdrawn(&mut m), [c.clone()]);
+    m.released(s(100), 0, &c.1, Ok(()));
+    m.tick(s(1000));
+    assert_eq!(withdrawn(&mut m), []);
+}
+
+#[test]
+fn a_request_leaves_the_servers_that_did_not_grant_it() {
+    let mut m = machine(3);
+    let slot = m.want(s(0), configured("a", 1));
+    let (first, _) = request(&actions(&mut m));
+    m.allocated(s(0), slot, Err(unreachable()));
+    m.tick(s(60));
+    let (second, _) = request(&actions(&mut m));
+    assert_eq!((first.len(), second.len()), (3, 3));
+    m.allocated(s(60), slot, Ok((second[1], lease("l1", 1))));
+    let mut withdrawn = withdrawn(&mut m);
+    withdrawn.sort();
+    let others = (0..3).filter(|server| *server != second[1]);
+    assert_eq!(withdrawn, others.map(|server| (server, "boot/configured/a/0".into())).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_one_time_request_whose_reply_is_lost_leaves_no_lease() {
+    let mut m = machine(2);
+    let slot = m.want(s(0), Spec::requested("request/1".into(), 1000));
+    let (servers, asked) = request(&actions(&mut m));
+    m.allocated(s(0), slot, Err(unreachable()));
+    let withdrawn = withdrawn(&mut m);
+    assert_eq!(withdrawn, servers.into_iter().map(|i| (i, asked.request_id.clone())).collect::<Vec<_>>());
+    // A server that says why it made no lease has none.
+    let slot = m.want(s(1), Spec::requested("request/2".into(), 1000));
+    actions(&mut m);
+    m.allocated(s(1), slot, Err(PoolError::new(Trouble::NeverFits, "8 GPUs of 4")));
+    assert_eq!(self::withdrawn(&mut m), []);
 }
 
 #[test]

@@ -91,7 +91,8 @@ struct World {
     /// GPUs that this client may have of each server.
     limits: Vec<u32>,
     leases: HashMap<String, (usize, u32)>,
-    by_request: HashMap<String, String>,
+    /// By server and request id.
+    by_request: HashMap<(usize, String), String>,
     counter: u32,
     /// Leases whose server was notified of a process's exit.
     ended: Vec<String>,
@@ -116,9 +117,8 @@ impl World {
     ) -> Result<(usize, String), PoolError> {
         let mut refusal = None;
         for server in servers {
-            if let Some(id) = self.by_request.get(&request.request_id)
-                && self.leases.get(id).is_some_and(|(s, _)| s == server)
-            {
+            let key = (*server, request.request_id.clone());
+            if let Some(id) = self.by_request.get(&key).filter(|id| self.leases.contains_key(*id)) {
                 return Ok((*server, id.clone()));
             }
             match self.fits(*server, request.gpus) {
@@ -127,7 +127,7 @@ impl World {
                     self.counter += 1;
                     let id = format!("w{}", self.counter);
                     self.leases.insert(id.clone(), (*server, request.gpus));
-                    self.by_request.insert(request.request_id.clone(), id.clone());
+                    self.by_request.insert(key, id.clone());
                     return Ok((*server, id));
                 }
                 Err(error) => refusal = Some(error),

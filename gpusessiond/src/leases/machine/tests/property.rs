@@ -8,8 +8,8 @@ enum Step {
     Release(usize),
     Advance(u64),
     Lose(usize),
-    /// Calls fail from now on, or succeed again.
-    Broken(bool),
+    /// State of the connections from now on.
+    Network(Network),
     Take,
     /// A reload, with GPUs and class of each lease.
     Configure(Vec<(u32, Class)>),
@@ -24,13 +24,22 @@ enum Step {
     Restart,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Network {
+    Whole,
+    /// No call reaches its server.
+    Cut,
+    /// Calls reach their servers, and no reply comes back.
+    Deaf,
+}
+
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         (1u32..4, any::<bool>()).prop_map(|(gpus, once)| Step::Want(gpus, once)),
         (0usize..8).prop_map(Step::Release),
         (1u64..40_000).prop_map(Step::Advance),
         (0usize..8).prop_map(Step::Lose),
-        any::<bool>().prop_map(Step::Broken),
+        prop_oneof![Just(Network::Whole), Just(Network::Cut), Just(Network::Deaf)].prop_map(Step::Network),
         Just(Step::Take),
         proptest::collection::vec((1u32..3, class()), 0..4).prop_map(Step::Configure),
         (0u32..3).prop_map(Step::Preallocate),
@@ -67,21 +76,30 @@ fn check(m: &Machine) {
 }
 
 /// Answers every action until the queue is empty.
-fn play(m: &mut Machine, world: &mut World, now: Time, broken: bool) {
+fn play(m: &mut Machine, world: &mut World, now: Time, network: Network) {
+    let broken = network != Network::Whole;
+    let confirmed = if broken { Err(unreachable()) } else { Ok(()) };
     let mut rounds = 0;
     while let Some(action) = m.next_action() {
         rounds += 1;
         assert!(rounds < 10_000, "the machine never rests");
         match action {
             Action::Allocate { slot, servers, request } => {
-                let answer = if broken {
-                    Err(unreachable())
-                } else {
-                    world.allocate(&servers, &request).map(|(server, id)| {
-                        let name = format!("s{server}:7601");
-                        (server, control::Lease { server: name, ..lease(&id, 1) })
-                    })
+                let made = match network {
+                    Network::Cut => Err(unreachable()),
+                    Network::Whole => world.allocate(&servers, &request),
+                    // The client asks each server, since none answers.
+                    Network::Deaf => {
+                        for server in servers {
+                            let _ = world.allocate(&[server], &request);
+                        }
+                        Err(unreachable())
+                    }
                 };
+                let answer = made.map(|(server, id)| {
+                    let name = format!("s{server}:7601");
+                    (server, control::Lease { server: name, ..lease(&id, 1) })
+                });
                 m.allocated(now, slot, answer);
             }
             Action::Renew { server, leases } => {
@@ -99,13 +117,18 @@ fn play(m: &mut Machine, world: &mut World, now: Time, broken: bool) {
                 m.renewed(now, server, &leases, answer);
             }
             Action::Release { server, lease } => {
-                if !broken {
+                if network != Network::Cut {
                     world.release(&lease);
                 }
-                m.released(now, server, &lease, if broken { Err(unreachable()) } else { Ok(()) });
+                m.released(now, server, &lease, confirmed.clone());
             }
             Action::Withdraw { server, request_id } => {
-                m.released(now, server, &request_id, if broken { Err(unreachable()) } else { Ok(()) });
+                if network != Network::Cut
+                    && let Some(id) = world.by_request.remove(&(server, request_id.clone()))
+                {
+                    world.release(&id);
+                }
+                m.released(now, server, &request_id, confirmed.clone());
             }
             Action::TakeWorkers { slot, lease: id, count, .. } => {
                 let answer = if broken {
@@ -118,7 +141,7 @@ fn play(m: &mut Machine, world: &mut World, now: Time, broken: bool) {
                 m.workers(now, slot, &id, answer);
             }
             Action::EndWorker { slot, lease, .. } => {
-                if !broken {
+                if network != Network::Cut {
                     world.ended.push(lease);
                 }
                 m.worker_freed(now, slot);
@@ -139,7 +162,7 @@ proptest! {
         let mut m = machine(2);
         let mut world = World { free: vec![4, 2], limits, ..World::default() };
         let mut now = s(0);
-        let mut broken = false;
+        let mut network = Network::Whole;
         let mut names = 0;
         let mut configuration: Vec<Spec> = Vec::new();
         let mut processes: Vec<(Slot, String)> = Vec::new();
@@ -168,7 +191,7 @@ proptest! {
                         world.release(id);
                     }
                 }
-                Step::Broken(now_broken) => broken = now_broken,
+                Step::Network(new) => network = new,
                 Step::Take => {
                     let held: Vec<_> = m.slots().filter(|(_, w)| w.held().is_some()).map(|(s, _)| s).collect();
                     if let Some(slot) = held.first() {
@@ -189,7 +212,7 @@ proptest! {
                     let session = session(n);
                     let id = Some(session.id.as_str()).filter(|_| in_session);
                     m.demand(now, session.uid, Some(&session.user), true, id);
-                    play(&mut m, &mut world, now, broken);
+                    play(&mut m, &mut world, now, network);
                     let used = m.slots().find_map(|(slot, w)| Some((slot, w.held()?.lease.id.clone())));
                     if let Some((slot, lease)) = used {
                         m.process_started(slot);
@@ -201,7 +224,7 @@ proptest! {
                         let (slot, lease) = processes.swap_remove(n);
                         let there = m.slot(slot).and_then(Wanted::held).is_some_and(|h| h.lease.id == lease);
                         m.process_ended(now, slot, &lease, vec![1; 16]);
-                        play(&mut m, &mut world, now, false);
+                        play(&mut m, &mut world, now, Network::Whole);
                         prop_assert!(!there || world.ended.contains(&lease), "no server was notified of the exit");
                     }
                 }
@@ -216,7 +239,7 @@ proptest! {
                     }
                 }
             }
-            play(&mut m, &mut world, now, broken);
+            play(&mut m, &mut world, now, network);
             check(&m);
             // An idle machine returns its next deadline.
             prop_assert!(m.deadline().is_some());
@@ -231,7 +254,7 @@ proptest! {
         for _ in 0..200 {
             now += s(5);
             m.tick(now);
-            play(&mut m, &mut world, now, false);
+            play(&mut m, &mut world, now, Network::Whole);
         }
         let held: Vec<(String, usize)> =
             m.slots().filter_map(|(_, w)| w.held()).map(|h| (h.lease.id.clone(), h.server)).collect();
