@@ -56,9 +56,9 @@ const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
 /// Time that a program refused by a limit waits for another program to exit.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time that a program waits for a lease whose GPUs are lent or parked: a move of 64 GiB takes half
-/// of it.
-const AWAY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time that a program waits for a worker of a held lease: a move of 64 GiB from or to a parked
+/// lease takes half of it.
+const WORKER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between tries of a request for a cold worker: each is a call to the server.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
@@ -330,7 +330,7 @@ impl Server {
                 debug!("process {}: exited", caller.pid);
                 return Ok(());
             }
-            Answer::Away(reason) => (Denial::NotReady, reason),
+            Answer::Later(reason) => (Denial::NotReady, reason),
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => (denial, reason),
         };
         let event = match denial {
@@ -433,9 +433,9 @@ impl Server {
             let answer = self.leases.grant(caller.clone(), wish.clone()).await;
             let (until, pause) = match &answer {
                 Answer::Wait(Denial::NotReady, _) => (deadline, None),
-                Answer::Away(_) => {
+                Answer::Later(_) => {
                     // Also for the worker that starts once the GPUs are back.
-                    deadline = deadline.max(begun + AWAY_TIMEOUT);
+                    deadline = deadline.max(begun + WORKER_TIMEOUT);
                     (deadline, None)
                 }
                 Answer::Wait(..) => {

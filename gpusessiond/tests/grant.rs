@@ -353,9 +353,18 @@ async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
 
 #[tokio::test]
 async fn a_first_call_waits_longer_for_a_lease_that_is_being_parked() {
+    waits_for_a_worker(Some("parking")).await;
+}
+
+#[tokio::test]
+async fn a_first_call_waits_longer_for_a_worker_that_starts() {
+    waits_for_a_worker(None).await;
+}
+
+async fn waits_for_a_worker(away: Option<&'static str>) {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
-    sim.with(|s| s.away = Some("parking"));
+    sim.with(|s| s.away = away);
     let engine = engine(&[&sim]);
     want(&engine, &quick()).await;
     sim.until(|s| s.heartbeats > 0).await;
@@ -374,7 +383,7 @@ async fn every_reason_for_no_gpu_has_its_own_error() {
     type Prepare = fn(&SimServer);
     const FULL: fn() -> PoolError = || PoolError::new(Trouble::OutOfMemory, "no room for another context");
     const MANY: fn() -> PoolError = || PoolError::new(Trouble::LimitExceeded, "no more than 2 programs");
-    let cases: [(Prepare, Config, Denial, &str); 7] = [
+    let cases: [(Prepare, Config, Denial, &str); 6] = [
         (|_| {}, Config { leases: vec![], ..quick() }, Denial::NoDevice, "no lease is configured"),
         (
             |s| s.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer"))),
@@ -384,7 +393,6 @@ async fn every_reason_for_no_gpu_has_its_own_error() {
         ),
         (|s| s.with(|s| s.gpus = 0), quick(), Denial::NotReady, "all GPUs are taken"),
         (|s| s.with(|s| s.quota = Some(0)), quick(), Denial::Quota, "over the limit"),
-        (|s| s.with(|s| s.no_workers = true), quick(), Denial::NotReady, "starting a worker"),
         (|s| s.with(|s| s.refuses_workers = Some(FULL())), quick(), Denial::OutOfMemory, "no room"),
         (|s| s.with(|s| s.refuses_workers = Some(MANY())), quick(), Denial::Quota, "no more than 2 programs"),
     ];
@@ -503,7 +511,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
             match engine.grant(caller.clone(), wish.clone()).await {
                 Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
                 Answer::Denied(_, reason) => return Err(reason),
-                Answer::Wait(..) | Answer::Away(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+                Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
             }
         }
     };

@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Upper bound of the devices of a machine.
 pub const DEVICES: usize = 128;
-const ENTRIES: usize = 512;
+/// Upper bound of the processes of a machine.
+const ENTRIES: usize = 2048;
 const WORDS: usize = 2 + DEVICES;
 /// Number of faults that are kept; the file has their total count after the entries, then the
 /// faults.

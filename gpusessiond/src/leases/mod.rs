@@ -117,8 +117,9 @@ pub enum Answer {
     Granted(Vec<Endpoint>, Vec<Granted>),
     /// No worker now: ask again after the next [`Snapshot`], or give up with this denial.
     Wait(Denial, String),
-    /// The lease's GPUs are lent or parked and come back: as `Wait`, but for longer.
-    Away(String),
+    /// The lease is held, and its server starts a worker or brings lent or parked GPUs back: as
+    /// `Wait`, but for longer.
+    Later(String),
     Denied(Denial, String),
 }
 

@@ -195,11 +195,12 @@ fn limits() -> Vec<(String, String)> {
     MPS_VARIABLES.iter().filter_map(set).collect()
 }
 
-/// Time since the first request for workers during which another may follow.
+/// Time since the first worker that did not answer during which another request may follow.
 ///
 /// A worker may exit between grant and greeting, for example with its MPS server, and the next one
-/// serves. A server that restarts, or a connection that breaks, is back within this time, too.
-const GRANT_TIMEOUT: Duration = Duration::from_secs(10);
+/// serves. A server that restarts, or a connection that breaks, is back within this time, too. The
+/// wait for the first worker does not count: on a busy server it takes long.
+const GRANT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause before the second request; each later pause is longer by the same, up to the bound.
 const GRANT_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_GRANT_RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -222,7 +223,7 @@ fn open(endpoints: &[Endpoint], receivers: Receivers) -> std::result::Result<Vec
 
 impl Clients {
     fn connect(receivers: Receivers) -> Result<Self> {
-        let begun = Instant::now();
+        let mut failed_at = None;
         let mut pause = GRANT_RETRY_INTERVAL;
         loop {
             let grant = grant::ask(limits()).map_err(|refused| {
@@ -236,7 +237,8 @@ impl Clients {
                 }
                 Err((number, Failed { status, reason })) => {
                     trace::why(&reason);
-                    let again = status.is_none() && begun.elapsed() + pause <= GRANT_TIMEOUT;
+                    let since = failed_at.get_or_insert_with(Instant::now).elapsed();
+                    let again = status.is_none() && since + pause <= GRANT_TIMEOUT;
                     grant.unserved(number.into(), &reason, again);
                     if !again {
                         return Err(status.unwrap_or(SYSTEM_NOT_READY));

@@ -205,11 +205,14 @@ impl Actor {
         }
         let Some(workers) = self.machine.take(now, &held) else {
             if let Some(reason) = held.iter().find_map(|slot| self.away(*slot)) {
-                let _ = reply.send(Answer::Away(reason));
+                let _ = reply.send(Answer::Later(reason));
                 return;
             }
             let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
-            let _ = reply.send(no_worker(trouble, "the server is starting a worker"));
+            let _ = reply.send(match trouble {
+                None => Answer::Later("the server is starting a worker".into()),
+                trouble => no_worker(trouble, ""),
+            });
             return;
         };
         let (answer, granted) = self.mint(&caller, &wish, &held, workers);
