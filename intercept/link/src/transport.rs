@@ -3,6 +3,7 @@
 //! One thread may send while another one receives; each direction serves one thread at a time.
 
 use std::io::{self, IoSlice, Read, Write};
+use std::mem::ManuallyDrop;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,8 +48,13 @@ impl Watch {
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connected stream, in clear or with TLS.
+///
+/// A program may close all its descriptors and reuse their numbers. The stream then ends with an
+/// error, and leaves the program's new file alone.
 pub struct Transport {
-    socket: TcpStream,
+    socket: ManuallyDrop<TcpStream>,
+    /// The socket's identity in the kernel, whatever its descriptor's number means later.
+    cookie: u64,
     tls: Option<Tls>,
     /// [`Watch::silence`], 0 before [`Transport::watch`].
     silence: AtomicU64,
@@ -154,7 +160,17 @@ impl Transport {
     /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
-        Ok(Self { socket, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
+        let cookie = cookie(&socket)?;
+        let socket = ManuallyDrop::new(socket);
+        Ok(Self { socket, cookie, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
+    }
+
+    /// Returns an error if the program has closed the stream's descriptor.
+    fn check_descriptor(&self) -> io::Result<()> {
+        match cookie(&self.socket) {
+            Ok(cookie) if cookie == self.cookie => Ok(()),
+            _ => Err(io::Error::other("the program has closed the descriptor of the connection")),
+        }
     }
 
     /// Makes a TLS stream as the client; the configuration's verifier pins the worker's
@@ -199,7 +215,9 @@ impl Transport {
             incoming: Mutex::new(Ciphertext { buf: vec![0; 128 << 10], start: 0, end: 0 }),
             outgoing: Mutex::new(Vec::new()),
         };
-        Ok(Self { tls: Some(tls), ..Self::plain(socket)? })
+        let mut stream = Self::plain(socket)?;
+        stream.tls = Some(tls);
+        Ok(stream)
     }
 
     /// Lets a peer that vanishes end the stream with an error.
@@ -209,10 +227,10 @@ impl Transport {
     /// it has no room. TCP_USER_TIMEOUT would end such a stream, too, so it is no alternative.
     pub fn watch(&self, watch: &Watch) -> io::Result<()> {
         let interval = Duration::from_secs(watch.idle.into());
-        setsockopt(&self.socket, sockopt::KeepAlive, &true)?;
-        setsockopt(&self.socket, sockopt::TcpKeepIdle, &watch.idle)?;
-        setsockopt(&self.socket, sockopt::TcpKeepInterval, &watch.probes.0)?;
-        setsockopt(&self.socket, sockopt::TcpKeepCount, &watch.probes.1)?;
+        setsockopt(&*self.socket, sockopt::KeepAlive, &true)?;
+        setsockopt(&*self.socket, sockopt::TcpKeepIdle, &watch.idle)?;
+        setsockopt(&*self.socket, sockopt::TcpKeepInterval, &watch.probes.0)?;
+        setsockopt(&*self.socket, sockopt::TcpKeepCount, &watch.probes.1)?;
         self.socket.set_write_timeout(Some(interval))?;
         self.socket.set_read_timeout(Some(interval))?;
         self.silence.store(watch.silence, Ordering::Relaxed);
@@ -249,7 +267,7 @@ impl Transport {
 
     fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match (&self.socket).write(bytes) {
+            match (&*self.socket).write(bytes) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => bytes = &bytes[n..],
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -267,6 +285,7 @@ impl Transport {
 
     /// Sends all bytes, waiting as long as it takes.
     pub fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.check_descriptor()?;
         let Some(tls) = &self.tls else { return self.write_all(bytes) };
         let mut outgoing = lock(&tls.outgoing);
         for piece in bytes.chunks(256 << 10) {
@@ -292,6 +311,7 @@ impl Transport {
         if self.tls.is_some() {
             return parts.iter().try_for_each(|part| self.send(part));
         }
+        self.check_descriptor()?;
         let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
         let mut rest = &mut slices[..];
         IoSlice::advance_slices(&mut rest, 0);
@@ -418,13 +438,75 @@ impl Transport {
 
     /// Ends both directions at once; a thread that waits on the stream then returns.
     pub fn shutdown(&self) {
-        // Fails only if the peer has closed the connection already.
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        if self.check_descriptor().is_ok() {
+            // Fails only if the peer has closed the connection already.
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        }
     }
+}
+
+impl Drop for Transport {
+    fn drop(&mut self) {
+        if self.check_descriptor().is_ok() {
+            // SAFETY: the socket is used no more, and dropped once.
+            unsafe { ManuallyDrop::drop(&mut self.socket) };
+        }
+    }
+}
+
+/// Returns the number that the kernel gives a socket for its whole life.
+fn cookie(socket: &TcpStream) -> io::Result<u64> {
+    let mut cookie = 0u64;
+    let mut len = size_of_val(&cookie) as nix::libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes to `cookie`, which has that size.
+    let got = unsafe {
+        nix::libc::getsockopt(
+            socket.as_raw_fd(),
+            nix::libc::SOL_SOCKET,
+            nix::libc::SO_COOKIE,
+            std::ptr::from_mut(&mut cookie).cast(),
+            &mut len,
+        )
+    };
+    Errno::result(got)?;
+    Ok(cookie)
 }
 
 impl AsFd for Transport {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::os::fd::FromRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_that_the_program_uses_for_its_own_file_stays_the_programs() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let number = socket.as_raw_fd();
+        let stream = Transport::plain(socket).unwrap();
+        stream.send(b"before").unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        // SAFETY: replaces the descriptor, as a program does that closes all and opens others.
+        assert_eq!(unsafe { nix::libc::dup2(ours.as_raw_fd(), number) }, number);
+        drop(ours);
+        // SAFETY: nothing else owns the new file.
+        let mut ours = unsafe { UnixStream::from_raw_fd(number) };
+
+        assert!(stream.send(b"x").is_err());
+        assert!(stream.send_parts(&[b"x"]).is_err());
+        stream.shutdown();
+        drop(stream);
+        ours.write_all(b"mine").unwrap();
+        let mut read = [0; 8];
+        assert_eq!(theirs.read(&mut read).unwrap(), 4);
+        assert_eq!(&read[..4], b"mine");
     }
 }
