@@ -144,6 +144,8 @@ impl Folder {
         set("netperf", "off".into());
         set("state_dir", self.path("state").display().to_string().into());
         set("runtime_dir", self.path("run").display().to_string().into());
+        // The machine's folder of locks is not the user's.
+        set("lock_dir", self.path("locks").display().to_string().into());
         if options.sm.is_some() {
             set("sharing", "mps".into());
         }

@@ -2,10 +2,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use nix::fcntl::{Flock, FlockArg};
+
+/// Folder of the locks of the machine's servers, unless `lock_dir` names another one.
+pub const COMMON: &str = "/run/lock/gpusession";
 
 /// Locks of the served GPUs; the kernel releases them when the process exits.
 #[derive(Debug)]
@@ -16,8 +19,9 @@ pub struct GpuLocks(#[expect(dead_code, reason = "held, not used")] Vec<Flock<Fi
 /// # Errors
 /// A text that names the GPU and its server, or the file and the cause.
 pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String> {
-    // Somebody else who opens a lock could keep a GPU from its server: no right for others.
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o1770).create(folder);
+    // Another user who opens a lock could keep a GPU from its server, so others may only look
+    // whether one exists ([`is_taken`]).
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o1771).create(folder);
     made.map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut held = Vec::new();
     for gpu in gpus {
@@ -69,6 +73,16 @@ pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String>
     Ok(GpuLocks(held))
 }
 
+/// Returns `true` if a process holds the lock of a GPU below `folder`; needs no right to open it.
+pub fn is_taken(folder: &Path, gpu: &str) -> bool {
+    let Ok(lock) = std::fs::symlink_metadata(folder.join(gpu)) else { return false };
+    let (major, minor) = (nix::sys::stat::major(lock.dev()), nix::sys::stat::minor(lock.dev()));
+    // proc_locks(5): the sixth field has the device's numbers in hexadecimal and the inode.
+    let file = format!("{major:02x}:{minor:02x}:{}", lock.ino());
+    let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+    locks.lines().any(|line| line.split_whitespace().nth(5) == Some(&file))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,7 +103,12 @@ mod tests {
         // No stranger opens a lock, since the lock would then be the stranger's.
         let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o7777;
         let file = mode(&locks.join("GPU-a"));
-        assert_eq!((mode(&locks) & 0o1007, file & 0o007), (0o1000, 0), "{:o} {file:o}", mode(&locks));
+        assert_eq!((mode(&locks) & 0o1007, file & 0o007), (0o1001, 0), "{:o} {file:o}", mode(&locks));
+        // Others see whether a process holds it.
+        let held = take(&locks, &["GPU-a"], "gpuserver one").unwrap();
+        assert_eq!(["GPU-a", "GPU-b", "GPU-x"].map(|gpu| is_taken(&locks, gpu)), [true, false, false]);
+        drop(held);
+        assert!(!is_taken(&locks, "GPU-a"));
         // A link is not followed.
         let target = folder.path().join("target");
         std::os::unix::fs::symlink(&target, locks.join("GPU-l")).unwrap();

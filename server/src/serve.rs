@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +57,9 @@ const MAX_CLIENTS: usize = 16384;
 const MAX_STRANGERS: usize = 64;
 /// Time that a handover waits for device memory in transit.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(15);
+/// Time for the locks of a killed server to be free, and between two tries.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOCK_INTERVAL: Duration = Duration::from_millis(50);
 /// Name of the control port's socket in the descriptor store.
 const CONTROL: &str = "control";
 /// Name of the data port's socket in the descriptor store.
@@ -87,7 +90,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     notify(&[sd_notify::NotifyState::Status("looking for GPUs")]);
     raise_descriptor_limit();
 
-    let _lock = store::lock(&config.state_dir).context("state_dir")?;
+    let _lock = lock_state(&config.state_dir).await.context("state_dir")?;
     let signer = open_signer(&config)?;
     let shown = Arc::new(ServerCertificate::new(signer.clone(), &config.name, clock.unix())?);
     let tls = server_tls(signer.clone(), shown.clone(), clock.clone())?;
@@ -282,10 +285,33 @@ impl Host {
     }
 }
 
+/// Locks the state directory; waits for a child that a killed server has forked.
+///
+/// The child has the server's descriptors until it executes a worker, on a busy host for seconds.
+async fn lock_state(folder: &Path) -> Result<store::Lock, store::StoreError> {
+    let end = tokio::time::Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match store::lock(folder) {
+            Err(store::StoreError::Locked(_)) if tokio::time::Instant::now() < end => {
+                tokio::time::sleep(LOCK_INTERVAL).await;
+            }
+            locked => return locked,
+        }
+    }
+}
+
 /// Locks the GPUs against other servers of this host, if the configuration names a folder.
 fn lock_gpus(config: &Config, gpus: &[Gpu]) -> anyhow::Result<Option<GpuLocks>> {
     let Some(folder) = &config.lock_dir else { return Ok(None) };
     let uuids: Vec<&str> = gpus.iter().map(|g| g.uuid.as_str()).collect();
+    let common = Path::new(gpu_lock::COMMON);
+    if let Some(gpu) = uuids.iter().find(|gpu| folder != common && gpu_lock::is_taken(common, gpu)) {
+        let error = format!(
+            "gpus: GPU {gpu} is served by another server of this machine; a GPU has one server: use a lease of that \
+             server, or list other GPUs in `gpus`"
+        );
+        return Err(ConfigError::new(config.origin("gpus"), error).into());
+    }
     let pid = std::process::id();
     let who = format!("gpuserver {} (pid {pid}, {})", config.name, config.state_dir.display());
     let taken = gpu_lock::take(folder, &uuids, &who);

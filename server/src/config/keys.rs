@@ -91,7 +91,7 @@ keys! {
         ///
         /// A lock keeps a GPU from having two servers.
         /// The folder of the default is `/run/lock/gpusession`. It belongs to root and gpuserver;
-        /// other users' servers set a folder of their own.
+        /// other users' servers set a folder of their own, and refuse a GPU that is locked there.
         lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), PATH_OR_NONE;
         /// Part of each GPU's memory that this server leases: percent, or a size.
         ///

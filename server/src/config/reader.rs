@@ -7,6 +7,7 @@ use gpusession_common::keys::Row;
 use super::kinds::{Kind, name_from_host};
 use super::origin::{ConfigError, Origin};
 use super::raw::{RawKeys, default_value};
+use crate::gpu_lock;
 
 /// Name, value as text and origin of each key.
 pub type Report = Vec<(String, String, Origin)>;
@@ -91,7 +92,7 @@ pub(super) fn own_name(host: &Host<'_>) -> (String, Origin) {
 /// Default of `lock_dir`.
 pub(super) fn lock_folder(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
     // Simulated machines on one host have GPUs with the same UUIDs, so these are not locked.
-    (host.around.nvidia_driver.then(|| "/run/lock/gpusession".into()), Origin::Default)
+    (host.around.nvidia_driver.then(|| gpu_lock::COMMON.into()), Origin::Default)
 }
 
 /// Default of `state_dir`.

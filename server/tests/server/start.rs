@@ -1,9 +1,12 @@
 //! The start of a server: its configuration, its environment, what it prints.
 
+use std::time::Duration;
+
 use gpuserver::config::keys;
 use gpuserver::limits::{IDLE_TIMES, LIMITS};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, TakeWorkersRequest};
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::Signal;
 use rcgen::{CertificateParams, KeyPair};
 use tonic::transport::Identity;
@@ -49,6 +52,20 @@ async fn encryption_off(networks: &str, encrypted: bool) {
     let worker = pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
     let (_lane, said) = server.adopt(&worker.id, 0, encrypted);
     assert_eq!(said["require_tls"], encrypted);
+}
+
+#[tokio::test]
+async fn a_server_waits_for_the_lock_that_a_child_of_a_killed_one_still_has() {
+    let mut server = Server::start().await;
+    server.signal(Signal::SIGKILL);
+    let lock = std::fs::File::options().write(true).open(server.path("state/lock")).unwrap();
+    let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).unwrap();
+    let held = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(1));
+        drop(lock);
+    });
+    server.run().await;
+    assert!(held.is_finished(), "it started without the lock");
 }
 
 #[tokio::test]
