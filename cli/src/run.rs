@@ -64,7 +64,8 @@ pub struct Wanted {
     /// GPU model, as `gpusession list` shows it
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
-    /// Server to lease from; may be repeated. The first with room for all GPUs is used
+    /// Server to lease from; may be repeated. The first with room for all GPUs is used; without
+    /// one, `run` leases from several
     #[arg(long = "server", value_name = "HOST[:PORT]")]
     pub servers: Vec<String>,
     /// File of servers to lease from, as servers.toml

@@ -70,6 +70,8 @@ const RESUMES: Metric = Metric(
     "counter",
     "Returns of programs after a broken connection since the server started",
 );
+const INTERRUPTED: Metric =
+    Metric("gpusession_programs_interrupted", "gauge", "Programs that are without a connection now");
 const MEASUREMENTS: Metric = Metric(
     "gpusession_netperf_total",
     "counter",
@@ -153,14 +155,17 @@ async fn text(pool: &Pool) -> String {
     out.add(server, LEASES, samples);
     out.add(server, WAITING, [(vec![], pool.registry().waiting().await.len() as f64)]);
     let (mut programs, mut workers) = (BTreeMap::<String, u32>::new(), BTreeMap::<&str, u32>::new());
+    let mut interrupted = 0.0;
     for worker in pool.supervisor().workers() {
         *workers.entry(worker.phase.as_str()).or_default() += 1;
+        interrupted += f64::from(worker.interrupted.is_some());
         if worker.process.is_some() {
             *programs.entry(worker.client).or_default() += 1;
         }
     }
     out.add(server, PROGRAMS, programs.into_iter().map(|(c, n)| (vec![("client", c)], f64::from(n))));
     out.add(server, WORKERS, workers.into_iter().map(|(s, n)| (vec![("state", s.into())], f64::from(n))));
+    out.add(server, INTERRUPTED, [(vec![], interrupted)]);
     let level = pool.supervisor().isolation().level.as_str();
     out.add(server, ISOLATION, [(vec![("level", level.into())], 1.0)]);
     out.add(server, PARKED, [(vec![], pool.parking().parked_bytes() as f64)]);

@@ -82,6 +82,19 @@ fn version(facts: &Facts) -> Finding {
     }
 }
 
+/// Returns the file of `/etc/ld.so.conf.d` that names a library's folder, and whether it names no
+/// other one.
+fn list_with(machine: &Machine, library: &Path) -> Option<(String, bool)> {
+    const LISTS: &str = "/etc/ld.so.conf.d";
+    let lists = machine.list(LISTS).into_iter().filter(|name| name.ends_with(".conf"));
+    lists.map(|name| format!("{LISTS}/{name}")).filter(|list| list != LINK).find_map(|list| {
+        let text = machine.read(&list).ok()?;
+        let lines = text.lines().map(|line| line.split('#').next().unwrap_or("").trim());
+        let folders: Vec<_> = lines.filter(|line| !line.is_empty()).map(Path::new).collect();
+        folders.contains(&library.parent()?).then_some((list, folders.len() == 1))
+    })
+}
+
 /// Judges the library that a program of this shell loads, as the loader would choose it.
 fn first(facts: &Facts, library: &str) -> Finding {
     let machine = &facts.machine;
@@ -119,9 +132,16 @@ fn first(facts: &Facts, library: &str) -> Finding {
     if machine.exists("/proc/driver/nvidia") {
         return Finding::ok(format!("{shown}, of this machine's own driver, {why}"));
     }
-    let remedy = match why {
-        "by LD_LIBRARY_PATH" => "unset LD_LIBRARY_PATH, or use `gpusession run -- PROGRAM`",
-        _ => "sudo gpusession setup-libs --force, or remove the package that has this file",
+    let remedy = match (why, list_with(machine, &winner)) {
+        ("by LD_LIBRARY_PATH", _) => "unset LD_LIBRARY_PATH, or use `gpusession run -- PROGRAM`".into(),
+        (_, Some((list, true))) => format!("sudo rm {list} && sudo ldconfig"),
+        (_, Some((list, false))) => {
+            format!(
+                "remove the line of {} from {list}, then sudo ldconfig",
+                winner.with_file_name("").display()
+            )
+        }
+        _ => "sudo gpusession setup-libs --force, or remove the package that has this file".into(),
     };
     Finding::fault(
         format!("{shown}, which is not gpusession's, {why}; this machine has no card for it"),
@@ -301,6 +321,19 @@ mod tests {
         assert!(finding.found.starts_with("/cuda/libcuda.so.1"), "{finding:?}");
         assert!(finding.remedy.starts_with("unset LD_LIBRARY_PATH"), "{finding:?}");
         assert!(with("/cuda/stubs").found.contains("a stub"));
+    }
+
+    #[test]
+    fn the_list_that_names_a_foreign_library_is_found() {
+        let (root, facts) = facts();
+        let list = |library: &str| list_with(&facts.machine, Path::new(library));
+        assert_eq!(list("/opt/cuda/libcuda.so.1"), None);
+        plant(&root, "etc/ld.so.conf.d/000-other.conf", "# CUDA\n/opt/cuda/  \n");
+        plant(&root, "etc/ld.so.conf.d/gpusession.conf", "/ours\n");
+        plant(&root, "etc/ld.so.conf.d/more.conf", "/usr/more\n/opt/two # for tests\n");
+        assert_eq!(list("/opt/cuda/libcuda.so.1"), Some(("/etc/ld.so.conf.d/000-other.conf".into(), true)));
+        assert_eq!(list("/opt/two/libcuda.so.1"), Some(("/etc/ld.so.conf.d/more.conf".into(), false)));
+        assert_eq!(list("/ours/libcuda.so.1"), None);
     }
 
     #[test]

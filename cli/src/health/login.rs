@@ -50,9 +50,10 @@ fn unit(facts: &Facts) -> Finding {
     let state = |property: &str| machine.unit(UNIT, property);
     match (state("LoadState").as_deref(), state("UnitFileState").as_deref()) {
         (None, _) => Finding::skipped("systemd does not answer"),
-        (Some("masked"), _) => {
-            Finding::fault("gpusession.service is masked", "sudo systemctl unmask gpusession")
-        }
+        (Some("masked"), _) => Finding::fault(
+            "gpusession.service is masked",
+            "sudo systemctl unmask gpusession && sudo systemctl start gpusession",
+        ),
         (Some("loaded"), Some("enabled" | "enabled-runtime" | "alias" | "static")) => {
             match state("NeedDaemonReload").as_deref() {
                 Some("yes") => Finding::warning(
@@ -85,7 +86,7 @@ fn drop_ins(facts: &Facts) -> Finding {
         true => Finding::ok("no file of this machine changes gpusession.service"),
         false => Finding::warning(
             format!("{} changes gpusession.service", found.join(", ")),
-            "systemctl cat gpusession; sudo systemctl revert gpusession removes the changes",
+            "sudo systemctl revert gpusession && sudo systemctl restart gpusession",
         ),
     }
 }

@@ -15,11 +15,14 @@ use serde_json::{Value, json};
 
 use super::show::Output;
 use super::target::{Target, running};
+use crate::accounting;
 use crate::admin::Ask;
 use crate::admin::answer::config::config_rows;
 use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::status::{PsRow, StatusView};
+use crate::audit;
 use crate::cache::Cache;
+use crate::clock::{Clock as _, SystemClock};
 use crate::config::{Advertised, Config};
 use crate::discovery::find_driver;
 use crate::net::host_port;
@@ -145,9 +148,10 @@ fn unit(facts: &Facts) -> Finding {
     let state = |property: &str| facts.machine.unit(UNIT, property);
     match (state("LoadState").as_deref(), state("UnitFileState").as_deref()) {
         (None, _) => Finding::skipped("systemd does not answer"),
-        (Some("masked"), _) => {
-            Finding::fault("gpuserver.service is masked", "sudo systemctl unmask gpuserver")
-        }
+        (Some("masked"), _) => Finding::fault(
+            "gpuserver.service is masked",
+            "sudo systemctl unmask gpuserver && sudo systemctl start gpuserver",
+        ),
         (Some("loaded"), Some("enabled" | "enabled-runtime" | "static")) => {
             Finding::ok("gpuserver.service starts with the host")
         }
@@ -166,7 +170,7 @@ fn drop_ins(facts: &Facts) -> Finding {
         names if names.is_empty() => Finding::ok("no file of this host changes gpuserver.service"),
         names => Finding::warning(
             format!("{folder}/{{{}}} change gpuserver.service", names.join(",")),
-            "systemctl cat gpuserver; sudo systemctl revert gpuserver removes the changes",
+            "sudo systemctl revert gpuserver && sudo systemctl restart gpuserver",
         ),
     }
 }
@@ -529,6 +533,9 @@ fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
     }
 }
 
+/// Age of the oldest record and event in a report, in seconds.
+const REPORTED_SECONDS: u64 = 24 * 3600;
+
 fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
     let mut report = Report::default();
     if let Ok(config) = &facts.config {
@@ -541,7 +548,13 @@ fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
     }
     report.add("versions.json", format!("{:#}\n", json!({ "gpuserver": env!("CARGO_PKG_VERSION") })));
     report.add("health.json", format!("{:#}\n", examine(facts).json()));
+    let since_unix = SystemClock.unix().saturating_sub(REPORTED_SECONDS);
+    let records = accounting::Wanted { since_unix, ..accounting::Wanted::default() };
+    let events = audit::Wanted { since_unix, ..audit::Wanted::default() };
     let questions = [
+        // Records have the reasons why leases and programs ended, events the refusals.
+        ("records", Ask::Accounting { wanted: records }),
+        ("events", Ask::Audit { wanted: events }),
         ("status", Ask::Status),
         ("gpus", Ask::Gpus),
         ("leases", Ask::Leases),

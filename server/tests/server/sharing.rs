@@ -589,7 +589,9 @@ async fn prometheus_reads_what_is_leased() {
         get("/metrics").contains("gpusession_programs{server=\"s1\",client=\"vm-1\"} 1\n")
     })
     .await;
-    assert!(get("/metrics").contains("gpusession_resumes_total{server=\"s1\"} 0\n"));
+    let text = get("/metrics");
+    assert!(text.contains("gpusession_resumes_total{server=\"s1\"} 0\n"), "{text}");
+    assert!(text.contains("gpusession_programs_interrupted{server=\"s1\"} 0\n"), "{text}");
     server.adopt(&worker.id, 0, true);
     eventually("the program's return is counted", async || {
         get("/metrics").contains("gpusession_resumes_total{server=\"s1\"} 1\n")

@@ -55,12 +55,12 @@ def rejoin(client, server):
 
 def client_faults(client, server):
     stopped = "systemctl stop gpusession.service gpusession.socket"
-    changed, unchanged = drop_in("gpusession", "Nice=1")
+    changed, _ = drop_in("gpusession", "Nice=1")
     return [
         Fault("another vendor's library first in LD_LIBRARY_PATH", "library.first", OTHER, variables=f"LD_LIBRARY_PATH={OTHER}"),
         Fault("CUDA's stubs in LD_LIBRARY_PATH", "library.first", "a stub for linking", variables=f"LD_LIBRARY_PATH={STUBS}"),
         Fault("another vendor's library first for the loader", "library.first", f"{OTHER}/libcuda.so.1",
-              f"echo {OTHER} >/etc/ld.so.conf.d/000-other.conf && ldconfig", remedy="rm /etc/ld.so.conf.d/000-other.conf && ldconfig"),
+              f"echo {OTHER} >/etc/ld.so.conf.d/000-other.conf && ldconfig"),
         Fault("an NVIDIA driver of the machine's own", "library.own-driver", "driver of its own",
               "mount -t tmpfs planted /proc/driver && mkdir /proc/driver/nvidia", "warning", remedy="umount /proc/driver"),
         Fault("the loader does not search gpusession's folder", "library.loader-file", "/dev/null", "gpusession setup-libs --remove", "warning"),
@@ -68,11 +68,10 @@ def client_faults(client, server):
         Fault("a shell that hides all GPUs", "library.variables", "hides all GPUs", variables="CUDA_VISIBLE_DEVICES="),
         Fault("a library preloaded into every program", "library.preload", "libcuda", state="warning", variables=f"LD_PRELOAD={OTHER}/libcuda.so.1"),
         Fault("a damaged file for containers", "library.cdi", "no JSON", "mkdir -p /etc/cdi && echo '{' >/etc/cdi/gpusession.json"),
-        Fault("a stopped daemon", "login.daemon", "not running", stopped, remedy="systemctl start gpusession"),
-        Fault("a masked unit", "login.unit", "masked", f"{stopped}; systemctl mask gpusession.service 2>&1",
-              remedy="systemctl unmask gpusession 2>&1 && systemctl start gpusession"),
+        Fault("a stopped daemon", "login.daemon", "not running", stopped),
+        Fault("a masked unit", "login.unit", "masked", f"{stopped}; systemctl mask gpusession.service 2>&1"),
         Fault("a disabled unit", "login.unit", "not enabled", "systemctl disable gpusession 2>&1", "warning"),
-        Fault("a unit that a drop-in changes", "login.drop-ins", "planted.conf", changed, "warning", remedy=unchanged),
+        Fault("a unit that a drop-in changes", "login.drop-ins", "planted.conf", changed, "warning"),
         Fault("a socket that somebody deleted", "login.socket", "does not exist", "rm /run/gpusession/grant.sock"),
         Fault("a misspelled key", "login.configuration", CUT, f"printf '[[lease]]\\ngpuss = 1\\n' >{CUT}", remedy=f"rm {CUT} && systemctl reload gpusession"),
         Fault("a configuration that everybody can change", "login.folders", "mode 0777", "chmod 777 /etc/gpusession"),
@@ -123,7 +122,7 @@ def server_faults():
         Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", remedy=f"rm {bad}"),
         Fault("a data port that other programs may get", "server.ports", "port 40000", f"echo 'data_ports = 40000' >{bad}", "warning", remedy=f"rm {bad}"),
         Fault("no store for descriptors", "server.descriptor-store", "FileDescriptorStoreMax=0", store, remedy=no_store),
-        Fault("a stopped server", "server.answers", "no gpuserver answers", "systemctl stop gpuserver", remedy="systemctl start gpuserver"),
+        Fault("a stopped server", "server.answers", "no gpuserver answers", "systemctl stop gpuserver"),
     ]
 
 
