@@ -178,7 +178,9 @@ fn watch(limit: u64) {
             if since != 0 && now() > since + limit * 1000 {
                 let at: Vec<u64> = run::CURRENT.iter().map(|at| at.load(Ordering::Relaxed)).collect();
                 println!("{} HANGS: steps of the threads: {at:?}", SEED.load(Ordering::Relaxed));
-                std::process::exit(3);
+                // SAFETY: ends the process at once, after the line is written. The driver's exit
+                // handlers would wait for the work that hangs.
+                unsafe { libc::_exit(3) };
             }
         }
     });
