@@ -145,9 +145,8 @@ release-check: gpu-bundle deb rpm
 
 # ---- checking
 
-# Crates inside other people's programs, whose output and end are not theirs to decide. The PAM
-# module forbids more by itself.
-GUESTS := $(addprefix -p gpusession-,cuda link nvml proto common image login fatal)
+# Crates inside other people's programs, whose output and end are not theirs to decide.
+GUESTS := $(addprefix -p gpusession-,cuda link nvml proto common image login fatal pam) -p pam_gpusession
 NOT_IN_GUESTS := $(addprefix -D clippy::,unwrap_used expect_used panic unreachable print_stdout print_stderr)
 
 check: style deny

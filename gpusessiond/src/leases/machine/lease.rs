@@ -133,9 +133,9 @@ pub(super) struct Recovery {
 /// lost.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Asked {
-    /// Those of tries that failed.
+    /// Servers of tries that failed.
     before: Vec<usize>,
-    /// Those of the present try, in their order.
+    /// Servers of the present try, in their order.
     now: Vec<usize>,
 }
 
