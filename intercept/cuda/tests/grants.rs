@@ -104,6 +104,6 @@ fn an_unreachable_worker_is_asked_for_again() {
 fn workers_that_stay_unreachable_are_an_error() {
     let (output, asked) = after(vec![gone()]);
     all_say(&output, 802, &["gpu1"]);
-    // Pauses of up to a second, within ten seconds.
-    assert!((4..=12).contains(&asked), "{asked}");
+    // Pauses of up to a second, within 30 seconds.
+    assert!((10..=35).contains(&asked), "{asked}");
 }
