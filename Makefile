@@ -171,6 +171,7 @@ style:
 	@tests/style/prose
 	@tests/style/floors --self-test
 	@tests/style/floors
+	@tests/style/crates
 	@tests/style/links
 	@tests/style/sizes
 	@tests/style/dependencies

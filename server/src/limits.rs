@@ -469,6 +469,30 @@ impl Rates {
 mod tests {
     use super::*;
 
+    /// Returns the sources below a folder, without tests in files of their own.
+    fn sources(folder: &std::path::Path) -> Vec<(std::path::PathBuf, String)> {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let of = |path: std::path::PathBuf| match path.is_dir() {
+            true => sources(&path),
+            false => vec![(path.clone(), std::fs::read_to_string(path).unwrap())],
+        };
+        entries.flat_map(of).filter(|(path, _)| !path.ends_with("tests.rs")).collect()
+    }
+
+    #[test]
+    fn each_limit_is_applied_somewhere() {
+        let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let mut sources = sources(&source);
+        let (own, folder) = (source.join("limits.rs"), source.join("config"));
+        sources.retain(|(path, _)| *path != own && !path.starts_with(&folder));
+        assert!(sources.len() > 50, "the sources are found");
+        // The state machine of idle leases gets these times as fields.
+        for limit in LIMITS.iter().filter(|limit| !IDLE_TIMES.contains(&limit.name)) {
+            let word = format!("\"{}\"", limit.name);
+            assert!(sources.iter().any(|(_, text)| text.contains(&word)), "no code reads {word}");
+        }
+    }
+
     fn entry(name: &'static str, layer: Layer, bound: Bound) -> Entry {
         Entry { name, layer, bound, origin: "t.toml:1".into(), of_user: false }
     }

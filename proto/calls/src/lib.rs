@@ -423,6 +423,18 @@ mod tests {
     }
 
     #[test]
+    fn a_none_line_names_only_calls_that_are_not_supported() {
+        let calls = calls();
+        let names = lines().filter_map(|line| line.strip_prefix("none ")?.split_once('|'));
+        for pattern in names.flat_map(|(names, _)| names.split_whitespace()) {
+            let matched: Vec<_> = calls.iter().filter(|(name, _)| matches(pattern, name)).collect();
+            assert!(!matched.is_empty(), "none {pattern}: the driver exports no such call");
+            let unsupported = matched.iter().any(|(_, class)| matches!(class, Class::None(_)));
+            assert!(unsupported, "none {pattern}: each such call is supported; remove it from the line");
+        }
+    }
+
+    #[test]
     fn variants_name_their_call() {
         assert_eq!(per_thread_variant("cuMemcpyHtoD_v2"), Some("cuMemcpyHtoD_v2_ptds"));
         assert_eq!(per_thread_variant("cuInit"), None);

@@ -296,3 +296,46 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     session.streams.forget(|stream| stream.ctx == ctx);
     allocations::context_gone(session, ctx);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_operation_of_a_program_has_an_arm() {
+        // Frames of the greeting, of the connection and its lanes, and those that a worker sends.
+        const ELSEWHERE: [u16; 17] = [
+            op::HELLO,
+            op::LANE,
+            op::MEASURE,
+            op::REPLY,
+            op::LATE_ERROR,
+            op::OUTPUT,
+            op::END,
+            op::CHUNK,
+            op::CALL_HOST,
+            op::HOST_CHANGED,
+            op::ACK,
+            op::BYE,
+            op::CHALLENGE,
+            op::RESUME,
+            op::WELCOME,
+            op::WANTED,
+            op::RELEASE,
+        ];
+        // No library sends it any more; its number stays taken.
+        const UNUSED: [u16; 1] = [op::TPC_TOPOLOGY];
+        let arms = include_str!("mod.rs").split("mod tests").next().unwrap();
+        let has_arm = |name: &str| {
+            let word = format!("op::{name}");
+            let mut ends = arms.match_indices(&word).map(|(at, found)| at + found.len());
+            ends.any(|end| !arms[end..].starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'))
+        };
+        for number in (0..op::COUNT as u16).filter(|n| !ELSEWHERE.contains(n) && !UNUSED.contains(n)) {
+            let name = op::name(number);
+            // `generated` replays the calls that the table describes.
+            let by_hand = name != "?" && !name.starts_with("cu");
+            assert!(!by_hand || has_arm(name), "operation {number}, {name}, has no arm in `dispatch`");
+        }
+    }
+}
