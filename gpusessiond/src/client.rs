@@ -60,7 +60,7 @@ impl Remote {
 
     /// Returns the connection, after a renewal a new one.
     ///
-    /// Calls in progress finish on the connection of before.
+    /// Calls in progress finish on the earlier connection.
     fn client(&self) -> Result<PoolClient<Channel>, PoolError> {
         let certificate = self.identity.facts().certificate;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);

@@ -55,7 +55,7 @@ impl Default for Limits {
 const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
 /// Time that a program refused by a limit waits for another program to exit.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+const LIMIT_WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that a program waits for a worker of a held lease: a move of 64 GiB from or to a parked
 /// lease takes half of it.
 const WORKER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -64,17 +64,17 @@ const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
 const REPLY_GRACE: Duration = Duration::from_millis(100);
 /// Interval between polls of a process's threads.
-const EXEC_INTERVAL: Duration = Duration::from_millis(200);
+const THREAD_POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
 
-/// Pause between grants of one user beyond the first [`BURST`].
+/// Pause between grants of one user beyond the first [`MAX_BURST`].
 const TURN_INTERVAL: Duration = Duration::from_millis(50);
-const BURST: u32 = 40;
+const MAX_BURST: u32 = 40;
 /// Time after its last request for which a user counts as one of several.
 const SEEN_WINDOW: Duration = Duration::from_secs(60);
 /// Connections that a user always may have; more only while half of all are free.
-const MODEST: usize = 64;
+const GUARANTEED_CONNECTIONS: usize = 64;
 
 /// Turns of users who share this machine's leases.
 ///
@@ -97,7 +97,7 @@ impl Turns {
         let turn = turns.entry(uid).or_insert(Turn { next: now, seen: now });
         turn.seen = now;
         let due = turn.next.max(now);
-        let ahead = due.duration_since(now).saturating_sub(TURN_INTERVAL * (BURST - 1));
+        let ahead = due.duration_since(now).saturating_sub(TURN_INTERVAL * (MAX_BURST - 1));
         turn.next = due + TURN_INTERVAL;
         let several = turns
             .iter()
@@ -106,8 +106,8 @@ impl Turns {
             return ahead;
         }
         if let Some(turn) = turns.get_mut(&uid) {
-            // A user alone does not pay later for programs of now.
-            turn.next = turn.next.min(now + TURN_INTERVAL * BURST);
+            // A user alone does not pay later for its present programs.
+            turn.next = turn.next.min(now + TURN_INTERVAL * MAX_BURST);
         }
         Duration::ZERO
     }
@@ -249,7 +249,8 @@ impl Server {
         let total: usize = connections.values().sum();
         let mine = connections.entry(uid).or_default();
         // root always gets a connection, to diagnose problems.
-        let crowded = self.gate.fair_share() && total >= self.limits.total / 2 && *mine >= MODEST;
+        let crowded =
+            self.gate.fair_share() && total >= self.limits.total / 2 && *mine >= GUARANTEED_CONNECTIONS;
         if (crowded || *mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
             || *mine >= self.limits.total
         {
@@ -442,7 +443,7 @@ impl Server {
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     // Each try asks the server for a worker that starts for this program.
                     let pause = (!wish.environment.is_empty()).then_some(ACCEPT_RETRY_INTERVAL);
-                    (deadline.min(since + DRAIN_TIMEOUT), pause)
+                    (deadline.min(since + LIMIT_WAIT_TIMEOUT), pause)
                 }
                 _ => return Some(answer),
             };
@@ -719,7 +720,7 @@ impl Outcomes {
 async fn replaced(pid: u32) -> bool {
     for look in 0..2 {
         if look > 0 {
-            tokio::time::sleep(EXEC_INTERVAL).await;
+            tokio::time::sleep(THREAD_POLL_INTERVAL).await;
         }
         if has_thread(pid, PROGRAM_THREAD).unwrap_or(true) {
             return false;
@@ -749,8 +750,8 @@ mod tests {
         let later = now + SEEN_WINDOW;
         assert_eq!(turns.take(1001, later), Duration::ZERO);
         let waits: Vec<_> = (0..200).map(|_| turns.take(1000, later)).collect();
-        assert_eq!(waits.iter().filter(|wait| wait.is_zero()).count(), BURST as usize);
-        assert_eq!(waits[199], TURN_INTERVAL * (200 - BURST), "20 a second");
+        assert_eq!(waits.iter().filter(|wait| wait.is_zero()).count(), MAX_BURST as usize);
+        assert_eq!(waits[199], TURN_INTERVAL * (200 - MAX_BURST), "20 a second");
         for _ in 0..10 {
             assert_eq!(turns.take(1001, later), Duration::ZERO, "the other user");
             assert_eq!(turns.take(0, later), Duration::ZERO, "root");

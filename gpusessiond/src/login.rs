@@ -159,7 +159,7 @@ impl Sessions {
             message_id = Event::SessionOpened.id(),
             gpusession_user = session.uid,
             gpusession_session = id,
-            "session {id} of {} ({}) began",
+            "login session {id} of {} ({}): began",
             session.user,
             session.service
         );
@@ -228,7 +228,7 @@ impl Sessions {
                 message_id = Event::SessionClosed.id(),
                 gpusession_user = session.uid,
                 gpusession_session = session.id,
-                "session {} of {} ended",
+                "login session {} of {}: ended",
                 session.id,
                 session.user
             );

@@ -52,7 +52,7 @@ extern "C" fn at_exit() {
     }
 }
 
-/// Runs behind the handlers of `atexit`, which may still call CUDA; so may other libraries' ends.
+/// Runs after the handlers of `atexit` and other libraries' destructors, which may still call CUDA.
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static AT_EXIT: extern "C" fn() = at_exit;
@@ -91,8 +91,8 @@ extern "C" fn print_summary() {
 /// Runtimes ask before `cuInit`, when no worker exists, and compare later. The daemon knows a
 /// worker's version; without an answer it is [`NEWEST`].
 pub fn driver_version() -> i32 {
-    static TOLD: OnceLock<i32> = OnceLock::new();
-    *TOLD.get_or_init(|| match CLIENTS.get() {
+    static REPORTED_VERSION: OnceLock<i32> = OnceLock::new();
+    *REPORTED_VERSION.get_or_init(|| match CLIENTS.get() {
         Some(Ok(clients)) => clients.all().map(|c| c.driver_version).min().unwrap_or(NEWEST),
         Some(Err(_)) => NEWEST,
         None => grant::cuda_version().map_or(NEWEST, |version| NEWEST.min(version as i32)),

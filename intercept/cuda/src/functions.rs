@@ -238,7 +238,10 @@ impl Function {
             }),
             How::Function | How::Kernel => match in_image(signatures::QUICK) {
                 Some(known) => told().eq(known),
-                None => believed(&self.params) || in_image(signatures::LONG).is_some_and(|k| told().eq(k)),
+                None => {
+                    believed(&self.params)
+                        || in_image(signatures::MAX_UNPACKED_BYTES).is_some_and(|k| told().eq(k))
+                }
             },
         };
         if !proven {

@@ -49,13 +49,13 @@ impl<'a> From<&'a [u8]> for Image<'a> {
 pub fn read_image<'a>(image: *const c_void) -> Result<Image<'a>> {
     const TO_LINK: u32 = 2;
     /// Bound on the parts: one for each file of the program's source.
-    const MOST: usize = 1 << 16;
+    const MAX_PARTS: usize = 1 << 16;
     let bytes = bytes(image)?;
     let mut parts = Vec::new();
     let wrapper = image.cast::<u8>();
     if read::<u32>(wrapper, 0) == WRAPPER && read::<u32>(wrapper, 4) == TO_LINK {
         let list = read::<*const *const c_void>(wrapper, 16);
-        for at in (0..MOST).map(|i| i * size_of::<*const c_void>()).take_while(|_| !list.is_null()) {
+        for at in (0..MAX_PARTS).map(|i| i * size_of::<*const c_void>()).take_while(|_| !list.is_null()) {
             let part = read::<*const c_void>(list.cast(), at);
             if part.is_null() {
                 break;

@@ -23,10 +23,10 @@ use crate::status::Result;
 use crate::window::PAGE;
 use crate::written_pages::{self, Watch};
 
-/// Blocks that one part of a change has at most.
-const RUN: usize = 64;
-/// Shorter regions are compared sooner than the kernel says what the program has written.
-const WATCHED: usize = 64 << 10;
+/// Most blocks of one part of a change.
+const MAX_PART_BLOCKS: usize = 64;
+/// Length below which comparing a region takes less time than asking the kernel for written pages.
+const MIN_WATCHED_BYTES: usize = 64 << 10;
 /// Shortest time without a change after which a page of pinned memory rests.
 const REST_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -269,7 +269,7 @@ impl Region {
 
     /// Appends the program's changes between two offsets to a frame's body, and sends full ones.
     fn compare(&self, first: usize, end: usize, reading: Reading, body: &mut Vec<u8>) -> Result {
-        for offset in (first..end).step_by(RUN * BLOCK) {
+        for offset in (first..end).step_by(MAX_PART_BLOCKS * BLOCK) {
             {
                 // The connection's reader takes this lock, too, so it is not held while frames are
                 // sent.
@@ -277,7 +277,7 @@ impl Region {
                 if shadow.is_empty() {
                     return Ok(());
                 }
-                let stop = (offset + RUN * BLOCK).min(end.next_multiple_of(BLOCK)).min(self.len);
+                let stop = (offset + MAX_PART_BLOCKS * BLOCK).min(end.next_multiple_of(BLOCK)).min(self.len);
                 self.compare_run(&mut shadow[offset..stop], offset, reading, body);
             }
             if body.len() >= changes::FRAME {
@@ -327,7 +327,7 @@ impl Region {
 /// Lets the kernel note writes to memory, if that is worth it.
 fn watch(base: u64, len: u64) -> Option<Watch> {
     let (base, len) = (base as usize, len as usize);
-    (len >= WATCHED).then(|| Watch::new(written_pages::around(base, len))).flatten()
+    (len >= MIN_WATCHED_BYTES).then(|| Watch::new(written_pages::around(base, len))).flatten()
 }
 
 /// Returns the pages of pinned memory that may have changed; in each round, more of them rest.
@@ -552,12 +552,13 @@ mod tests {
     #[test]
     fn pinned_memory_rests_and_wakes() {
         let program = Program::new();
-        let blocks = WATCHED / BLOCK;
-        let base = program.client.window().allocate_host(WATCHED as u64).unwrap();
+        let blocks = MIN_WATCHED_BYTES / BLOCK;
+        let base = program.client.window().allocate_host(MIN_WATCHED_BYTES as u64).unwrap();
         // SAFETY: memory of this test alone, which stays mapped.
-        let memory = unsafe { std::slice::from_raw_parts_mut(base as *mut u8, WATCHED) };
+        let memory = unsafe { std::slice::from_raw_parts_mut(base as *mut u8, MIN_WATCHED_BYTES) };
         memory.fill(0);
-        let region = Region::new(program.client, base, WATCHED as u64, mirror::SAME, false, true).resting();
+        let region =
+            Region::new(program.client, base, MIN_WATCHED_BYTES as u64, mirror::SAME, false, true).resting();
         let region = create(region).unwrap();
         program.frames();
         let watched = || region.watch.as_ref().filter(|watch| watch.works());
@@ -589,9 +590,13 @@ mod tests {
             assert!(busy().is_none_or(|pages| pages == 0), "all pages rest");
         }
         changed(region.id(), 16, &[7; 8]);
-        memory[WATCHED - 1] = 9;
+        memory[MIN_WATCHED_BYTES - 1] = 9;
         region.upload().unwrap();
-        assert_eq!(sent(&program, &region), [(WATCHED as u64 - 4, 4)], "the device's change does not return");
+        assert_eq!(
+            sent(&program, &region),
+            [(MIN_WATCHED_BYTES as u64 - 4, 4)],
+            "the device's change does not return"
+        );
         discard(&region).unwrap();
     }
 
@@ -608,15 +613,21 @@ mod tests {
     #[test]
     fn neighbouring_blocks_of_device_memory_are_one_part() {
         let program = Program::new();
-        let (mut memory, region) = mirrored(&program, mirror::DEVICE, 3 * RUN);
-        for block in [1, 2, 4, RUN - 1, RUN, 3 * RUN - 1] {
+        let (mut memory, region) = mirrored(&program, mirror::DEVICE, 3 * MAX_PART_BLOCKS);
+        for block in [1, 2, 4, MAX_PART_BLOCKS - 1, MAX_PART_BLOCKS, 3 * MAX_PART_BLOCKS - 1] {
             memory[block * BLOCK + 9] = 1;
         }
         region.upload().unwrap();
         let part = |block: usize, count: usize| ((block * BLOCK) as u64, count * BLOCK);
         assert_eq!(
             sent(&program, &region),
-            [part(1, 2), part(4, 1), part(RUN - 1, 1), part(RUN, 1), part(3 * RUN - 1, 1)],
+            [
+                part(1, 2),
+                part(4, 1),
+                part(MAX_PART_BLOCKS - 1, 1),
+                part(MAX_PART_BLOCKS, 1),
+                part(3 * MAX_PART_BLOCKS - 1, 1)
+            ],
         );
         region.upload().unwrap();
         assert!(sent(&program, &region).is_empty(), "the worker knows all");

@@ -17,7 +17,7 @@ use crate::images::Image;
 /// milliseconds.
 pub const QUICK: u64 = 16 << 20;
 /// Longest compressed image, in bytes, that the library ever unpacks.
-pub const LONG: u64 = 1 << 30;
+pub const MAX_UNPACKED_BYTES: u64 = 1 << 30;
 /// Most compressed bytes of an image that the library copies, because the program may free it.
 const MAX_COPY: usize = 16 << 20;
 
@@ -227,12 +227,15 @@ mod tests {
             assert_eq!(signatures.find("g", 0), Some(vec![2]), "plain");
             assert_eq!(signatures.find("f", 10), None, "too long to unpack now");
             assert_eq!(signatures.find("f", QUICK), Some(vec![8, 4]));
-            assert_eq!(signatures.find("h", LONG), None);
+            assert_eq!(signatures.find("h", MAX_UNPACKED_BYTES), None);
         }
         assert_eq!(Signatures::copied(&Image::from(TEXT)).find("f", 0), Some(vec![8, 4]));
         let parts = Image { bytes: &fat(&[]), parts: vec![TEXT, OTHER] };
         assert_eq!(Signatures::copied(&parts).find("g", 0), Some(vec![2]), "an image to link");
-        assert_eq!(Signatures::copied(&Image::from(&b"BC\xc0\xde, or garbage"[..])).find("f", LONG), None);
+        assert_eq!(
+            Signatures::copied(&Image::from(&b"BC\xc0\xde, or garbage"[..])).find("f", MAX_UNPACKED_BYTES),
+            None
+        );
     }
 
     #[test]
@@ -252,7 +255,7 @@ mod tests {
         note(0x71, Signatures::copied(&Image::from(TEXT)));
         note(0x72, of(0x71));
         forget(0x71);
-        assert_eq!(of(0x71).find("f", LONG), None);
-        assert_eq!(of(0x72).find("f", LONG), Some(vec![8, 4]), "a module of the library");
+        assert_eq!(of(0x71).find("f", MAX_UNPACKED_BYTES), None);
+        assert_eq!(of(0x72).find("f", MAX_UNPACKED_BYTES), Some(vec![8, 4]), "a module of the library");
     }
 }

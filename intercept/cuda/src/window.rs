@@ -21,7 +21,7 @@ pub const PAGE: u64 = 4096;
 /// Granularity of device memory, in bytes.
 pub const GRANULE: u64 = 2 << 20;
 /// Largest allocation that goes into a slab, in bytes.
-const SMALL: u64 = 1 << 20;
+const MAX_SLAB_BYTES: u64 = 1 << 20;
 /// Alignment of `cuMemAlloc`, in bytes.
 const ALIGN: u64 = 512;
 
@@ -189,7 +189,7 @@ impl Window {
         if size == 0 {
             return Err(INVALID_VALUE);
         }
-        if size <= SMALL {
+        if size <= MAX_SLAB_BYTES {
             let len = size.next_multiple_of(ALIGN);
             let found = self
                 .slabs

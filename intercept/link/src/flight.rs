@@ -13,7 +13,7 @@ use gpusession_proto::preface::{Refusal, refusal_len};
 use crate::resume::Counts;
 use crate::transport::{Transport, Wait};
 
-/// See the module.
+/// Chunks of a lane that its peer has not acknowledged.
 #[derive(Debug, Clone, Hash)]
 pub struct Flight<C> {
     chunks: VecDeque<C>,

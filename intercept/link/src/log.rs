@@ -12,7 +12,7 @@ const BLOCK: usize = 256 << 10;
 /// Longest batch that is copied into a block; a longer one becomes a block itself.
 const COPIED: usize = 16 << 10;
 
-/// See the module.
+/// Frames that the worker has not acknowledged.
 #[derive(Debug, Default, Clone, Hash)]
 pub struct Log {
     blocks: VecDeque<Block>,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 
-/// See the module.
+/// Frames that the sender has not sent yet.
 pub struct Outbox {
     inner: Mutex<Inner>,
     /// Whether `inner` holds a post; written under the lock, so the sender can spin without it.

@@ -40,7 +40,7 @@ pub enum Next<T = Transport> {
     Over(Option<String>),
 }
 
-/// See the module.
+/// A worker's end of its program's connection.
 pub struct WorkerEnd<T = Transport> {
     worker: [u8; 16],
     key: SessionKey,

@@ -12,7 +12,7 @@ use crate::clock::Moment;
 pub(super) const EVENTS: f64 = 600.0;
 const REFILL_INTERVAL: Duration = Duration::from_secs(3600);
 
-/// See the module.
+/// Events that each client may still cause.
 #[derive(Debug, Default)]
 pub struct Allowance(HashMap<String, Left>);
 

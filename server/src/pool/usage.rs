@@ -19,7 +19,7 @@ use crate::usage::{self, Usage};
 /// Interval at which running leases are counted, in seconds.
 const NOTED_EVERY: u64 = 60;
 /// Hours that a client sees, beside the present one.
-const SHOWN: u64 = 24;
+const SHOWN_HOURS: u64 = 24;
 /// Age at which sums are read again: clients may ask at any rate.
 const MAX_AGE: Duration = Duration::from_secs(2);
 
@@ -95,7 +95,7 @@ impl Pool {
             return Ok(rows.clone());
         }
         let (accounting, unix) = (self.accounting.clone(), self.unix());
-        let reads = move || accounting.usage(unix.saturating_sub(SHOWN * 3600), unix);
+        let reads = move || accounting.usage(unix.saturating_sub(SHOWN_HOURS * 3600), unix);
         let rows = tokio::task::spawn_blocking(reads).await;
         let rows = rows.map_err(|e| Status::internal(format!("internal error: {e}")))?.map_err(|e| {
             warn!("accounting: use not read: {e}");

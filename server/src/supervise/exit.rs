@@ -1,4 +1,4 @@
-//! A worker's exit: the request to stop, its accounting record, and its removal from the books.
+//! A worker's exit: the request to stop, its accounting record, and its removal from the table.
 
 use std::process::ExitStatus;
 

@@ -14,7 +14,7 @@ const MAX_REMEMBERED: usize = 1024;
 /// Longer than a program tries to come back.
 const FAREWELL_TTL: Duration = Duration::from_secs(120);
 
-/// See the module.
+/// Reasons why workers ended, for connections that come later.
 #[derive(Debug, Default)]
 pub struct Farewells {
     reasons: HashMap<WorkerId, Farewell>,

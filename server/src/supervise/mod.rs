@@ -362,7 +362,7 @@ impl Supervisor {
         let file = |path: &Path| std::fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
         let runs = file(Path::new(&format!("/proc/{pid}/exe")));
         let program = || file(&self.0.options.program);
-        // Checked last: an exiting worker is removed from the books only after its process is gone.
+        // Checked last: an exiting worker is removed from the table only after its process is gone.
         runs.is_some_and(|runs| program() == Some(runs))
             || self.state().workers.values().any(|w| w.pid == Some(pid))
             || process::is_gone(pid)

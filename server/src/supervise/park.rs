@@ -30,7 +30,7 @@ const MOVE_TIMEOUT: Duration = Duration::from_secs(600);
 /// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
 const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
-const NEVER: [i32; 2] = [801, 500];
+const UNPARKABLE_STATUSES: [i32; 2] = [801, 500];
 
 /// Reason why a worker was not parked.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,7 +116,7 @@ impl Parker {
             Some(line) if line == "parked" => Ok(parker),
             Some(line) => Err(match refusal(&line) {
                 Some((NOT_READY, _)) => NotParked::Busy,
-                Some((code, text)) if NEVER.contains(&code) => NotParked::Never(text),
+                Some((code, text)) if UNPARKABLE_STATUSES.contains(&code) => NotParked::Never(text),
                 Some((_, text)) => NotParked::Failed(text),
                 None => NotParked::Failed(format!("the helper sent {line:?}")),
             }),

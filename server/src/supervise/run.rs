@@ -132,7 +132,7 @@ impl Supervisor {
                 let this = this.clone();
                 async move { this.run(&id, origin, queues).await }
             };
-            // A task of its own, so that the worker leaves the books even if the task panics.
+            // A task of its own, so that the worker leaves the table even if the task panics.
             match tokio::spawn(attending).await {
                 Ok(Some(end)) => this.on_exit(&id, end),
                 Ok(None) => this.leave(&id),

@@ -1,6 +1,6 @@
 //! Objects that processes of one lease share.
 //!
-//! The supervisor routes a request between two workers by its own books, and passes on one
+//! The supervisor routes a request between two workers by its own table, and passes on one
 //! descriptor of the driver. It knows which worker has imports of which object: such processes
 //! cannot be parked, and memory that its own worker has released counts for an importer.
 
@@ -94,8 +94,8 @@ impl Shares {
         Some(request)
     }
 
-    /// Returns the requests that a worker has not got yet, as asked from now on.
-    pub(super) fn late(&mut self, id: &WorkerId, now: Moment) -> Vec<(u64, Name)> {
+    /// Marks the requests that a worker has not received yet as asked now, and returns them.
+    pub(super) fn mark_asked(&mut self, id: &WorkerId, now: Moment) -> Vec<(u64, Name)> {
         let mine = self.open.iter_mut().filter(|(_, r)| r.name.worker == *id && !r.asked);
         let asked = mine.map(|(number, request)| {
             (request.asked, request.since) = (true, now);
@@ -242,8 +242,8 @@ mod tests {
         let later = shares.ask(request.clone()).unwrap();
         assert!(!shares.involve(&A), "it is parked all the same");
         let now = Moment::default();
-        assert_eq!(shares.late(&A, now), [(later, name)]);
-        assert!(shares.late(&A, now).is_empty() && shares.late(&B, now).is_empty());
+        assert_eq!(shares.mark_asked(&A, now), [(later, name)]);
+        assert!(shares.mark_asked(&A, now).is_empty() && shares.mark_asked(&B, now).is_empty());
         assert!(shares.involve(&A), "its answer would give memory that then moves");
         assert!(shares.answered(later, &A).is_some() && !shares.involve(&A));
     }

@@ -73,7 +73,7 @@ impl Supervisor {
     pub(super) fn shares_back(&self, state: &mut State, id: &WorkerId) {
         let State { workers, shares, .. } = state;
         let Some(to) = workers.get(id) else { return };
-        for (number, name) in shares.late(id, self.0.clock.now()) {
+        for (number, name) in shares.mark_asked(id, self.0.clock.now()) {
             let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
         }
     }

@@ -19,7 +19,7 @@ const WAITING_TTL: Duration = Duration::from_secs(30);
 /// worker a thread and a message.
 const MAX_PER_SECOND: u32 = 64;
 
-/// See the module.
+/// Connections that no worker has admitted yet.
 #[derive(Debug, Default)]
 pub struct Unadmitted {
     connections: HashMap<u64, (IpAddr, Moment)>,

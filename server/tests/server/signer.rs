@@ -119,7 +119,7 @@ async fn an_upgrade_moves_the_authority_to_the_signer_and_clients_stay_joined() 
     assert!(prepare(&server).status.success(), "again, with nothing to move");
 
     server.run().await;
-    // The certificate of before serves, renews, and the token of before admits.
+    // The earlier certificate serves and renews, and the earlier token admits.
     let channel = server.connect(Some(client.identity.clone())).await.unwrap();
     client.pool = gpusession_proto::control::pool_client::PoolClient::new(channel);
     client.pool.renew_identity(RenewIdentityRequest { csr_pem: csr() }).await.unwrap();

@@ -28,7 +28,7 @@ use crate::devices;
 ///
 /// These are libraries, facts about the machine for the driver, and tables of the loader and the
 /// resolver.
-const READ: &[&str] = &[
+const READABLE_FILES: &[&str] = &[
     "/usr",
     "/lib",
     "/lib64",
@@ -188,7 +188,7 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
     let said = |e: landlock::RulesetError| e.to_string();
     let own = std::env::current_exe().ok();
-    let read = READ
+    let read = READABLE_FILES
         .iter()
         .map(Path::new)
         .chain(Path::new(files.driver).parent())
@@ -238,7 +238,7 @@ pub fn before_client(calls: Calls, landlock: ABI) -> Result<(), String> {
 }
 
 /// System calls that reach other processes, answered with EPERM; the helper that parks needs them.
-const OTHERS: &[i64] = &[
+const CROSS_PROCESS_CALLS: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
@@ -253,7 +253,7 @@ const OTHERS: &[i64] = &[
 /// System calls that are answered with EPERM.
 ///
 /// They start programs, widen this process's rights or change how other processes run.
-const NEVER: &[i64] = &[
+const FORBIDDEN_CALLS: &[i64] = &[
     libc::SYS_process_madvise,
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -384,9 +384,9 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
         hidden.insert(libc::SYS_openat2, Vec::new());
     }
     install(hidden, libc::ENOSYS)?;
-    let others = if parks { &[] } else { OTHERS };
+    let others = if parks { &[] } else { CROSS_PROCESS_CALLS };
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        NEVER.iter().chain(others).map(|call| (*call, Vec::new())).collect();
+        FORBIDDEN_CALLS.iter().chain(others).map(|call| (*call, Vec::new())).collect();
     // The supervisor hands over the client's connections; a worker talks to no other process of
     // this host.
     if calls != Calls::Own {

@@ -36,7 +36,7 @@ use crate::supervise::Supervisor;
 
 /// Time after which a call counts as blocked while other frames wait.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
-/// Time without a connection after which the supervisor hears of it.
+/// Time without a connection after which the worker reports the outage to the supervisor.
 const OUTAGE_DELAY: Duration = Duration::from_secs(1);
 /// Bound on the memory of frames read but not yet replayed; the reader stops reading beyond it.
 ///

@@ -3,9 +3,9 @@
 //! Lanes to the device receive chunks into pinned slots, where the executor that replays the
 //! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
 //!
-//! A copy on a stream that stands still holds its slots. If all are held for some time, there are
-//! more. If there may be no more, the program is held back ([`hold`]). So such a stream stops no
-//! other one.
+//! A copy on a stream that stands still holds its slots. If copies hold all slots for
+//! [`STANDSTILL_TIMEOUT`], the lane allocates more. At the maximum the worker holds the program
+//! back ([`hold`]). So such a stream stops no other one.
 //!
 //! A lane is a sequence of chunks that outlives its connections: see `link::lanes`. Each connection
 //! has a thread; a later one waits until the earlier one's thread has left the lane.

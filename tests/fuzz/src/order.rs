@@ -1,4 +1,4 @@
-//! Which work is ordered with which: a program is valid if every two accesses of the same memory,
+//! Rules that order work: a program is valid if every two accesses of the same memory,
 //! of which one writes, are ordered by the rules of CUDA.
 //!
 //! Each thread and each stream has a vector clock: how much of each thread and stream is certain to

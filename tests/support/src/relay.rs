@@ -87,7 +87,7 @@ pub enum With {
 /// First bytes of a connection, which the program sends in clear.
 pub type FirstBytes = [u8; PREFACE];
 
-/// See the module.
+/// A relay between programs and a worker.
 pub struct Relay {
     pub address: SocketAddr,
     state: Arc<State>,

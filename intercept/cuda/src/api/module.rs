@@ -32,8 +32,8 @@ fn load_file(path: *const c_char) -> Result<Vec<u8>> {
 fn keeps_image(keys: *const i32, values: *const *mut c_void, count: u32) -> bool {
     /// `CUlibraryOption`
     const BINARY_IS_PRESERVED: i32 = 1;
-    const MOST: u32 = 16;
-    if count > MOST || keys.is_null() {
+    const MAX_OPTIONS: u32 = 16;
+    if count > MAX_OPTIONS || keys.is_null() {
         return false;
     }
     (0..count as usize).any(|i| {

@@ -13,14 +13,14 @@ use gpusession_proto::frame::{CHUNK, UP_LANES, chunk_room};
 
 use crate::replies::Replies;
 
-/// Interval in which an executor looks whether its stream has reached a copy that is held back.
+/// Interval at which an executor polls whether its stream has reached a held copy.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Most ordinary memory for chunks of named transfers, in bytes.
 const MAX_WANTED: usize = 64 << 20;
 /// Most bytes that are under way when a hold begins: of each lane 32 MiB and a chunk.
-const UNDER_WAY: usize = UP_LANES as usize * ((32 << 20) + CHUNK);
+const MAX_BYTES_IN_FLIGHT: usize = UP_LANES as usize * ((32 << 20) + CHUNK);
 /// Most ordinary memory for such chunks; a hold ends only with room for those of the next one.
-const MAX_AHEAD: usize = 2 * UNDER_WAY;
+const MAX_AHEAD: usize = 2 * MAX_BYTES_IN_FLIGHT;
 
 /// Whether the program is held back, and the ordinary memory of chunks.
 #[derive(Default)]
@@ -71,7 +71,7 @@ impl Hold {
         self.wanted.as_ref().is_some_and(|wanted| !wanted.contains(&transfer))
     }
 
-    /// Holds the program back; acknowledgements of chunks tell it.
+    /// Holds the program back, which acknowledgements of chunks report.
     pub(super) fn begin(&mut self) {
         if self.wanted.is_none() {
             self.number += 1;
@@ -96,7 +96,7 @@ impl Hold {
     ///
     /// The chunks that were under way have to leave room for those of another one.
     pub(super) fn may_end(&self) -> bool {
-        self.wanted.is_some() && self.costs[0] <= MAX_AHEAD - UNDER_WAY
+        self.wanted.is_some() && self.costs[0] <= MAX_AHEAD - MAX_BYTES_IN_FLIGHT
     }
 
     /// Lets the program send everything; returns the number of the hold, or 0 if it may not end.
