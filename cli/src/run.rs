@@ -272,7 +272,8 @@ pub async fn lease<L>(
             let part = Spec {
                 gpus,
                 servers: vec![server.clone()],
-                key: format!("{}/{}", spec.key, leases.len()),
+                // Each try has an id of its own, since the one before may still be withdrawn.
+                key: format!("{}/{}/{gpus}", spec.key, leases.len()),
                 ..spec.clone()
             };
             match create(part).await {

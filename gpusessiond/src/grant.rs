@@ -426,7 +426,7 @@ impl Server {
         }
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let begun = Instant::now();
-        let mut deadline = begun + wait;
+        let deadline = begun + wait;
         let (mut refused_since, mut asked_at_deadline) = (None, false);
         let mut snapshot = self.leases.snapshot();
         loop {
@@ -434,11 +434,7 @@ impl Server {
             let answer = self.leases.grant(caller.clone(), wish.clone()).await;
             let (until, pause) = match &answer {
                 Answer::Wait(Denial::NotReady, _) => (deadline, None),
-                Answer::Later(_) => {
-                    // Also for the worker that starts once the GPUs are back.
-                    deadline = deadline.max(begun + WORKER_TIMEOUT);
-                    (deadline, None)
-                }
+                Answer::Later(_) => (deadline.max(begun + WORKER_TIMEOUT), None),
                 Answer::Wait(..) => {
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     // Each try asks the server for a worker that starts for this program.

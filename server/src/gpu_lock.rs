@@ -21,7 +21,12 @@ pub struct GpuLocks(#[expect(dead_code, reason = "held, not used")] Vec<Flock<Fi
 pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String> {
     // Another user who opens a lock could keep a GPU from its server, so others may only look
     // whether one exists ([`is_taken`]).
+    let new = !folder.exists();
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o1771).create(folder);
+    if new {
+        // The umask may have taken bits away.
+        let _ = std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1771));
+    }
     made.map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut held = Vec::new();
     for gpu in gpus {

@@ -86,6 +86,10 @@ fn version(facts: &Facts) -> Finding {
 /// other one.
 fn list_with(machine: &Machine, library: &Path) -> Option<(String, bool)> {
     const LISTS: &str = "/etc/ld.so.conf.d";
+    // The distribution lists these, and other software needs them.
+    if ["/lib", "/usr/lib", "/usr/local/lib"].iter().any(|folder| library.starts_with(folder)) {
+        return None;
+    }
     let lists = machine.list(LISTS).into_iter().filter(|name| name.ends_with(".conf"));
     lists.map(|name| format!("{LISTS}/{name}")).filter(|list| list != LINK).find_map(|list| {
         let text = machine.read(&list).ok()?;
@@ -334,6 +338,8 @@ mod tests {
         assert_eq!(list("/opt/cuda/libcuda.so.1"), Some(("/etc/ld.so.conf.d/000-other.conf".into(), true)));
         assert_eq!(list("/opt/two/libcuda.so.1"), Some(("/etc/ld.so.conf.d/more.conf".into(), false)));
         assert_eq!(list("/ours/libcuda.so.1"), None);
+        plant(&root, "etc/ld.so.conf.d/libc.conf", "/usr/local/lib\n");
+        assert_eq!(list("/usr/local/lib/libcuda.so.1"), None, "the distribution's own");
     }
 
     #[test]

@@ -86,7 +86,7 @@ fn drop_ins(facts: &Facts) -> Finding {
         true => Finding::ok("no file of this machine changes gpusession.service"),
         false => Finding::warning(
             format!("{} changes gpusession.service", found.join(", ")),
-            "sudo systemctl revert gpusession && sudo systemctl restart gpusession",
+            "systemctl cat gpusession; sudo systemctl revert gpusession && sudo systemctl restart gpusession",
         ),
     }
 }

@@ -53,8 +53,9 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// error, and leaves the program's new file alone.
 pub struct Transport {
     socket: ManuallyDrop<TcpStream>,
-    /// The socket's identity in the kernel, whatever its descriptor's number means later.
-    cookie: u64,
+    /// The socket's identity in the kernel, whatever its descriptor's number means later; `None` if
+    /// the kernel gives none.
+    cookie: Option<u64>,
     tls: Option<Tls>,
     /// [`Watch::silence`], 0 before [`Transport::watch`].
     silence: AtomicU64,
@@ -160,16 +161,17 @@ impl Transport {
     /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
-        let cookie = cookie(&socket)?;
+        let cookie = cookie(&socket).ok();
         let socket = ManuallyDrop::new(socket);
         Ok(Self { socket, cookie, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
     }
 
     /// Returns an error if the program has closed the stream's descriptor.
     fn check_descriptor(&self) -> io::Result<()> {
-        match cookie(&self.socket) {
-            Ok(cookie) if cookie == self.cookie => Ok(()),
-            _ => Err(io::Error::other("the program has closed the descriptor of the connection")),
+        match self.cookie {
+            None => Ok(()),
+            Some(ours) if cookie(&self.socket).is_ok_and(|now| now == ours) => Ok(()),
+            Some(_) => Err(io::Error::other("the program has closed the descriptor of the connection")),
         }
     }
 
@@ -244,6 +246,7 @@ impl Transport {
 
     /// Returns an error if sent bytes are unacknowledged for too long.
     fn heard(&self) -> io::Result<()> {
+        self.check_descriptor()?;
         // SAFETY: the structure has only integers, for which zero bits are valid.
         let mut info: nix::libc::tcp_info = unsafe { std::mem::zeroed() };
         let mut len = size_of_val(&info) as nix::libc::socklen_t;
@@ -363,6 +366,7 @@ impl Transport {
         if self.tls.is_none() && wait == Wait::Spin(Duration::ZERO) {
             // The kernel gathers the bytes: one system call instead of one per packet.
             while !buf.is_empty() {
+                self.check_descriptor()?;
                 match recv(self.socket.as_raw_fd(), buf, MsgFlags::MSG_WAITALL) {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                     Ok(n) => buf = &mut buf[n..],
@@ -389,6 +393,7 @@ impl Transport {
             Wait::AtMost(spin, sleep) => (spin, Some(sleep)),
         };
         let mut started = None;
+        self.check_descriptor()?;
         loop {
             match recv(self.socket.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT) {
                 Err(Errno::EAGAIN) => {}
@@ -410,7 +415,8 @@ impl Transport {
             match poll(&mut [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)], timeout) {
                 Ok(0) if sleep.is_none() => self.heard()?,
                 Ok(0) => return Err(io::ErrorKind::WouldBlock.into()),
-                Ok(_) | Err(Errno::EINTR) => {}
+                // The program may have closed it meanwhile.
+                Ok(_) | Err(Errno::EINTR) => self.check_descriptor()?,
                 Err(e) => return Err(e.into()),
             }
         }
@@ -501,6 +507,9 @@ mod tests {
         let mut ours = unsafe { UnixStream::from_raw_fd(number) };
 
         assert!(stream.send(b"x").is_err());
+        theirs.write_all(b"for the program").unwrap();
+        assert!(stream.recv(&mut [0; 4], Wait::No).is_err(), "the bytes are the program's");
+        assert!(stream.recv_exact(&mut [0; 4], Wait::Spin(Duration::ZERO)).is_err());
         assert!(stream.send_parts(&[b"x"]).is_err());
         stream.shutdown();
         drop(stream);

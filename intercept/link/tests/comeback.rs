@@ -367,7 +367,9 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
     link.call(op::LAUNCH, CALLER, |_| {}).expect_err("the worker does not come back");
     let lost = heard.lost.lock().unwrap().clone();
-    assert!(lost.len() == 1 && lost[0].contains("not back within 6 s"), "{lost:?}");
+    // The grace and five seconds, and on a busy machine a little more.
+    let late = (6..9).any(|s| lost[0].contains(&format!("not back within {s} s")));
+    assert!(lost.len() == 1 && late, "{lost:?}");
     assert!(relay.connections() > 4);
     let ended = worker.ended.recv_timeout(PATIENCE).unwrap();
     assert!(ended.contains("did not come back within 1 s"), "{ended}");

@@ -170,7 +170,7 @@ fn drop_ins(facts: &Facts) -> Finding {
         names if names.is_empty() => Finding::ok("no file of this host changes gpuserver.service"),
         names => Finding::warning(
             format!("{folder}/{{{}}} change gpuserver.service", names.join(",")),
-            "sudo systemctl revert gpuserver && sudo systemctl restart gpuserver",
+            "systemctl cat gpuserver; sudo systemctl revert gpuserver && sudo systemctl restart gpuserver",
         ),
     }
 }

@@ -59,7 +59,8 @@ async fn a_server_waits_for_the_lock_that_a_child_of_a_killed_one_still_has() {
     let mut server = Server::start().await;
     server.signal(Signal::SIGKILL);
     let lock = std::fs::File::options().write(true).open(server.path("state/lock")).unwrap();
-    let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).unwrap();
+    // Waits for a child that the killed server has forked.
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).unwrap();
     let held = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_secs(1));
         drop(lock);

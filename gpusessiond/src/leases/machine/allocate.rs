@@ -38,7 +38,7 @@ impl Machine {
             let granted = result.as_ref().ok().map(|(server, _)| *server);
             let pending = result.as_ref().err().is_none_or(may_be_pending);
             if let Some((request_id, asked)) = unwanted.filter(|_| pending) {
-                self.withdraw(now, &request_id, asked.pending(granted));
+                self.withdraw_id(now, &request_id, asked.pending(granted));
             }
             if let Ok((server, lease)) = result {
                 let expires = now + Duration::from_micros(lease.ttl_usec);
@@ -56,8 +56,7 @@ impl Machine {
     fn granted(&mut self, now: Time, slot: Slot, server: usize, mut lease: control::Lease) {
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked));
-        let request_id = self.request_id(&spec);
-        self.withdraw(now, &request_id, asked.pending(Some(server)));
+        self.withdraw(now, &spec, asked.pending(Some(server)));
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         let recovery = wanted.recovery.take();
         if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
@@ -140,8 +139,7 @@ impl Machine {
                 let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked));
                 if may_be_pending(&error) {
                     // A request that is queued there would precede the next one.
-                    let request_id = self.request_id(&spec);
-                    self.withdraw(now, &request_id, asked.pending(None));
+                    self.withdraw(now, &spec, asked.pending(None));
                 }
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 if spec.once {
@@ -159,8 +157,7 @@ impl Machine {
             return;
         } else if wanted.spec.once {
             if let Some(wanted) = self.slots.remove(&slot).filter(|_| may_be_pending(&error)) {
-                let request_id = self.request_id(&wanted.spec);
-                self.withdraw(now, &request_id, wanted.asked.pending(None));
+                self.withdraw(now, &wanted.spec, wanted.asked.pending(None));
             }
             self.tell(Change::Failed { slot, error });
             return;
@@ -191,8 +188,7 @@ impl Machine {
             let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked).pending(None));
             if !asked.is_empty() {
                 // A lease whose reply was lost counts against the limits of the others.
-                let request_id = self.request_id(&spec);
-                self.withdraw(now, &request_id, asked);
+                self.withdraw(now, &spec, asked);
                 self.next_generation(&spec);
             }
             return;

@@ -3,10 +3,10 @@
 use super::action::Action;
 use super::backoff::BACKOFF_MIN;
 use super::backoff::backoff;
-use super::lease::{Phase, SavedRelease, may_be_pending};
+use super::lease::{Asked, Phase, SavedRelease, may_be_pending};
 use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Change;
-use crate::leases::{Slot, Time};
+use crate::leases::{Slot, Spec, Time};
 use crate::pool::{PoolError, Trouble};
 
 impl Machine {
@@ -15,9 +15,13 @@ impl Machine {
         let Some(wanted) = self.slots.remove(&slot) else { return };
         let request_id = self.request_id(&wanted.spec);
         match &wanted.phase {
-            Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, wanted.asked))),
+            Phase::Allocating if wanted.spec.request_id.is_none() => {
+                self.unwanted.insert(slot, (request_id, wanted.asked.clone()));
+            }
+            // Its answer is waited for, and nothing is withdrawn.
+            Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, Asked::default()))),
             Phase::Waiting { .. } if wanted.trouble.as_ref().is_some_and(may_be_pending) => {
-                self.withdraw(now, &request_id, wanted.asked.pending(None));
+                self.withdraw(now, &wanted.spec, wanted.asked.clone().pending(None));
             }
             _ => {}
         }
@@ -49,7 +53,17 @@ impl Machine {
 
     /// Withdraws a request, so that requests queued behind it do not wait for it, and that no lease
     /// remains whose reply was lost.
-    pub(super) fn withdraw(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
+    ///
+    /// Not a request whose id came with the wish: its lease may be older, as that of a lease file.
+    pub(super) fn withdraw(&mut self, now: Time, spec: &Spec, asked: Vec<usize>) {
+        if spec.request_id.is_some() {
+            return;
+        }
+        let request_id = self.request_id(spec);
+        self.withdraw_id(now, &request_id, asked);
+    }
+
+    pub(super) fn withdraw_id(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
         for server in asked {
             self.releasing.push(Releasing {
                 server,
@@ -83,7 +97,8 @@ impl Machine {
 
     /// Takes the answer to [`Action::Release`] and [`Action::Withdraw`].
     pub fn released(&mut self, now: Time, server: usize, id: &str, result: Result<(), PoolError>) {
-        let Some(at) = self.releasing.iter().position(|r| r.server == server && r.id == id) else {
+        let Some(at) = self.releasing.iter().position(|r| r.in_flight && r.server == server && r.id == id)
+        else {
             return;
         };
         match result {
