@@ -19,7 +19,8 @@ keys! {
         /// Time in milliseconds that a program's first CUDA call waits for a lease that is not
         /// granted yet; at most 600000.
         ///
-        /// If the lease's GPUs are lent or parked, the call waits at least a minute.
+        /// If the lease's worker starts, or its GPUs are lent or parked, the call waits at least a
+        /// minute.
         ///
         /// If a limit of the lease refuses the program, the call waits this time, but at most 5000,
         /// for another program to exit.
