@@ -42,6 +42,8 @@ pub enum Kind {
     Memory,
     /// A duration; 0: no limit.
     Time,
+    /// A duration of at most [`LONGEST_GRACE`]; 0 is the smallest.
+    Grace,
     /// A list; empty: no limit.
     Names,
 }
@@ -119,6 +121,8 @@ limits! {
     release_after: Time = 0;
     /// Time without programs, after which the lease lends its GPUs; 0: never.
     lend_after: Time = "10min";
+    /// Time for which a worker waits for a program whose connection broke; 0: it ends at once.
+    resume_grace: Grace = "60s";
 }
 
 /// Limits that a user cannot have: a request does not name its user, and the others count what all
@@ -128,8 +132,11 @@ pub const OF_CLIENTS: [&str; 3] = ["requests_per_s", "host_memory_total", "cpu_w
 /// Limits that each lease or program uses up in part.
 const COUNTED: [&str; 4] = ["gpus", "workers", "connections", "max_persistent"];
 
-/// Limits that are top-level keys for everybody, outside `[limits]`.
-pub const IDLE_TIMES: [&str; 4] = ["warn_after", "park_after", "release_after", "lend_after"];
+/// Times that are top-level keys for everybody, outside `[limits]`.
+pub const TOP_LEVEL: [&str; 5] = ["warn_after", "park_after", "release_after", "lend_after", "resume_grace"];
+
+/// Longest `resume_grace`: a lease lasts no longer without its client.
+pub const LONGEST_GRACE: Duration = Duration::from_secs(60);
 
 /// Words that the limit `on_idle` can list: the values of a lease's key `on_idle`, and `hold`.
 pub const ON_IDLE: [&str; 4] = ["park", "release", "keep", "hold"];
@@ -145,6 +152,8 @@ pub enum Bound {
     Memory(Memory),
     /// See [`Kind::Time`].
     Time(Duration),
+    /// See [`Kind::Grace`].
+    Grace(Duration),
     /// See [`Kind::Names`].
     Names(Vec<String>),
 }
@@ -158,7 +167,7 @@ impl fmt::Display for Bound {
             }
             Self::Size(bytes) | Self::Memory(Memory::Bytes(bytes)) => write!(f, "{bytes}"),
             Self::Memory(Memory::Percent(percent)) => write!(f, "{percent}%"),
-            Self::Time(time) => f.write_str(&show_duration(*time)),
+            Self::Time(time) | Self::Grace(time) => f.write_str(&show_duration(*time)),
             Self::Names(names) => write!(f, "{names:?}"),
         }
     }
@@ -175,6 +184,7 @@ impl Bound {
             Kind::Time => parse_duration(text)
                 .map(Self::Time)
                 .map_err(|_| "a duration like \"90s\", \"10min\" or \"24h\" is wanted; 0 is off".into()),
+            Kind::Grace => parse_grace(text).map(Self::Grace),
             Kind::Names => Ok(Self::Names(
                 text.trim_start_matches('[')
                     .trim_end_matches(']')
@@ -192,6 +202,14 @@ pub fn parse_memory(text: &str) -> Result<Memory, String> {
     match Memory::parse(text)? {
         Memory::Percent(0.0) => Err("a percentage above 0% and up to 100% is wanted".into()),
         memory => Ok(memory),
+    }
+}
+
+/// Parses a time for which a worker waits for its program.
+pub fn parse_grace(text: &str) -> Result<Duration, String> {
+    match parse_duration(text)? {
+        time if time <= LONGEST_GRACE => Ok(time),
+        _ => Err("at most 60 s are possible".into()),
     }
 }
 
@@ -288,6 +306,7 @@ impl Limits {
             Bound::Number(n) | Bound::Size(n) => Some(*n),
             // Zero is never, so it counts as the longest time.
             Bound::Time(t) => Some(u64::try_from(t.as_micros()).unwrap_or(u64::MAX).wrapping_sub(1)),
+            Bound::Grace(t) => Some(t.as_micros() as u64),
             _ => None,
         };
         let everybody = self.of("", "");
@@ -437,6 +456,15 @@ impl Effective {
         }
     }
 
+    /// Returns the time for which a worker waits for a program whose connection broke.
+    pub fn resume_grace(&self) -> Duration {
+        let graces = self.entries("resume_grace").filter_map(|e| match e.bound {
+            Bound::Grace(time) => Some(time),
+            _ => None,
+        });
+        graces.min().unwrap_or_default()
+    }
+
     /// Returns the first non-empty list of this name without an entry that `fits`.
     pub fn not_listed(&self, name: &str, mut fits: impl FnMut(&str) -> bool) -> Option<&Entry> {
         self.entries.iter().filter(|e| e.name == name).find(|e| match &e.bound {
@@ -486,8 +514,8 @@ mod tests {
         let (own, folder) = (source.join("limits.rs"), source.join("config"));
         sources.retain(|(path, _)| *path != own && !path.starts_with(&folder));
         assert!(sources.len() > 50, "the sources are found");
-        // The state machine of idle leases gets these times as fields.
-        for limit in LIMITS.iter().filter(|limit| !IDLE_TIMES.contains(&limit.name)) {
+        // `Effective` returns these times as fields, and by a method.
+        for limit in LIMITS.iter().filter(|limit| !TOP_LEVEL.contains(&limit.name)) {
             let word = format!("\"{}\"", limit.name);
             assert!(sources.iter().any(|(_, text)| text.contains(&word)), "no code reads {word}");
         }
@@ -579,6 +607,29 @@ mod tests {
         assert_eq!(idle("db", "").park, Duration::ZERO, "never, whatever holds for everybody");
         assert_eq!(idle("db", "").release, Duration::from_secs(5400));
         assert_eq!(idle("db", "bob").release, Duration::from_secs(3600), "the smallest");
+    }
+
+    #[test]
+    fn the_shortest_grace_applies_and_none_is_the_shortest() {
+        let grace = |seconds| Bound::Grace(Duration::from_secs(seconds));
+        let limits = Limits {
+            entries: vec![
+                entry("resume_grace", Layer::Default, grace(30)),
+                entry("resume_grace", Layer::Client("db".into()), grace(60)),
+                entry("resume_grace", Layer::User("alice".into()), grace(0)),
+                entry("resume_grace", Layer::User("bob".into()), grace(50)),
+            ],
+            ..Limits::default()
+        };
+        let seconds = |client: &str, user: &str| limits.of(client, user).resume_grace().as_secs();
+        assert_eq!(seconds("vm", ""), 30);
+        assert_eq!(seconds("db", ""), 60, "a client may have more than everybody");
+        assert_eq!(seconds("db", "bob"), 50, "a user gets less, never more");
+        assert_eq!(seconds("vm", "bob"), 30);
+        assert_eq!(seconds("db", "alice"), 0);
+        assert_eq!(Limits::default().of("vm", "").resume_grace(), LONGEST_GRACE, "the default");
+        assert!(limits.without_effect().is_empty(), "{:?}", limits.without_effect());
+        assert!(parse_grace("61s").is_err() && parse_grace("x").is_err());
     }
 
     #[test]

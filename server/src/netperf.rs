@@ -6,19 +6,19 @@
 use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::measure::{GRACE_SECONDS, MAX_SECONDS};
 use gpusession_proto::preface::Preface;
-use gpusession_proto::supervise::{FromWorker, Isolation, Start, ToWorker};
+use gpusession_proto::supervise::{FromWorker, Start, ToWorker};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 
 use crate::clock::{self, Clock, Moment, Random};
-use crate::spawn::{Spawner, clean_environment};
+use crate::spawn::clean_environment;
 use crate::supervise::channel::Channel;
 use crate::supervise::process::{Process, end_group};
 use crate::supervise::{AdoptError, Supervisor, WorkerId, hex};
@@ -115,11 +115,7 @@ impl Table {
 }
 
 struct Inner {
-    program: PathBuf,
-    isolation: Isolation,
-    /// Whether programs' connections may come back, so that lanes acknowledge chunks.
-    resumes: bool,
-    spawner: Spawner,
+    supervisor: Supervisor,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     table: Mutex<Table>,
@@ -145,15 +141,7 @@ impl Drop for Entry {
 impl Endpoints {
     /// Starts endpoints as the supervisor starts workers.
     pub fn new(supervisor: &Supervisor, clock: Arc<dyn Clock>, random: Arc<dyn Random>) -> Self {
-        Self(Arc::new(Inner {
-            program: supervisor.program().into(),
-            isolation: supervisor.isolation().workers,
-            resumes: supervisor.resume_grace() > Duration::ZERO,
-            spawner: supervisor.spawner().clone(),
-            clock,
-            random,
-            table: Mutex::default(),
-        }))
+        Self(Arc::new(Inner { supervisor: supervisor.clone(), clock, random, table: Mutex::default() }))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -184,7 +172,7 @@ impl Endpoints {
         }
         let mut entry = Entry { endpoints: self.clone(), id, started: false };
         let (process, channel, fingerprint) =
-            self.start(&id, key, encrypted).await.map_err(NoMeasurement::Failed)?;
+            self.start(client, &id, key, encrypted).await.map_err(NoMeasurement::Failed)?;
         entry.started = true;
         let life = Duration::from_secs((seconds.min(MAX_SECONDS) + GRACE_SECONDS).into());
         info!(gpusession_client = client, "client {client}: measures the network for {seconds} s");
@@ -198,10 +186,14 @@ impl Endpoints {
 
     async fn start(
         &self,
+        client: &str,
         id: &WorkerId,
         key: [u8; 32],
         encrypted: bool,
     ) -> Result<(Owned, Channel, [u8; 32]), String> {
+        let supervisor = &self.0.supervisor;
+        // With a grace, lanes acknowledge chunks, like those of this client's programs.
+        let resumes = supervisor.resume_grace(client) > Duration::ZERO;
         let start = Start {
             worker: *id,
             lease: String::new(),
@@ -213,14 +205,14 @@ impl Endpoints {
             module_cache_bytes: 0,
             warm: false,
             mps: false,
-            resume_grace_s: if self.0.resumes { RETURN_SECONDS } else { 0 },
+            resume_grace_s: if resumes { RETURN_SECONDS } else { 0 },
             staging_bytes: 0,
-            isolation: self.0.isolation,
+            isolation: supervisor.isolation().workers,
         };
-        let program = &self.0.program;
+        let program = supervisor.program();
         let failed = |e: std::io::Error| format!("{}: {e}", program.display());
         let variables = clean_environment(Path::new(""));
-        let started = self.0.spawner.start(program, &["--measure"], variables, false, None).await;
+        let started = supervisor.spawner().start(program, &["--measure"], variables, false, None).await;
         let (child, fd) = started.map_err(failed)?;
         let pid = child.id().unwrap_or_default();
         let process = Owned(Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?);

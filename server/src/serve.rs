@@ -114,7 +114,6 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         cache: cache.clone(),
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
-        resume_grace: config.resume_grace,
         isolation: isolation.clone(),
         mps: host.mps,
         cgroups: Cgroups::of_this_unit(),

@@ -46,7 +46,7 @@ pub(super) fn check(
         check_mps_folder(&raw, &keys.runtime_dir)?;
     }
     let mut limits = check_limits(&raw, users.scope, &mut report)?;
-    limits.entries.extend(idle_times(&keys, &raw));
+    limits.entries.extend(times(&keys, &raw));
     warnings.extend(limits.without_effect());
     let reserve = check_reserves(&raw, host, &mut report)?;
     let shared_domain = mps.as_ref().is_some_and(|mps| mps.shared);
@@ -83,17 +83,18 @@ fn mps(keys: &Keys, gpu_sharing: &GpuSharing) -> Option<Mps> {
     })
 }
 
-/// Returns the idle times as limits for everybody.
-fn idle_times(keys: &Keys, raw: &Raw) -> impl Iterator<Item = Entry> {
+/// Returns the times with top-level keys as limits for everybody.
+fn times(keys: &Keys, raw: &Raw) -> impl Iterator<Item = Entry> {
     [
-        ("warn_after", keys.warn_after),
-        ("park_after", keys.park_after),
-        ("release_after", keys.release_after),
-        ("lend_after", keys.lend_after),
+        ("warn_after", Bound::Time(keys.warn_after)),
+        ("park_after", Bound::Time(keys.park_after)),
+        ("release_after", Bound::Time(keys.release_after)),
+        ("lend_after", Bound::Time(keys.lend_after)),
+        ("resume_grace", Bound::Grace(keys.resume_grace)),
     ]
     .into_iter()
-    .map(|(name, time)| {
+    .map(|(name, bound)| {
         let origin = raw.keys.get(name).map_or(&Origin::Default, |(_, origin)| origin).to_string();
-        Entry { name, layer: Layer::Default, bound: Bound::Time(time), origin, of_user: false }
+        Entry { name, layer: Layer::Default, bound, origin, of_user: false }
     })
 }

@@ -135,8 +135,8 @@ keys! {
         /// Time for which a worker waits for a program whose connection broke; 0: it ends at once.
         ///
         /// The time is at most 60 s. A program that exits, is killed or loses its lease needs none:
-        /// the daemon reports it.
-        resume_grace: Duration = "60s", GRACE;
+        /// the daemon reports it. A new value counts for workers that start later.
+        resume_grace: Duration = "60s", GRACE, live;
         /// Disk space for modules and code that the driver compiled from PTX; 0: none.
         cache_max: u64 = "8GiB", SIZE;
 

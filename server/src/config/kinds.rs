@@ -15,7 +15,7 @@ use ipnet::IpNet;
 
 use super::raw::Value;
 use super::values::{Advertised, GpuChoice, Gpus};
-use crate::limits::{Bound, Scope, parse_memory};
+use crate::limits::{Bound, LONGEST_GRACE, Scope, parse_memory};
 
 /// Parser and formatter of a key's value.
 pub struct Kind<T> {
@@ -128,8 +128,7 @@ pub(super) const DURATION: Kind<Duration> = Kind { read: duration, show: |time| 
 pub(super) const GRACE: Kind<Duration> = Kind {
     read: |v| {
         let time = duration(v)?;
-        // A lease lasts no longer without its client.
-        if time <= Duration::from_secs(60) { Ok(time) } else { Err("at most 60 s are possible".into()) }
+        if time <= LONGEST_GRACE { Ok(time) } else { Err("at most 60 s are possible".into()) }
     },
     show: |time| show_duration(*time),
 };

@@ -8,12 +8,12 @@ use super::origin::{ConfigError, Origin};
 use super::raw::{Raw, RawKeys, RawReserve, Value};
 use super::reader::{Host, Reader, Report};
 use crate::lease::Reserve;
-use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
+use crate::limits::{self, Bound, Entry, Group, LIMITS, Layer, Limits, ON_IDLE, Scope, TOP_LEVEL};
 
 pub(super) fn check_limits(raw: &Raw, scope: Scope, report: &mut Report) -> Result<Limits, ConfigError> {
     let mut out = Limits { scope, ..Limits::default() };
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
-    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+    for limit in LIMITS.iter().filter(|l| !TOP_LEVEL.contains(&l.name)) {
         if !raw.limits.contains_key(&(Layer::Default, limit.name.to_string())) {
             report.push((format!("limits.{}", limit.name), limit.default().into(), Origin::Default));
         }

@@ -8,7 +8,7 @@ use super::keys::keys;
 use super::origin::{ConfigError, Origin};
 use super::raw::{Raw, convert};
 use super::unknown::unknown;
-use crate::limits::{IDLE_TIMES, LIMITS, Layer, OF_CLIENTS};
+use crate::limits::{LIMITS, Layer, OF_CLIENTS, TOP_LEVEL};
 
 fn line_of(text: &str, offset: usize) -> usize {
     text.as_bytes().iter().take(offset).filter(|b| **b == b'\n').count() + 1
@@ -62,7 +62,7 @@ fn read_table(
         } else if let Some((layer, name)) = limit
             && (LIMITS
                 .iter()
-                .any(|l| l.name == name && (layer != Layer::Default || !IDLE_TIMES.contains(&name)))
+                .any(|l| l.name == name && (layer != Layer::Default || !TOP_LEVEL.contains(&name)))
                 && !(matches!(layer, Layer::User(_)) && OF_CLIENTS.contains(&name))
                 || matches!(layer, Layer::Group(_)) && ["clients", "users"].contains(&name))
         {

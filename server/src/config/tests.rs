@@ -8,7 +8,7 @@ use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
 
 use super::*;
-use crate::limits::{Bound, IDLE_TIMES, LIMITS, Scope};
+use crate::limits::{Bound, LIMITS, Scope, TOP_LEVEL};
 
 /// A host without NVIDIA's driver, systemd and variables.
 fn around() -> Surroundings<'static> {
@@ -85,8 +85,8 @@ fn defaults() {
     assert_eq!(config.data_ports, (7602, 7602));
     assert_eq!(config.state_dir, Path::new("/var/lib/gpuserver-a"));
     assert_eq!(config.origin("state_dir"), Origin::Environment("STATE_DIRECTORY"));
-    assert_eq!(config.report.len(), keys().count() + LIMITS.len() - IDLE_TIMES.len());
-    for name in IDLE_TIMES {
+    assert_eq!(config.report.len(), keys().count() + LIMITS.len() - TOP_LEVEL.len());
+    for name in TOP_LEVEL {
         let key = keys().find(|k| k.name == name).unwrap();
         let limit = LIMITS.iter().find(|l| l.name == name).unwrap();
         assert_eq!(key.default(), Some(limit.default()), "{name}: one default");

@@ -4,7 +4,7 @@ use gpusession_common::units::nearest;
 use toml::de::DeValue;
 
 use super::keys::keys;
-use crate::limits::{IDLE_TIMES, LIMITS, OF_CLIENTS};
+use crate::limits::{LIMITS, OF_CLIENTS, TOP_LEVEL};
 
 /// Returns the error text for an unknown key, with a suggestion.
 pub(super) fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
@@ -52,7 +52,7 @@ fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
                 of.join(".")
             );
         }
-        [name] if IDLE_TIMES.contains(name) => {
+        [name] if TOP_LEVEL.contains(name) => {
             return format!("unknown key `{written}`; did you mean `{name}`?");
         }
         [name] => ("", *name),
@@ -71,7 +71,7 @@ fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
     }
     let members: &[&str] = if kind == "group" { &["clients", "users"] } else { &[] };
     let here = |name: &&str| match kind {
-        "" => !IDLE_TIMES.contains(name),
+        "" => !TOP_LEVEL.contains(name),
         "user" => !OF_CLIENTS.contains(name),
         _ => true,
     };

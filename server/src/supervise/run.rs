@@ -72,7 +72,7 @@ impl Supervisor {
             // Under MPS a context takes one of the server's places.
             warm: !entry.lease.mps,
             mps: entry.lease.mps,
-            resume_grace_s: options.resume_grace.as_secs() as u32,
+            resume_grace_s: entry.limits.resume_grace().as_secs() as u32,
             staging_bytes: staging(&entry.limits),
             isolation: options.isolation.workers,
         };

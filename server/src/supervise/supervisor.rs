@@ -41,8 +41,6 @@ pub struct Options {
     pub warm_workers: u32,
     /// Time without use after which a lease keeps only one ready worker.
     pub idle_exit: Duration,
-    /// Time that a worker waits for a lost client.
-    pub resume_grace: Duration,
     /// Isolation of workers, which never changes while the server runs.
     pub isolation: Decision,
     /// Settings of MPS; `None`: this server does not use MPS.
@@ -167,9 +165,9 @@ impl Supervisor {
         &self.0.options.program
     }
 
-    /// Returns the time that a worker waits for a lost client.
-    pub fn resume_grace(&self) -> Duration {
-        self.0.options.resume_grace
+    /// Returns the time that workers of a client wait for a program whose connection broke.
+    pub fn resume_grace(&self, client: &str) -> Duration {
+        self.state().limits.of(client, "").resume_grace()
     }
 
     /// Returns the thread that starts processes.

@@ -40,7 +40,7 @@ use gpusession_proto::message;
 use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::readings::{Answer, FromMonitor, ToMonitor};
 use gpusession_proto::supervise::{
-    ClientProcess, FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD,
+    ClientProcess, FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD, decode, encode,
 };
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
@@ -94,7 +94,7 @@ fn main() {
     }
     if args.get(1).is_some_and(|flag| flag == "--heir") {
         // A message that the server answers more slowly than this loop sends it.
-        let packet = postcard::to_allocvec(&FromWorker::MemoryReturned { device: 0, bytes: 0 }).unwrap();
+        let packet = encode(&FromWorker::MemoryReturned { device: 0, bytes: 0 });
         while send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL).is_ok() {}
         return;
     }
@@ -127,7 +127,7 @@ fn monitor(driver: &str) {
 }
 
 fn tell(message: &FromWorker) {
-    let packet = postcard::to_allocvec(message).unwrap();
+    let packet = encode(message);
     let _ = send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL);
 }
 
@@ -154,7 +154,7 @@ fn serve() {
         if len == 0 {
             return;
         }
-        match postcard::from_bytes(&packet[..len]).unwrap() {
+        match decode(&packet[..len]).unwrap() {
             ToWorker::Start(s) => {
                 if s.driver.contains("crash") {
                     std::process::exit(7);
@@ -191,7 +191,7 @@ fn serve() {
                 let facts = serde_json::json!({
                     "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
                     "lane": preface.lane.get(), "attempt": preface.attempt.get(), "require_tls": s.require_tls,
-                    "staging": s.staging_bytes, "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
+                    "staging": s.staging_bytes, "grace": s.resume_grace_s, "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
                     "warm": s.warm, "mps": s.mps, "admin": asks_the_server(&s.driver),
                     "blocking": flags & nix::libc::O_NONBLOCK == 0,
                     "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
@@ -272,7 +272,8 @@ fn serve() {
             ToWorker::ShareAsked { .. }
             | ToWorker::ShareGranted { .. }
             | ToWorker::ShareInherited { .. }
-            | ToWorker::ShareLost { .. } => {}
+            | ToWorker::ShareLost { .. }
+            | ToWorker::Unknown => {}
             ToWorker::Stop { reason } => match start.as_ref() {
                 Some(s) if s.driver.contains("deaf") => {}
                 Some(s) if s.mps && !lanes.is_empty() => {

@@ -102,6 +102,26 @@ async fn every_limit_refuses_by_name() {
 }
 
 #[tokio::test]
+async fn workers_wait_for_lost_programs_as_long_as_their_users_may() {
+    let more = "limits.gpus = 64\nresume_grace = \"20s\"\nlimits.client.vm-1.resume_grace = \"50s\"\n\
+                limits.user.bob.resume_grace = 0";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let grace = async |client: &Client, user: &str| {
+        let mut client = client.clone();
+        let wish = AllocateRequest { user: user.into(), memory_percent: 10.0, ..client.request() };
+        let lease = client.pool.allocate(wish).await.unwrap().into_inner().id;
+        let worker = client.take(&lease).await.unwrap();
+        server.adopt(&worker.id, 0, true).1["grace"].as_u64()
+    };
+    let (first, second) = (server.client("vm-1").await, server.client("vm-2").await);
+    assert_eq!(grace(&second, "").await, Some(20), "of everybody");
+    assert_eq!(grace(&first, "alice").await, Some(50));
+    assert_eq!(grace(&first, "bob").await, Some(0), "the shortest that applies");
+    server.set("limits.client.vm-1.resume_grace", "5s");
+    assert_eq!(grace(&first, "alice").await, Some(5), "a worker that started later");
+}
+
+#[tokio::test]
 async fn a_request_above_the_mapped_memory_limit_is_logged() {
     let mut server = Server::prepare("greedy-libcuda.so.1", "limits.client.vm-1.staging = \"64MiB\"").await;
     server.run_into("journal").await;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gpuserver::config::keys;
-use gpuserver::limits::{IDLE_TIMES, LIMITS};
+use gpuserver::limits::{LIMITS, TOP_LEVEL};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, TakeWorkersRequest};
 use nix::fcntl::{Flock, FlockArg};
@@ -174,7 +174,7 @@ async fn a_server_says_what_it_starts_with() {
     for key in keys() {
         says(&format!(" {} = ", key.name));
     }
-    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+    for limit in LIMITS.iter().filter(|l| !TOP_LEVEL.contains(&l.name)) {
         says(&format!(" limits.{} = ", limit.name));
     }
     let file = server.path("gpuserver.toml");

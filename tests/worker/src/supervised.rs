@@ -71,7 +71,6 @@ impl Site {
             cache: None,
             warm_workers,
             idle_exit: Duration::ZERO,
-            resume_grace: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,
             cgroups: gpuserver::cgroups::Cgroups::of_this_unit(),

@@ -15,8 +15,9 @@ const LIMIT_TABLES: &[&str] = &[
     "The client reports the user's name, so the name can reduce the client's limit and never raise it.",
     "If several apply, the smallest wins.",
     "A group has members: `clients` (patterns) and `users`; its limits apply to each of them.",
-    "A group, a client or a user may also have `warn_after`, `park_after`, `release_after` and `lend_after`, \
-     of which 0 counts as the largest; for everyone they are keys outside [limits].",
+    "A group, a client or a user may also have `warn_after`, `park_after`, `release_after`, `lend_after` \
+     and `resume_grace`; for everyone they are keys outside [limits].",
+    "Of `resume_grace` 0 counts as the smallest, of the other times as the largest.",
     "The defaults below are those of [limits].",
     "Programs on a lease for all users of a machine count for their users by `workers`, `connections`, \
      `host_memory` and `threads`.",
@@ -28,7 +29,7 @@ fn file(name: &str) -> PathBuf {
 
 /// Rows of `[limits]`.
 fn limits() -> Vec<gpusession_common::keys::Row> {
-    LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)).map(|l| l.row).collect()
+    LIMITS.iter().filter(|l| !TOP_LEVEL.contains(&l.name)).map(|l| l.row).collect()
 }
 
 #[test]
@@ -71,7 +72,7 @@ fn the_shipped_file_comes_from_the_rows() {
             assert_eq!(value(&shipped, row.name), value(&without, row.name), "{}", row.name);
         }
     }
-    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+    for limit in LIMITS.iter().filter(|l| !TOP_LEVEL.contains(&l.name)) {
         let bound = Bound::parse(limit.kind, &value(&shipped, limit.row.name).unwrap());
         assert_eq!(bound, Bound::parse(limit.kind, limit.default()), "{}", limit.name);
     }
