@@ -1,8 +1,10 @@
 """A server behind a router that translates addresses, and the same server by IPv6 alone."""
 import json
 import subprocess
+import time
 
 from harness import HERE, Host, expect
+from scenarios.outage import BACK
 
 ORDER = 56
 # The router passes both ports on as its own, so neither end sees the other's address.
@@ -11,6 +13,12 @@ ROUTER = """table ip translated {{
     chain after {{ type nat hook postrouting priority 100; ip daddr {server} masquerade; }}
 }}
 """
+# The router forgets its connections, as after a restart: those it finds are in another zone, and it
+# lets no connection begin in the middle.
+FORGETS = "table ip forgets { chain before { type filter hook prerouting priority -300; ct zone set 7; }; }"
+STRICT = "echo 0 >/proc/sys/net/netfilter/nf_conntrack_tcp_loose"
+# An address of the lab's network that no host has.
+OTHER = "198.18.0.211"
 # The client reaches no server by IPv4.
 WITHOUT_IPV4 = "meta nfproto ipv4 tcp dport { 7601, 7602 } reject"
 
@@ -56,6 +64,31 @@ def run(site, check):
         seen = works()
         assert all(address(router, 4) in peer for peer in seen), seen
         note(", ".join(seen))
+    with check("a program continues when the router forgets its connections") as note:
+        client.start("program", "longRun 8; echo status $?", user="alice")
+        server.until("gpuserver ps --json | grep -q '\"state\": *\"active\"'", 20)
+        before = peers()
+        router.network("sh", "-c", STRICT)
+        router.network("nft", "-f", "-", stdin=FORGETS)
+        seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
+        router.network("nft", "delete table ip forgets")
+        assert "steps right" in seen and "status 0" in seen, seen
+        back = server.ok(f"journalctl -b -t gpuserver MESSAGE_ID={BACK} --no-pager -o cat")
+        expect(back, "without a connection")
+        note(f"{before}; {back.splitlines()[-1]}")
+    with check("a program and the machine's lease continue when the machine gets another address") as note:
+        client.start("program", "longRun 12; echo status $?", user="alice")
+        server.until("gpuserver ps --json | grep -q '\"state\": *\"active\"'", 20)
+        begin, four = time.monotonic(), address(client, 4)
+        client.ok(f"ip address del {four}/24 dev eth0; ip address add {OTHER}/24 dev eth0")
+        server.until("gpuserver ps --json | grep -q '\"interruptions\": *[1-9]'", 30)
+        note(f"back after {time.monotonic() - begin:.1f} s")
+        seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
+        assert "steps right" in seen and "status 0" in seen, seen
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        expect(client.ok(f"ssh alice@{client.name} vectorAdd"), "sums right")
+        client.ok(f"ip address del {OTHER}/24 dev eth0; ip address add {four}/24 dev eth0")
+        client.until(f"ssh alice@{client.name} vectorAdd", 30)
     links("unblock")
     with check("by IPv6 alone, with the address in servers.toml, the machine has its lease again, and alice's programs run") as note:
         six = address(server, 6)

@@ -1,7 +1,9 @@
 """Boots while the servers are unreachable; when they are back, GPUs appear without intervention."""
 import json
+import time
 
 from harness import expect
+from scenarios.policy import lease
 
 ORDER = 50
 GROUP = "faults"
@@ -99,18 +101,32 @@ def run(site, check):
         assert "(python3) of alice" in line and "connection to gpu1 lost" in line, line
         note(line)
         client.ok("journalctl -b -t gpusessiond MESSAGE_ID=0e9b7c52f8d64a6fb3714c2d95ea08f3 --no-pager | grep 'has lost its GPUs'")
-    with check("a program survives a cut of half a minute, which status shows meanwhile; both journals report its return") as note:
+    with check("a program survives a cut of 52 s, which status shows meanwhile; both journals report its return") as note:
         client.start("program", "longRun 10; echo status $?", user="alice")
         server.until("gpuserver ps | grep longRun", 20)
+        begin = time.monotonic()
         server.lab("cut", "--silent")
         line = client.until("gpusession status | grep -o '! .*has no connection to gpu1.*'", 30)
         note(line)
+        time.sleep(begin + 52 - time.monotonic())
         server.lab("heal")
         seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
         expect(seen, "steps right")
         expect(seen, "status 0")
         for host, name in ((client, "gpusessiond"), (server, "gpuserver")):
             host.until(f"journalctl -b -t {name} MESSAGE_ID={BACK} --no-pager -o cat | grep 'without a connection'", 10)
+    with check("a program survives a suspend of its machine for half a minute"):
+        client.start("program", "longRun 8; echo status $?", user="alice")
+        server.until("gpuserver ps | grep longRun", 20)
+        before = lease(client, "everyone")
+        with client.suspended():
+            time.sleep(30)
+        seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
+        expect(seen, "steps right")
+        expect(seen, "status 0")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        assert lease(client, "everyone") == before, "another lease"
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("a program computes right while 30 % of all packets are lost in each direction"):
         with server.loses(30):
             seen = client.ok("longRun 0.4; echo status $?", user="alice", timeout=180)
