@@ -102,6 +102,7 @@ fn surveyed(address: &str, answer: Answer, uid: u32, now: Duration) -> Surveyed 
         clock_skew_usec: (said.time_usec != 0).then(|| (said.time_usec as i64).saturating_sub(then)),
         software: said.software,
         protocol: said.protocol,
+        oldest_protocol: said.oldest_protocol,
         driver_version: said.driver_version,
         cuda_version: if cuda == 0 { String::new() } else { format!("{}.{}", cuda / 1000, cuda % 1000 / 10) },
         data_addresses: said.data_addresses,

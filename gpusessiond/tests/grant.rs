@@ -8,9 +8,9 @@ use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
 use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
 };
-use gpusession_proto::message;
 use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
+use gpusession_proto::{message, preface};
 use gpusession_test_daemon::{
     GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
 };
@@ -743,9 +743,22 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
 }
 
 #[tokio::test]
+async fn a_later_server_that_serves_this_version_is_used() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.protocol = Some((preface::VERSION.into(), 9)));
+    let engine = engine(&[&sim]);
+    let config = quick();
+    want(&engine, &config).await;
+    until(&engine, |s| held(s) && s.servers[0].facts.protocol == 9).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
 async fn a_server_of_another_version_is_not_tried() {
     let sim = SimServer::new("gpu-a", 1);
-    sim.with(|s| s.protocol = Some(9));
+    sim.with(|s| s.protocol = Some((8, 9)));
     let engine = engine(&[&sim]);
     let config = quick();
     want(&engine, &config).await;
@@ -754,7 +767,8 @@ async fn a_server_of_another_version_is_not_tried() {
     for environment in [vec![], vec![("CUDA_DEVICE_MAX_CONNECTIONS".to_string(), "1".to_string())]] {
         let (reply, _c) = ask_async(&socket.path, Request { environment, ..request() }).await;
         let Reply::Denied { denial: Denial::ProtocolMismatch, reason } = reply else { panic!("{reply:?}") };
-        assert!(reason.starts_with("gpu-a speaks version 9 of the data plane"), "{reason}");
+        let wanted = "gpu-a serves versions 8 to 9 of the data plane, the program speaks version 4: update the client's packages";
+        assert_eq!(reason, wanted);
     }
 }
 

@@ -20,10 +20,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Magic number at the start of every data connection.
 pub const MAGIC: [u8; 8] = *b"GPUSESS\x01";
-/// Version of the data plane, raised when frames, operations or lanes change their meaning.
+/// Version of the data plane that programs speak.
 ///
-/// A worker serves only its own version.
+/// It is raised when frames, operations, lanes or tickets change their meaning. An addition needs
+/// no new version: [`crate::frame::ability`] and [`crate::frame::library_ability`] announce it.
 pub const VERSION: u16 = 4;
+/// Oldest version that a worker serves: that of the previous release, or an older one.
+pub const OLDEST: u16 = 4;
 /// Oldest version with the present layout.
 const FIRST_LAYOUT: u16 = 4;
 /// Flag of a connection on which TLS follows the preface.
@@ -105,10 +108,9 @@ impl std::fmt::Display for BadPreface {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Magic => f.write_str("not a gpusession data connection"),
-            Self::Version(v) => write!(
-                f,
-                "data-plane version {v}: this server supports only {VERSION}; update the older side"
-            ),
+            Self::Version(v) => {
+                f.write_str(&mismatch("this server", OLDEST.into(), VERSION.into(), (*v).into()))
+            }
         }
     }
 }
@@ -145,10 +147,10 @@ impl Preface {
         }
     }
 
-    /// Checks that the frames behind the preface are of the version that this end serves.
+    /// Checks that this end serves the version of the frames behind the preface.
     pub fn check_version(&self) -> Result<(), BadPreface> {
         match self.version.get() {
-            VERSION => Ok(()),
+            OLDEST..=VERSION => Ok(()),
             other => Err(BadPreface::Version(other)),
         }
     }
@@ -179,6 +181,25 @@ impl Preface {
     pub fn tls(&self) -> bool {
         self.flags.get() & FLAG_TLS != 0
     }
+}
+
+/// Returns `true` if a server of these versions serves programs of this machine.
+///
+/// `oldest` is `None` from a server that serves one version; `newest` is 0 until it is known.
+pub fn served(oldest: Option<u32>, newest: u32) -> bool {
+    newest == 0 || (oldest.unwrap_or(newest)..=newest).contains(&VERSION.into())
+}
+
+/// Describes a server that does not serve a program's version, and says which side to update.
+pub fn mismatch(server: &str, oldest: u32, newest: u32, program: u32) -> String {
+    let serves = match oldest {
+        _ if oldest == newest => format!("version {newest}"),
+        _ => format!("versions {oldest} to {newest}"),
+    };
+    let older = if program < oldest { "the client's packages" } else { "the server" };
+    format!(
+        "{server} serves {serves} of the data plane, the program speaks version {program}: update {older}"
+    )
 }
 
 const REFUSED: u32 = 1 << 31;
@@ -296,6 +317,40 @@ mod tests {
         assert_eq!(Preface::parse(&bytes), Err(BadPreface::Version(3)));
         bytes[0] = b'H';
         assert_eq!(Preface::parse(&bytes), Err(BadPreface::Magic));
+    }
+
+    /// Highest number in `calls.txt` of the first release with [`VERSION`], and the hash of its
+    /// numbered lines.
+    const FIRST: (u16, &str) = (412, "9e3d3b3bff866f72");
+
+    #[test]
+    fn numbers_of_the_first_release_of_this_version_keep_their_meaning() {
+        let numbered = |line: &str| {
+            let number = line.strip_prefix("op ").unwrap_or(line).split(' ').next()?.parse::<u16>().ok()?;
+            (number <= FIRST.0).then(|| format!("{line}\n"))
+        };
+        let text = include_str!("../calls/calls.txt");
+        let lines: String = text.lines().filter_map(numbered).collect();
+        let hash = blake3::hash(lines.as_bytes()).to_hex();
+        assert_eq!(
+            (VERSION, &hash[..16]),
+            (4, FIRST.1),
+            "give an operation with another meaning a new number above {}, or raise VERSION",
+            FIRST.0
+        );
+    }
+
+    #[test]
+    fn servers_serve_the_versions_that_they_name() {
+        let own = u32::from(VERSION);
+        assert!(served(None, 0), "it has not described itself yet");
+        assert!(served(None, own) && served(Some(own), own) && served(Some(own - 1), own + 1));
+        assert!(!served(None, own + 1) && !served(Some(own + 1), own + 2) && !served(Some(1), own - 1));
+        let text = |oldest, newest| mismatch("gpu1", oldest, newest, own);
+        assert!(
+            text(7, 9).contains("versions 7 to 9") && text(7, 9).ends_with("update the client's packages")
+        );
+        assert!(text(3, 3).contains("version 3 of") && text(3, 3).ends_with("update the server"));
     }
 
     #[test]

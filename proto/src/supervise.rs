@@ -1,18 +1,24 @@
 //! Messages between `gpuserver` and one of its worker processes.
 //!
 //! The worker inherits a `SOCK_SEQPACKET` socket as file descriptor [`WORKER_FD`]. A packet carries
-//! one message in postcard, without a length prefix.
+//! one message: a JSON object, whose key `is` names the message.
+//!
+//! A worker outlives the server that started it, so the two may come from different releases. Their
+//! messages therefore only grow: a new field has a default, and a receiver ignores unknown fields
+//! and messages. An answer to a new request may therefore never come.
 //!
 //! A worker is presumed to be controlled by its client: no message from it can give it rights.
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::message::Malformed;
 use crate::share::Name;
 
-/// Version of these messages; any change of the bytes on the socket raises it.
+/// Version of these messages, raised by a change that an earlier release cannot read.
 ///
 /// A server takes over the workers of an earlier server of the same version only.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 /// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -26,8 +32,23 @@ pub const STAGING: u64 = 256 << 20;
 pub const MPS_VARIABLES: &[&str] =
     &["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY"];
 
+/// Encodes a message for a packet.
+///
+/// # Panics
+/// Never for the messages of this module: they all serialize.
+#[allow(clippy::expect_used, reason = "derived `Serialize` of types without maps")]
+pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
+    serde_json::to_vec(message).expect("messages of this module serialize")
+}
+
+/// Decodes a packet.
+pub fn decode<T: DeserializeOwned>(packet: &[u8]) -> Result<T, Malformed> {
+    serde_json::from_slice(packet).map_err(|_| Malformed::Body)
+}
+
 /// A message from the supervisor to the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is")]
 pub enum ToWorker {
     /// The first message: load the driver, and get ready if it asks for a warm worker.
     Start(Start),
@@ -106,6 +127,9 @@ pub enum ToWorker {
         /// Id of the worker.
         worker: [u8; 16],
     },
+    /// A message of a later release, which the receiver ignores.
+    #[serde(other)]
+    Unknown,
 }
 
 /// Device memory that counts for a worker.
@@ -131,7 +155,7 @@ pub struct Holding {
 }
 
 /// Most elements of [`FromWorker::SharesHeld`].
-pub const MAX_HOLDINGS: usize = 1024;
+pub const MAX_HOLDINGS: usize = 256;
 
 /// Reason why a worker does not get a shared object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -223,6 +247,7 @@ pub struct DeviceLimit {
 
 /// A message from the worker to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is")]
 pub enum FromWorker {
     /// The driver is loaded (and initialised, if wanted); the worker accepts connections.
     Ready {
@@ -334,7 +359,10 @@ pub enum FromWorker {
         object: u64,
     },
     /// All imports of the process, in any number of messages, after [`ToWorker::TakenOver`].
-    SharesHeld(Vec<Holding>),
+    SharesHeld {
+        /// At most [`MAX_HOLDINGS`] of them.
+        held: Vec<Holding>,
+    },
     /// The program has no connection and may come back, or has come back.
     ///
     /// The worker reports an outage of less than a second only at its end.
@@ -344,6 +372,9 @@ pub enum FromWorker {
         /// Whether the program has come back.
         over: bool,
     },
+    /// A message of a later release, which the receiver ignores.
+    #[serde(other)]
+    Unknown,
 }
 
 /// The process on the client that a worker serves.
@@ -382,11 +413,15 @@ pub struct Usage {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
     use crate::share::{Kind, Secret};
 
-    /// Encodes each message once, with every field different from its neighbours.
-    fn written() -> Vec<u8> {
+    /// Returns each message once, with every field different from its neighbours.
+    ///
+    /// Fields newer than [`FIRST`] have their defaults.
+    fn messages() -> (Vec<ToWorker>, Vec<FromWorker>) {
         let device = DeviceLimit { uuid: [7; 16], memory_bytes: 1 << 40, sm_percent: 50, context_bytes: 300 };
         let start = Start {
             worker: [1; 16],
@@ -413,7 +448,7 @@ mod tests {
         };
         let name = Name { kind: Kind::Memory, worker: [5; 16], object: 850, secret: Secret([6; 16]) };
         let holding = Holding { worker: [9; 16], object: 1500, imports: 1600, inherited: true };
-        let to = [
+        let to = vec![
             ToWorker::Start(start),
             ToWorker::Adopt { number: 600, preface: vec![3; 64], peer: "peer".into() },
             ToWorker::Stop { reason: "reason".into() },
@@ -438,7 +473,7 @@ mod tests {
             contexts: 450,
             idle_usec: 500,
         };
-        let from = [
+        let from = vec![
             FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
             FromWorker::Failed { reason: "failed".into() },
             FromWorker::Presented(process),
@@ -456,16 +491,66 @@ mod tests {
             FromWorker::ShareGiven { number: 1200, given: Ok(Charge { device: 1225, bytes: 1250 }) },
             FromWorker::ShareDropped { worker: [8; 16], object: 1300 },
             FromWorker::ShareEnded { object: 1400 },
-            FromWorker::SharesHeld(vec![holding]),
+            FromWorker::SharesHeld { held: vec![holding] },
             FromWorker::Outage { ms: 1500, over: true },
         ];
-        let to = to.iter().flat_map(|m| postcard::to_allocvec(m).unwrap());
-        to.chain(from.iter().flat_map(|m| postcard::to_allocvec(m).unwrap())).collect()
+        (to, from)
+    }
+
+    /// The messages as the first release with this [`VERSION`] wrote them; later ones add lines.
+    const FIRST: &str = include_str!("supervise/messages.jsonl");
+
+    /// Returns `true` if `present` is `first` with further fields.
+    fn extends(present: &Value, first: &Value) -> bool {
+        match (present, first) {
+            (Value::Object(present), Value::Object(first)) => {
+                first.iter().all(|(key, value)| present.get(key).is_some_and(|now| extends(now, value)))
+            }
+            (Value::Array(present), Value::Array(first)) => {
+                present.len() == first.len()
+                    && present.iter().zip(first).all(|(now, then)| extends(now, then))
+            }
+            _ => present == first,
+        }
+    }
+
+    fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: &T, line: &str) {
+        assert_eq!(decode::<T>(line.as_bytes()).as_ref(), Ok(message), "this release reads the first one");
+        let (present, first) = (encode(message), serde_json::from_str(line).unwrap());
+        let present = serde_json::from_slice(&present).unwrap();
+        assert!(extends(&present, &first), "the first release does not read {present}, but {line}");
     }
 
     #[test]
-    fn other_messages_are_another_version() {
-        let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (9, "3395ff525ebc48c3"), "raise VERSION, and write both here");
+    fn the_first_release_of_this_version_and_this_one_read_each_other() {
+        assert_eq!(VERSION, 10, "write the new version's messages into the file");
+        let (to, from) = messages();
+        let mut lines = FIRST.lines();
+        for message in &to {
+            check(message, lines.next().unwrap());
+        }
+        for message in &from {
+            check(message, lines.next().unwrap());
+        }
+        assert_eq!(lines.next(), None);
+    }
+
+    #[test]
+    fn what_a_later_release_adds_is_ignored() {
+        let later = br#"{"is":"Paused","quiet":true,"later":[{"a":1}]}"#;
+        assert_eq!(decode(later), Ok(FromWorker::Paused { quiet: true }));
+        let later = br#"{"is":"Dance","steps":[3,4]}"#;
+        assert_eq!(decode(later), Ok(FromWorker::Unknown));
+        assert_eq!(decode(later), Ok(ToWorker::Unknown));
+        for bad in [&b"{}"[..], b"3", br#"{"is":"Paused"}"#, br#"{"is":"Exit"} {}"#, &[b'['; 4096]] {
+            assert_eq!(decode::<FromWorker>(bad), Err(Malformed::Body));
+        }
+    }
+
+    #[test]
+    fn the_longest_list_fits_into_a_packet() {
+        let held = Holding { worker: [255; 16], object: u64::MAX, imports: u32::MAX, inherited: false };
+        let packet = encode(&FromWorker::SharesHeld { held: vec![held; MAX_HOLDINGS] });
+        assert!(packet.len() <= MAX_PACKET, "{}", packet.len());
     }
 }

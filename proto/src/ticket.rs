@@ -131,6 +131,16 @@ mod tests {
     }
 
     #[test]
+    fn another_ticket_is_another_version_of_the_data_plane() {
+        let hash = blake3::hash(&ticket().seal(&[3; 32])).to_hex();
+        assert_eq!(
+            (crate::preface::VERSION, &hash[..16]),
+            (4, "4536c85c84adc1b2"),
+            "raise the VERSION of prefaces"
+        );
+    }
+
+    #[test]
     fn the_longest_names_fit() {
         let program = "𝄞".repeat(64);
         for (path, kept) in

@@ -218,16 +218,20 @@ fn accepted(facts: &Facts) -> Finding {
 }
 
 fn versions(facts: &Facts) -> Finding {
-    let (own, protocol) = (env!("CARGO_PKG_VERSION"), u32::from(preface::VERSION));
+    let (own, protocol) = (env!("CARGO_PKG_VERSION"), preface::VERSION);
     each_described(facts, |server| {
         let version = server.software.rsplit(' ').next().unwrap_or("");
-        if server.protocol != protocol {
+        let (oldest, newest) = (server.oldest_protocol.unwrap_or(server.protocol), server.protocol);
+        if !preface::served(Some(oldest), newest) {
             return Finding::fault(
                 format!(
-                    "server {}: protocol {}; this client: {protocol}; programs do not start",
-                    server.name, server.protocol
+                    "server {}: protocol {oldest} to {newest}; this client: {protocol}; programs do not start",
+                    server.name
                 ),
-                "upgrade the older side, so that both have packages of one version",
+                match oldest > protocol.into() {
+                    true => "upgrade the packages of this client",
+                    false => "upgrade the packages of the server",
+                },
             );
         }
         match version == own {
@@ -457,7 +461,15 @@ mod tests {
         let skewed = with(|s| s.clock_skew_usec = Some(-3_600_000_000), clock);
         assert_eq!(skewed.state, State::Fault);
         assert!(skewed.found.contains("is 1 h 0 min behind this one"), "{skewed:?}");
-        assert_eq!(with(|s| s.protocol = 99, versions).state, State::Fault);
+        let mut fault = |change: fn(&mut Surveyed)| {
+            let found = with(change, versions);
+            assert_eq!(found.state, State::Fault);
+            found.remedy
+        };
+        assert!(fault(|s| s.protocol = 99).contains("of this client"));
+        assert!(fault(|s| s.protocol = 3).contains("of the server"));
+        let later = with(|s| (s.oldest_protocol, s.protocol) = (Some(4), 99), versions);
+        assert_eq!(later.state, State::Ok, "a later server serves this version, too");
         assert_eq!(with(|s| s.software = "gpuserver 0.0.1".into(), versions).state, State::Warning);
         let refuse = |s: &mut Surveyed| {
             (s.state, s.trouble) = ("unauthorized".into(), Some("revoked".into()));

@@ -60,8 +60,8 @@ pub struct SimState {
     pub holds_allocations: bool,
     /// Calls for workers return none while this is set.
     pub no_workers: bool,
-    /// Reported version of the data plane; by default the current one.
-    pub protocol: Option<u32>,
+    /// Reported oldest and newest version of the data plane; by default the current one.
+    pub protocol: Option<(u32, u32)>,
     /// Number of waiting processes of each call for workers.
     pub waiting: Vec<u32>,
     /// Calls for workers fail with this error.
@@ -351,7 +351,8 @@ impl PoolServer for SimServer {
             Ok(control::ServerDescription {
                 name: state.name.as_ref().unwrap_or(&self.name).clone(),
                 software: "gpuserver sim".into(),
-                protocol: state.protocol.unwrap_or(preface::VERSION.into()),
+                protocol: state.protocol.map_or(preface::VERSION.into(), |(_, newest)| newest),
+                oldest_protocol: state.protocol.map(|(oldest, _)| oldest),
                 state: state.word().into(),
                 devices: (0..state.gpus)
                     .map(|i| control::Device {

@@ -154,8 +154,10 @@ pub struct ServerFacts {
     pub state: String,
     /// Reason of the last failed call; empty after a success.
     pub trouble: String,
-    /// Version of the data plane's protocol; 0 until reported.
+    /// Newest version of the data plane's protocol that its workers serve; 0 until reported.
     pub protocol: u32,
+    /// Oldest version that they serve; `None` if that is `protocol`.
+    pub oldest_protocol: Option<u32>,
     /// Software and version.
     pub software: String,
     /// Number of GPUs that it serves.

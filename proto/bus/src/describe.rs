@@ -220,8 +220,10 @@ pub struct Surveyed {
     /// The server's clock less this machine's, in microseconds; `None` from older servers.
     pub clock_skew_usec: Option<i64>,
     pub software: String,
-    /// Version of the data plane's protocol.
+    /// Newest version of the data plane's protocol that its workers serve.
     pub protocol: u32,
+    /// Oldest version that they serve; `None` if that is `protocol`.
+    pub oldest_protocol: Option<u32>,
     pub driver_version: String,
     /// Such as `13.0`.
     pub cuda_version: String,

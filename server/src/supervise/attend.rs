@@ -103,7 +103,7 @@ impl Received {
             | FromWorker::ShareGiven { .. }
             | FromWorker::ShareDropped { .. }
             | FromWorker::ShareEnded { .. }
-            | FromWorker::SharesHeld(_) => {
+            | FromWorker::SharesHeld { .. } => {
                 self.memory_packets += 1;
                 self.paused = self.memory_packets > MAX_MEMORY_PACKETS;
             }

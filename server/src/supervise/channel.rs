@@ -5,7 +5,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker};
+use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, decode, encode};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use tokio::io::unix::AsyncFd;
 
@@ -26,7 +26,7 @@ impl Channel {
 
     /// Sends a packet, with a descriptor attached if there is one.
     pub async fn send(&self, message: &ToWorker, beside: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let packet = postcard::to_allocvec(message).map_err(io::Error::other)?;
+        let packet = encode(message);
         if packet.len() > MAX_PACKET {
             return Err(io::Error::other("the packet for the worker is too long"));
         }
@@ -64,11 +64,11 @@ impl Channel {
             let bytes = packet
                 .get(..len)
                 .ok_or_else(|| io::Error::other("the worker sent a packet that is too long"))?;
-            return match postcard::take_from_bytes(bytes) {
-                Ok((message @ FromWorker::ShareGiven { .. }, [])) => Ok(Some((message, descriptor))),
-                Ok((message, [])) if descriptor.is_none() => Ok(Some((message, None))),
-                Ok((_, [])) => Err(io::Error::other("the worker sent a descriptor out of turn")),
-                _ => Err(io::Error::other("the worker sent a malformed packet")),
+            return match decode(bytes) {
+                Ok(message @ FromWorker::ShareGiven { .. }) => Ok(Some((message, descriptor))),
+                Ok(message) if descriptor.is_none() => Ok(Some((message, None))),
+                Ok(_) => Err(io::Error::other("the worker sent a descriptor out of turn")),
+                Err(_) => Err(io::Error::other("the worker sent a malformed packet")),
             };
         }
     }
@@ -119,7 +119,7 @@ mod tests {
             (&FromWorker::Wanted, 1, false),
         ] {
             let (ours, theirs) = socket_pair().unwrap();
-            let packet = postcard::to_allocvec(message).unwrap();
+            let packet = encode(message);
             let fds = vec![theirs.as_raw_fd(); count];
             let rights = [ControlMessage::ScmRights(&fds)];
             let parts = [IoSlice::new(&packet)];

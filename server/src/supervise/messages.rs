@@ -31,7 +31,7 @@ impl Supervisor {
                 self.share_dropped(&mut state, id, (worker, object));
             }
             FromWorker::ShareEnded { object } => self.share_ended(&mut state, id, object),
-            FromWorker::SharesHeld(held) => self.shares_held(&mut state, id, &held),
+            FromWorker::SharesHeld { held } => self.shares_held(&mut state, id, &held),
             message => {
                 self.on_message(&mut state, id, message);
                 state.remember(id);
@@ -86,12 +86,13 @@ impl Supervisor {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
             FromWorker::Presented(process) => self.presented(state, *id, process),
-            // `heard` takes these.
+            // `heard` takes these, and a later release's worker sends unknown ones.
             FromWorker::ShareWanted { .. }
             | FromWorker::ShareGiven { .. }
             | FromWorker::ShareDropped { .. }
             | FromWorker::ShareEnded { .. }
-            | FromWorker::SharesHeld(_) => {}
+            | FromWorker::SharesHeld { .. }
+            | FromWorker::Unknown => {}
             FromWorker::Admitted { number, lane } => {
                 worker.unadmitted.admitted(number);
                 if lane == 0 && worker.lanes & 1 != 0 {

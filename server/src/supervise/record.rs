@@ -42,6 +42,9 @@ impl Phase {
 }
 
 /// State of a worker; the store keeps it for the next server.
+///
+/// That server may be of another release. So a later field has a default, and a change that an
+/// earlier release cannot read raises `SCHEMA` in `handover.rs`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct WorkerRecord {
     pub(super) id: WorkerId,
@@ -81,4 +84,43 @@ pub struct WorkerRecord {
     pub(super) ended_because: Option<String>,
     /// As [`super::quota::Ledger::held`] returns it.
     pub(super) held: Vec<([u8; 16], u64, u64)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// Returns a record as the first release with this schema wrote it.
+    fn first() -> Value {
+        let moment = json!({ "secs": 5, "nanos": 6 });
+        json!({
+            "id": vec![1; 16], "lease": "lease", "client": "vm-1", "gpus": ["GPU-1"], "phase": "Active",
+            "pid": 7, "stocked": true, "given": true, "encrypted": false,
+            "process": {
+                "uid": 1000, "user": "alice", "pid": 8, "program": "a.out", "executable": "/a.out",
+                "encrypted": false,
+            },
+            "peer": "10.0.0.1:5000", "interrupted": moment, "interruptions": 2, "lanes": 3,
+            "attempts": vec![1; 17], "fingerprint": vec![9; 32],
+            "usage": {
+                "calls": 1, "bytes_to_device": 2, "bytes_from_device": 3, "memory_bytes": 4, "contexts": 1,
+                "idle_usec": 5,
+            },
+            "used_at": moment, "busy": moment, "admitted_unix": 10, "user": "alice", "active": moment,
+            "wanted": true, "moving": false, "isolation": "full", "since": moment, "ended_because": "reason",
+            "held": [[vec![2; 16], 11, 12]],
+        })
+    }
+
+    #[test]
+    fn the_first_release_of_this_schema_and_this_one_read_each_other() {
+        let first = first();
+        let read: WorkerRecord = serde_json::from_value(first.clone()).unwrap();
+        let written = serde_json::to_value(&read).unwrap();
+        for (key, value) in first.as_object().unwrap() {
+            assert_eq!(&written[key], value, "{key}");
+        }
+    }
 }

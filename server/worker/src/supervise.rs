@@ -3,7 +3,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
+use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD, decode, encode};
 use nix::cmsg_space;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
@@ -58,7 +58,7 @@ impl Supervisor {
         if len == 0 {
             return Ok(None);
         }
-        let message = postcard::from_bytes(&buf[..len]).map_err(io::Error::other)?;
+        let message = decode(&buf[..len]).map_err(io::Error::other)?;
         Ok(Some((message, fd)))
     }
 
@@ -72,10 +72,9 @@ impl Supervisor {
         let fds: Vec<_> = beside.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&fds)];
         let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
-        postcard::to_allocvec(message).is_ok_and(|packet| {
-            let parts = [IoSlice::new(&packet)];
-            sendmsg::<()>(self.socket.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).is_ok()
-        })
+        let packet = encode(message);
+        let parts = [IoSlice::new(&packet)];
+        sendmsg::<()>(self.socket.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).is_ok()
     }
 }
 
@@ -104,7 +103,7 @@ pub mod tests {
         fn try_next(&self) -> nix::Result<FromWorker> {
             let mut buf = vec![0; MAX_PACKET];
             let len = recv(self.0.as_raw_fd(), &mut buf, MsgFlags::empty())?;
-            Ok(postcard::from_bytes(&buf[..len]).expect("a message"))
+            Ok(decode(&buf[..len]).expect("a message"))
         }
 
         /// Returns `true` if the worker has sent nothing more.
@@ -124,7 +123,7 @@ pub mod tests {
     #[test]
     fn message_brings_its_descriptor() {
         let (ours, theirs) = pair();
-        let packet = postcard::to_allocvec(&ToWorker::Pause).unwrap();
+        let packet = encode(&ToWorker::Pause);
         let send = |controls: &[ControlMessage<'_>]| {
             let parts = [std::io::IoSlice::new(&packet)];
             sendmsg::<()>(theirs.0.as_raw_fd(), &parts, controls, MsgFlags::empty(), None).unwrap();

@@ -82,7 +82,7 @@ pub fn grants() -> Vec<Vec<u8>> {
 }
 
 pub fn supervision() -> Vec<Vec<u8>> {
-    use supervise::{FromWorker, ToWorker};
+    use supervise::{FromWorker, ToWorker, encode};
     let start = supervise::Start {
         worker: WORKER,
         lease: "k7tgatz57mqg".into(),
@@ -104,14 +104,14 @@ pub fn supervision() -> Vec<Vec<u8>> {
         isolation: supervise::Isolation::Require,
     };
     vec![
-        body(&ToWorker::Start(start)),
-        body(&ToWorker::Adopt { number: 1, preface: vec![9; 64], peer: "10.0.0.1:5000".into() }),
-        body(&ToWorker::Admission { refused: Some("a limit".into()) }),
-        body(&ToWorker::MemoryGranted { device: 0, serial: 3, bytes: 1 << 20, left: 1 << 30 }),
-        body(&FromWorker::Ready { fingerprint: [1; 32], cuda_version: 13000 }),
-        body(&FromWorker::Failed { reason: "no device".into() }),
-        body(&FromWorker::Usage(supervise::Usage::default())),
-        body(&FromWorker::Refused { number: 4, reason: "the ticket is of another worker".into() }),
+        encode(&ToWorker::Start(start)),
+        encode(&ToWorker::Adopt { number: 1, preface: vec![9; 64], peer: "10.0.0.1:5000".into() }),
+        encode(&ToWorker::Admission { refused: Some("a limit".into()) }),
+        encode(&ToWorker::MemoryGranted { device: 0, serial: 3, bytes: 1 << 20, left: 1 << 30 }),
+        encode(&FromWorker::Ready { fingerprint: [1; 32], cuda_version: 13000 }),
+        encode(&FromWorker::Failed { reason: "no device".into() }),
+        encode(&FromWorker::Usage(supervise::Usage::default())),
+        encode(&FromWorker::Refused { number: 4, reason: "the ticket is of another worker".into() }),
     ]
 }
 

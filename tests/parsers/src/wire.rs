@@ -20,6 +20,12 @@ fn reads_back<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(byt
     }
 }
 
+fn supervision<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(packet: &[u8]) {
+    if let Ok(read) = supervise::decode::<T>(packet) {
+        assert_eq!(supervise::decode::<T>(&supervise::encode(&read)), Ok(read));
+    }
+}
+
 /// A header, then a body that readers of words, strings and changes take apart.
 pub fn frame(bytes: &[u8]) {
     let Some((header, body)) = bytes.split_first_chunk::<HEADER>() else { return };
@@ -68,8 +74,8 @@ pub fn grant(bytes: &[u8]) {
 
 /// Messages between the server and a worker.
 pub fn supervise(bytes: &[u8]) {
-    reads_back::<supervise::ToWorker>(bytes);
-    reads_back::<supervise::FromWorker>(bytes);
+    supervision::<supervise::ToWorker>(bytes);
+    supervision::<supervise::FromWorker>(bytes);
 }
 
 /// Questions about GPUs and their answers.

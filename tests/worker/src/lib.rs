@@ -23,7 +23,7 @@ use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 use gpusession_proto::preface::{Key, LEN, Preface, refusal_len};
 use gpusession_proto::supervise::{
-    DeviceLimit, FromWorker, Isolation, MAX_PACKET, Start, ToWorker, WORKER_FD,
+    DeviceLimit, FromWorker, Isolation, MAX_PACKET, Start, ToWorker, WORKER_FD, decode, encode,
 };
 use gpusession_proto::ticket::Ticket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -198,7 +198,7 @@ fn spawn(machine: &Machine, driver: &[(&str, String)]) -> (Child, OwnedFd) {
 }
 
 fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
-    let packet = postcard::to_allocvec(message).expect("messages serialize");
+    let packet = encode(message);
     let fds: Vec<_> = beside.iter().map(|socket| socket.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&fds)];
     let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
@@ -222,7 +222,7 @@ fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
             if len == 0 {
                 return;
             }
-            match postcard::from_bytes(&packet[..len]).expect("a message") {
+            match decode(&packet[..len]).expect("a message") {
                 FromWorker::MemoryWanted { device, serial, bytes } => {
                     let fits = granted.checked_add(bytes).is_some_and(|sum| sum <= limit);
                     let bytes = if fits { bytes } else { 0 };

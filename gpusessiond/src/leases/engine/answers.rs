@@ -118,6 +118,7 @@ impl Actor {
             about.facts.name = description.name;
         }
         about.facts.protocol = description.protocol;
+        about.facts.oldest_protocol = description.oldest_protocol;
         about.facts.software = description.software;
         about.facts.devices = description.devices.len() as u32;
         about.facts.state = description.state;

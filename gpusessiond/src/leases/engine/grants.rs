@@ -238,13 +238,9 @@ impl Actor {
     /// Returns why the lease's server would refuse a program's connection, if it would.
     fn protocol_mismatch(&self, slot: Slot) -> Option<String> {
         let about = &self.about[self.machine.slot(slot)?.held()?.server].facts;
-        let ours = u32::from(preface::VERSION);
-        // 0 until the server has described itself.
-        (![0, ours].contains(&about.protocol)).then(|| {
-            format!(
-                "{} speaks version {} of the data plane, this machine version {ours}: update the older one",
-                about.name, about.protocol
-            )
+        let (oldest, newest) = (about.oldest_protocol, about.protocol);
+        (!preface::served(oldest, newest)).then(|| {
+            preface::mismatch(&about.name, oldest.unwrap_or(newest), newest, preface::VERSION.into())
         })
     }
 

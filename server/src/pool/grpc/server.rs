@@ -45,6 +45,7 @@ pub(super) async fn describe(
         name: facts.config.name.clone(),
         software: format!("gpuserver {}", env!("CARGO_PKG_VERSION")),
         protocol: preface::VERSION.into(),
+        oldest_protocol: Some(preface::OLDEST.into()),
         driver_version: pool.driver_version(),
         cuda_version: facts.cuda_version,
         devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),

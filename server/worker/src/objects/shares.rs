@@ -246,7 +246,7 @@ impl Shares {
         let exports = self.exports();
         let held: Vec<_> = exports.imported.iter().map(one).collect();
         for part in held.chunks(MAX_HOLDINGS) {
-            self.tell(&FromWorker::SharesHeld(part.to_vec()));
+            self.tell(&FromWorker::SharesHeld { held: part.to_vec() });
         }
         drop(exports);
         let requests = lock(&self.requests);
@@ -341,7 +341,7 @@ mod tests {
         shares.granted(serial(1), Ok(CHARGE), file());
         shares.tell_again();
         let holding = Holding { worker: OTHER, object: 1, imports: 1, inherited: false };
-        assert_eq!(peer.next(), FromWorker::SharesHeld(vec![holding]), "one import in all");
+        assert_eq!(peer.next(), FromWorker::SharesHeld { held: vec![holding] }, "one import in all");
         shares.dropped(&mut shares.exports(), (OTHER, 1));
         assert_eq!(peer.next(), FromWorker::ShareDropped { worker: OTHER, object: 1 });
         shares.tell_again();
