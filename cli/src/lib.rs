@@ -717,8 +717,8 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         (file, expires_usec)
     } else {
         let direct = run::Direct::new(&Home::of_caller(), &servers, allow_clear).await?;
+        // The engine's own id of the request, which it withdraws if no answer comes.
         let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
-        spec.request_id = Some(wish.clone());
         let lease = tokio::select! {
             lease = direct.engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e))?,
             // The engine's end releases what it was asked for.

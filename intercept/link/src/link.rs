@@ -841,7 +841,8 @@ fn connect(
                 let transport = match endpoint.fingerprint {
                     None => Transport::plain(socket),
                     Some(fingerprint) => Transport::tls_client(socket, crate::tls::pinned(fingerprint)?),
-                }?;
+                }?
+                .guarded();
                 transport.watch(watch)?;
                 Ok(transport)
             });

@@ -49,12 +49,12 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connected stream, in clear or with TLS.
 ///
-/// A program may close all its descriptors and reuse their numbers. The stream then ends with an
-/// error, and leaves the program's new file alone.
+/// A program may close all its descriptors and reuse their numbers. A [guarded](Self::guarded)
+/// stream then ends with an error, and leaves the program's new file alone.
 pub struct Transport {
     socket: ManuallyDrop<TcpStream>,
-    /// The socket's identity in the kernel, whatever its descriptor's number means later; `None` if
-    /// the kernel gives none.
+    /// The socket's identity in the kernel, whatever its descriptor's number means later; `None` in
+    /// a worker, where only our code closes descriptors, or if the kernel gives none.
     cookie: Option<u64>,
     tls: Option<Tls>,
     /// [`Watch::silence`], 0 before [`Transport::watch`].
@@ -161,9 +161,17 @@ impl Transport {
     /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
-        let cookie = cookie(&socket).ok();
         let socket = ManuallyDrop::new(socket);
-        Ok(Self { socket, cookie, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
+        Ok(Self { socket, cookie: None, tls: None, silence: AtomicU64::new(0), check: AtomicU64::new(0) })
+    }
+
+    /// Checks before each use that the program has not closed the stream's descriptor.
+    ///
+    /// A check is a system call.
+    #[must_use]
+    pub fn guarded(mut self) -> Self {
+        self.cookie = cookie(&self.socket).ok();
+        self
     }
 
     /// Returns an error if the program has closed the stream's descriptor.
@@ -393,20 +401,26 @@ impl Transport {
             Wait::AtMost(spin, sleep) => (spin, Some(sleep)),
         };
         let mut started = None;
-        self.check_descriptor()?;
+        // A check and a vain read cost more than to wait first.
+        let mut waited = self.cookie.is_none() || !spin.is_zero() || sleep == Some(Duration::ZERO);
+        if waited {
+            self.check_descriptor()?;
+        }
         loop {
-            match recv(self.socket.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT) {
-                Err(Errno::EAGAIN) => {}
-                Err(Errno::EINTR) => continue,
-                Err(e) => return Err(e.into()),
-                Ok(n) => return Ok(n),
-            }
-            if sleep == Some(Duration::ZERO) {
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            if *started.get_or_insert_with(Instant::now) + spin > Instant::now() {
-                std::hint::spin_loop();
-                continue;
+            if std::mem::replace(&mut waited, true) {
+                match recv(self.socket.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT) {
+                    Err(Errno::EAGAIN) => {}
+                    Err(Errno::EINTR) => continue,
+                    Err(e) => return Err(e.into()),
+                    Ok(n) => return Ok(n),
+                }
+                if sleep == Some(Duration::ZERO) {
+                    return Err(io::ErrorKind::WouldBlock.into());
+                }
+                if *started.get_or_insert_with(Instant::now) + spin > Instant::now() {
+                    std::hint::spin_loop();
+                    continue;
+                }
             }
             let check = Duration::from_secs(self.check.load(Ordering::Relaxed));
             let most = sleep.or(self.watched().then_some(check));
@@ -497,7 +511,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let number = socket.as_raw_fd();
-        let stream = Transport::plain(socket).unwrap();
+        let stream = Transport::plain(socket).unwrap().guarded();
         stream.send(b"before").unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         // SAFETY: replaces the descriptor, as a program does that closes all and opens others.

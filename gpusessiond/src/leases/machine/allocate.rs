@@ -10,7 +10,7 @@ use gpusession_proto::control;
 use super::action::Action;
 use super::backoff::backoff;
 use super::backoff::{BACKOFF_MAX, BACKOFF_MIN};
-use super::lease::{Held, Phase, Wanted, may_be_pending};
+use super::lease::{Held, Phase, Wanted};
 use super::renew::FORGOTTEN;
 use super::state::{HEARTBEAT_INTERVAL, Machine, RECOVERY_TIMEOUT};
 use crate::leases::{Change, LeaseState, Spec};
@@ -34,12 +34,10 @@ impl Machine {
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
         self.next_turn(now);
         if !self.slots.get(&slot).is_some_and(|w| matches!(w.phase, Phase::Allocating)) {
-            let unwanted = self.unwanted.remove(&slot);
+            // The lease of a request that came with its id may be older, and stays.
+            let Some((request_id, asked)) = self.unwanted.remove(&slot).flatten() else { return };
             let granted = result.as_ref().ok().map(|(server, _)| *server);
-            let pending = result.as_ref().err().is_none_or(may_be_pending);
-            if let Some((request_id, asked)) = unwanted.filter(|_| pending) {
-                self.withdraw_id(now, &request_id, asked.pending(granted));
-            }
+            self.withdraw_id(now, &request_id, asked.pending(granted));
             if let Ok((server, lease)) = result {
                 let expires = now + Duration::from_micros(lease.ttl_usec);
                 self.give_back(now, server, lease.id, expires);
@@ -137,10 +135,8 @@ impl Machine {
                 }
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 let (spec, asked) = (wanted.spec.clone(), std::mem::take(&mut wanted.asked));
-                if may_be_pending(&error) {
-                    // A request that is queued there would precede the next one.
-                    self.withdraw(now, &spec, asked.pending(None));
-                }
+                // A request that is queued there would precede the next one.
+                self.withdraw(now, &spec, asked.pending(None));
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 if spec.once {
                     self.lost(now, slot, id, &error.message);
@@ -156,7 +152,7 @@ impl Machine {
             wanted.phase = Phase::Waiting { retry: now + BACKOFF_MAX };
             return;
         } else if wanted.spec.once {
-            if let Some(wanted) = self.slots.remove(&slot).filter(|_| may_be_pending(&error)) {
+            if let Some(wanted) = self.slots.remove(&slot) {
                 self.withdraw(now, &wanted.spec, wanted.asked.pending(None));
             }
             self.tell(Change::Failed { slot, error });

@@ -3,7 +3,7 @@
 use super::action::Action;
 use super::backoff::BACKOFF_MIN;
 use super::backoff::backoff;
-use super::lease::{Asked, Phase, SavedRelease, may_be_pending};
+use super::lease::{Phase, SavedRelease};
 use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
 use crate::leases::Change;
 use crate::leases::{Slot, Spec, Time};
@@ -15,12 +15,11 @@ impl Machine {
         let Some(wanted) = self.slots.remove(&slot) else { return };
         let request_id = self.request_id(&wanted.spec);
         match &wanted.phase {
-            Phase::Allocating if wanted.spec.request_id.is_none() => {
-                self.unwanted.insert(slot, (request_id, wanted.asked.clone()));
+            Phase::Allocating => {
+                let ours = wanted.spec.request_id.is_none();
+                self.unwanted.insert(slot, ours.then(|| (request_id, wanted.asked.clone())));
             }
-            // Its answer is waited for, and nothing is withdrawn.
-            Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, Asked::default()))),
-            Phase::Waiting { .. } if wanted.trouble.as_ref().is_some_and(may_be_pending) => {
+            Phase::Waiting { .. } => {
                 self.withdraw(now, &wanted.spec, wanted.asked.clone().pending(None));
             }
             _ => {}

@@ -164,11 +164,6 @@ impl Asked {
     }
 }
 
-/// Returns `true` if a server that answered so, or another one asked with it, may have the request.
-pub(super) fn may_be_pending(error: &PoolError) -> bool {
-    matches!(error.trouble, Trouble::NoCapacity | Trouble::LimitExceeded | Trouble::Unreachable)
-}
-
 impl Wanted {
     /// Returns when the owner of a requested time to live is warned of its end.
     ///

@@ -34,8 +34,9 @@ pub struct Machine {
     pub(super) releasing: Vec<Releasing>,
     /// Released leases of an earlier daemon, until their servers are known.
     pub(super) unplaced: Vec<SavedRelease>,
-    /// Dropped requests whose reply is in flight: request id, and the servers that were asked.
-    pub(super) unwanted: BTreeMap<Slot, (String, Asked)>,
+    /// Dropped requests whose reply is in flight: request id, and the servers that were asked;
+    /// `None` if the id came with the wish.
+    pub(super) unwanted: BTreeMap<Slot, Option<(String, Asked)>>,
     pub(super) next_slot: Slot,
     pub(super) boot_id: String,
     pub(super) machine_id: String,

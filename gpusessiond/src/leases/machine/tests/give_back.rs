@@ -97,11 +97,30 @@ fn a_one_time_request_whose_reply_is_lost_leaves_no_lease() {
     m.allocated(s(0), slot, Err(unreachable()));
     let withdrawn = withdrawn(&mut m);
     assert_eq!(withdrawn, servers.into_iter().map(|i| (i, asked.request_id.clone())).collect::<Vec<_>>());
-    // A server that says why it made no lease has none.
-    let slot = m.want(s(1), Spec::requested("request/2".into(), 1000));
+}
+
+#[test]
+fn a_request_is_withdrawn_where_an_earlier_try_may_have_made_a_lease() {
+    let mut m = machine(1);
+    let slot = m.want(s(0), configured("a", 1));
+    m.allocated(s(0), slot, Err(unreachable()));
+    m.tick(s(30));
+    let (_, asked) = request(&actions(&mut m));
+    m.allocated(s(30), slot, Err(PoolError::new(Trouble::NeverFits, "8 GPUs of 4")));
+    m.release(s(31), slot, "test");
+    assert_eq!(withdrawn(&mut m), [(0, asked.request_id)]);
+}
+
+#[test]
+fn the_lease_of_a_file_stays_when_its_user_gives_up() {
+    let mut m = machine(1);
+    let spec = Spec { request_id: Some("request".into()), ..Spec::requested("request/1".into(), 1000) };
+    let slot = m.want(s(0), spec);
     actions(&mut m);
-    m.allocated(s(1), slot, Err(PoolError::new(Trouble::NeverFits, "8 GPUs of 4")));
-    assert_eq!(self::withdrawn(&mut m), []);
+    m.release(s(0), slot, "interrupted");
+    m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+    let todo = actions(&mut m);
+    assert!(!todo.iter().any(|a| matches!(a, Action::Release { .. } | Action::Withdraw { .. })), "{todo:?}");
 }
 
 #[test]
