@@ -78,8 +78,12 @@ class Soak:
     def client(self, number, home):
         """Runs programs until the end."""
         own = random.Random(self.args.fault_seed * 1000 + number)
-        while time.monotonic() < self.end:
+        while True:
+            # The first activities begin as far apart as all later ones.
+            time.sleep(own.random() * max(1, PAUSE * self.args.clients))
             begun = time.monotonic()
+            if begun >= self.end:
+                return
             what = own.choices(("steps", "program", "two", "killed", "stopped"), (4, 6, 2, 3, 1))[0]
             try:
                 why = self.activity(what, f"client-{number}", home, own)
@@ -97,7 +101,6 @@ class Soak:
                             shutil.copy(self.args.out / f"client-{number}.{end}", f"{kept}.{end}")
                     self.bad.append(f"{self.minute()} client-{number}: {what} ({kept.name}): {why}")
                     progress(f"  {self.bad[-1]}")
-            time.sleep(own.random() * max(1, PAUSE * self.args.clients))
 
     def activity(self, what, name, home, own):
         """Runs a program, or two in one lease; returns the failure."""
