@@ -77,6 +77,7 @@ def run(site, check):
         expect(back, "without a connection")
         note(f"{before}; {back.splitlines()[-1]}")
     with check("a program and the machine's lease continue when the machine gets another address") as note:
+        server.until("! gpuserver ps --json | grep -q '\"state\": *\"active\"'", 20, "the program before has ended")
         client.start("program", "longRun 12; echo status $?", user="alice")
         server.until("gpuserver ps --json | grep -q '\"state\": *\"active\"'", 20)
         begin, four = time.monotonic(), address(client, 4)
