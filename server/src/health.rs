@@ -187,7 +187,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                 }
                 let latest = readings.borrow_and_update().clone();
                 if let Some(latest) = latest {
-                    pool.supervisor().reconcile(&latest.memory_of_processes());
+                    pool.supervisor().reconcile(&latest.memory_of_processes(), latest.asked.elapsed());
                     // Programs on a silent GPU may still finish; new leases go elsewhere.
                     let (lost, back) = silence.listen(&latest.gpus);
                     for uuid in lost {

@@ -37,6 +37,8 @@ const MAX_FAULTS: usize = 64;
 /// Latest readings of all GPUs of the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Readings {
+    /// Time at which the monitor was asked for them.
+    pub asked: Instant,
     /// Time at which the answer arrived.
     pub at: Instant,
     /// GPUs in no particular order, including ones that this server does not serve.
@@ -215,10 +217,11 @@ async fn serve(
                     }
                 }
                 () = tokio::time::sleep_until(next) => {
-                    next = Instant::now() + POLL_INTERVAL;
+                    let asked = Instant::now();
+                    next = asked + POLL_INTERVAL;
                     send(&mut to, &ToMonitor::Read).await?;
                     if let FromMonitor::Gpus(gpus) = answer(&mut answers, ANSWER_TIMEOUT).await? {
-                        shared.readings.send_replace(Some(Arc::new(Readings { at: Instant::now(), gpus })));
+                        shared.readings.send_replace(Some(Arc::new(Readings { asked, at: Instant::now(), gpus })));
                     }
                 }
             }

@@ -177,9 +177,8 @@ class Host:
     @contextlib.contextmanager
     def suspended(self):
         """Stops all processes and the network, as the suspend of a virtual machine does."""
-        inside = Path(f"/proc/{lab.leader(lab.host(self.name))}/cgroup").read_text().strip().split("::")[1]
-        scope = next(p for p in [Path(inside), *Path(inside).parents] if p.suffix in (".scope", ".service"))
-        freeze = Path("/sys/fs/cgroup") / scope.relative_to("/") / "cgroup.freeze"
+        files = [Path(group) / "cgroup.freeze" for group in lab.cgroups(lab.host(self.name))]
+        freeze = next(file for file in files if file.exists())
         self.lab("cut", "--silent")
         freeze.write_text("1")
         try:

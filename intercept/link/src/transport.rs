@@ -4,7 +4,7 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::ManuallyDrop;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -252,7 +252,7 @@ impl Transport {
         self.silence.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns an error if sent bytes are unacknowledged for too long.
+    /// Returns an error if sent bytes are unacknowledged for too long, or can no longer be sent.
     fn heard(&self) -> io::Result<()> {
         self.check_descriptor()?;
         // SAFETY: the structure has only integers, for which zero bits are valid.
@@ -272,6 +272,12 @@ impl Transport {
         let silence = Duration::from_millis(info.tcpi_last_ack_recv.into());
         if info.tcpi_unacked > 0 && silence.as_secs() >= self.silence.load(Ordering::Relaxed) {
             return Err(io::Error::other(format!("no acknowledgement for {} s", silence.as_secs())));
+        }
+        // Without its address the kernel sends nothing, so nothing is unacknowledged. A worker may
+        // not ask: it has no right to sockets, and the program comes back to it.
+        let own = self.socket.local_addr()?;
+        if self.cookie.is_some() && !is_local(own) {
+            return Err(io::Error::other(format!("this machine no longer has the address {}", own.ip())));
         }
         Ok(())
     }
@@ -474,6 +480,12 @@ impl Drop for Transport {
     }
 }
 
+/// Returns `true` if this machine has the address, as far as the kernel says.
+fn is_local(mut address: SocketAddr) -> bool {
+    address.set_port(0);
+    !UdpSocket::bind(address).is_err_and(|e| e.kind() == io::ErrorKind::AddrNotAvailable)
+}
+
 /// Returns the number that the kernel gives a socket for its whole life.
 fn cookie(socket: &TcpStream) -> io::Result<u64> {
     let mut cookie = 0u64;
@@ -505,6 +517,13 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+
+    #[test]
+    fn an_address_that_the_machine_lacks_is_noticed() {
+        assert!(is_local(([127, 0, 0, 1], 7602).into()));
+        // An address for documentation (RFC 5737).
+        assert!(!is_local(([192, 0, 2, 1], 7602).into()));
+    }
 
     #[test]
     fn a_descriptor_that_the_program_uses_for_its_own_file_stays_the_programs() {

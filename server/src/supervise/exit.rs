@@ -88,6 +88,8 @@ impl Supervisor {
         }
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
         if let Some(pid) = worker.pid {
+            // Later readings of this id are about this process, not about an earlier one.
+            state.ended.retain(|(earlier, ..)| *earlier != pid);
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());
             state.ended.push(ended);
         }

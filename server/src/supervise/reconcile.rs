@@ -1,6 +1,8 @@
 //! The driver's readings against the ledgers: memory that counts, memory that an exited worker
 //! leaves in use, and workers that use too much.
 
+use std::time::Duration;
+
 use tracing::warn;
 
 use super::attend::REAP_TIMEOUT;
@@ -14,8 +16,10 @@ use super::worker::{Phase, hex};
 impl Supervisor {
     /// Applies readings of the driver: process id, GPU and bytes of each process of this host.
     ///
+    /// The driver was asked for them `age` ago; on a busy host it takes seconds.
+    ///
     /// Stops workers that use a GPU outside their lease, or too much memory that was never granted.
-    pub fn reconcile(&self, readings: &[(u32, [u8; 16], u64)]) {
+    pub fn reconcile(&self, readings: &[(u32, [u8; 16], u64)], age: Duration) {
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
         for (id, worker) in workers.iter() {
@@ -35,7 +39,9 @@ impl Supervisor {
             let passed = now.saturating_sub(*at);
             let listed = readings.iter().any(|(p, _, bytes)| p == pid && *bytes > 0);
             // Another worker may have the process id by now.
-            let left = passed >= REAP_TIMEOUT && listed && !workers.values().any(|w| w.pid == Some(*pid));
+            let left = passed.saturating_sub(age) >= REAP_TIMEOUT
+                && listed
+                && !workers.values().any(|w| w.pid == Some(*pid));
             if left {
                 let why = format!("memory of process {pid}, which has exited, is still in use");
                 let _ = self.0.events.send(Event::Stuck { gpus: gpus.clone(), why });

@@ -112,7 +112,7 @@ fn four_processes_share_one_limit() {
     assert_eq!(pids.len(), 3);
     let readings: Vec<_> =
         pids.iter().zip([60 * MIB, 60 * MIB, 3 << 30]).map(|(pid, b)| (*pid, GPU, b)).collect();
-    supervisor.reconcile(&readings);
+    supervisor.reconcile(&readings, Duration::ZERO);
     eventually("it is killed", || supervisor.workers().iter().filter(|w| w.process.is_some()).count() == 2);
     assert!(supervisor.workers().iter().all(|w| w.pid != Some(pids[2])));
 
@@ -139,12 +139,14 @@ fn four_processes_share_one_limit() {
         })
     };
     let still = [(pids[2], GPU, MIB)];
-    supervisor.reconcile(&still);
+    supervisor.reconcile(&still, Duration::ZERO);
     assert_eq!(stuck(), None, "it has a moment");
     site.clock.pass(Duration::from_secs(11));
-    supervisor.reconcile(&[]);
+    supervisor.reconcile(&[], Duration::ZERO);
     assert_eq!(stuck(), None);
-    supervisor.reconcile(&still);
+    supervisor.reconcile(&still, Duration::from_secs(2));
+    assert_eq!(stuck(), None, "the reading is older than this moment");
+    supervisor.reconcile(&still, Duration::ZERO);
     let (why, gpus) = stuck().expect("memory without a process");
     assert!(why.contains(&format!("process {}", pids[2])) && gpus.len() == 1, "{why}");
     site.runtime.block_on(supervisor.close("the test ends"));
