@@ -34,10 +34,15 @@ impl Machine {
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
         self.next_turn(now);
         if !self.slots.get(&slot).is_some_and(|w| matches!(w.phase, Phase::Allocating)) {
-            // The lease of a request that came with its id may be older, and stays.
-            let Some((request_id, asked)) = self.unwanted.remove(&slot).flatten() else { return };
             let granted = result.as_ref().ok().map(|(server, _)| *server);
-            self.withdraw_id(now, &request_id, asked.pending(granted));
+            match self.unwanted.remove(&slot) {
+                Some(Some((request_id, asked))) => {
+                    self.withdraw_id(now, &request_id, asked.pending(granted));
+                }
+                // The lease of a request that came with its id may be older, and stays.
+                Some(None) => return,
+                None => {}
+            }
             if let Ok((server, lease)) = result {
                 let expires = now + Duration::from_micros(lease.ttl_usec);
                 self.give_back(now, server, lease.id, expires);
