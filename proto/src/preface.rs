@@ -109,7 +109,8 @@ impl std::fmt::Display for BadPreface {
         match self {
             Self::Magic => f.write_str("not a gpusession data connection"),
             Self::Version(v) => {
-                f.write_str(&mismatch("this server", OLDEST.into(), VERSION.into(), (*v).into()))
+                let (found, remedy) = mismatch("this server", OLDEST.into(), VERSION.into(), (*v).into());
+                write!(f, "{found}: {remedy}")
             }
         }
     }
@@ -190,16 +191,15 @@ pub fn served(oldest: Option<u32>, newest: u32) -> bool {
     newest == 0 || (oldest.unwrap_or(newest)..=newest).contains(&VERSION.into())
 }
 
-/// Describes a server that does not serve a program's version, and says which side to update.
-pub fn mismatch(server: &str, oldest: u32, newest: u32, program: u32) -> String {
+/// Describes a server that does not serve a program's version; also returns the remedy.
+pub fn mismatch(server: &str, oldest: u32, newest: u32, program: u32) -> (String, &'static str) {
     let serves = match oldest {
         _ if oldest == newest => format!("version {newest}"),
         _ => format!("versions {oldest} to {newest}"),
     };
-    let older = if program < oldest { "the client's packages" } else { "the server" };
-    format!(
-        "{server} serves {serves} of the data plane, the program speaks version {program}: update {older}"
-    )
+    let remedy =
+        if program < oldest { "update the client's packages" } else { "update the server's packages" };
+    (format!("{server} serves {serves} of the data plane, the program speaks version {program}"), remedy)
 }
 
 const REFUSED: u32 = 1 << 31;
@@ -346,11 +346,10 @@ mod tests {
         assert!(served(None, 0), "it has not described itself yet");
         assert!(served(None, own) && served(Some(own), own) && served(Some(own - 1), own + 1));
         assert!(!served(None, own + 1) && !served(Some(own + 1), own + 2) && !served(Some(1), own - 1));
-        let text = |oldest, newest| mismatch("gpu1", oldest, newest, own);
-        assert!(
-            text(7, 9).contains("versions 7 to 9") && text(7, 9).ends_with("update the client's packages")
-        );
-        assert!(text(3, 3).contains("version 3 of") && text(3, 3).ends_with("update the server"));
+        let (found, remedy) = mismatch("gpu1", 7, 9, own);
+        assert!(found.contains("versions 7 to 9") && remedy.contains("client"), "{found}: {remedy}");
+        let (found, remedy) = mismatch("gpu1", 3, 3, own);
+        assert!(found.contains("version 3 of") && remedy.contains("server"), "{found}: {remedy}");
     }
 
     #[test]

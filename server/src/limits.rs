@@ -42,7 +42,7 @@ pub enum Kind {
     Memory,
     /// A duration; 0: no limit.
     Time,
-    /// A duration of at most [`LONGEST_GRACE`]; 0 is the smallest.
+    /// A duration of at most 60 s; 0 is the smallest.
     Grace,
     /// A list; empty: no limit.
     Names,
@@ -136,7 +136,7 @@ const COUNTED: [&str; 4] = ["gpus", "workers", "connections", "max_persistent"];
 pub const TOP_LEVEL: [&str; 5] = ["warn_after", "park_after", "release_after", "lend_after", "resume_grace"];
 
 /// Longest `resume_grace`: a lease lasts no longer without its client.
-pub const LONGEST_GRACE: Duration = Duration::from_secs(60);
+const LONGEST_GRACE: Duration = Duration::from_secs(60);
 
 /// Words that the limit `on_idle` can list: the values of a lease's key `on_idle`, and `hold`.
 pub const ON_IDLE: [&str; 4] = ["park", "release", "keep", "hold"];
@@ -184,7 +184,7 @@ impl Bound {
             Kind::Time => parse_duration(text)
                 .map(Self::Time)
                 .map_err(|_| "a duration like \"90s\", \"10min\" or \"24h\" is wanted; 0 is off".into()),
-            Kind::Grace => parse_grace(text).map(Self::Grace),
+            Kind::Grace => check_grace(parse_duration(text)?).map(Self::Grace),
             Kind::Names => Ok(Self::Names(
                 text.trim_start_matches('[')
                     .trim_end_matches(']')
@@ -205,12 +205,9 @@ pub fn parse_memory(text: &str) -> Result<Memory, String> {
     }
 }
 
-/// Parses a time for which a worker waits for its program.
-pub fn parse_grace(text: &str) -> Result<Duration, String> {
-    match parse_duration(text)? {
-        time if time <= LONGEST_GRACE => Ok(time),
-        _ => Err("at most 60 s are possible".into()),
-    }
+/// Checks a time for which a worker waits for its program.
+pub fn check_grace(time: Duration) -> Result<Duration, String> {
+    if time <= LONGEST_GRACE { Ok(time) } else { Err("at most 60 s are possible".into()) }
 }
 
 /// Clients and users for whom a limit is set.
@@ -629,7 +626,7 @@ mod tests {
         assert_eq!(seconds("db", "alice"), 0);
         assert_eq!(Limits::default().of("vm", "").resume_grace(), LONGEST_GRACE, "the default");
         assert!(limits.without_effect().is_empty(), "{:?}", limits.without_effect());
-        assert!(parse_grace("61s").is_err() && parse_grace("x").is_err());
+        assert!(Bound::parse(Kind::Grace, "61s").is_err() && Bound::parse(Kind::Grace, "x").is_err());
     }
 
     #[test]

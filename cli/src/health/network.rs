@@ -223,16 +223,8 @@ fn versions(facts: &Facts) -> Finding {
         let version = server.software.rsplit(' ').next().unwrap_or("");
         let (oldest, newest) = (server.oldest_protocol.unwrap_or(server.protocol), server.protocol);
         if !preface::served(Some(oldest), newest) {
-            return Finding::fault(
-                format!(
-                    "server {}: protocol {oldest} to {newest}; this client: {protocol}; programs do not start",
-                    server.name
-                ),
-                match oldest > protocol.into() {
-                    true => "upgrade the packages of this client",
-                    false => "upgrade the packages of the server",
-                },
-            );
+            let (found, remedy) = preface::mismatch(&server.name, oldest, newest, protocol.into());
+            return Finding::fault(format!("{found}; programs do not start"), remedy);
         }
         match version == own {
             true => {
@@ -466,8 +458,8 @@ mod tests {
             assert_eq!(found.state, State::Fault);
             found.remedy
         };
-        assert!(fault(|s| s.protocol = 99).contains("of this client"));
-        assert!(fault(|s| s.protocol = 3).contains("of the server"));
+        assert!(fault(|s| s.protocol = 99).contains("the client's"));
+        assert!(fault(|s| s.protocol = 3).contains("the server's"));
         let later = with(|s| (s.oldest_protocol, s.protocol) = (Some(4), 99), versions);
         assert_eq!(later.state, State::Ok, "a later server serves this version, too");
         assert_eq!(with(|s| s.software = "gpuserver 0.0.1".into(), versions).state, State::Warning);

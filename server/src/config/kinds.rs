@@ -15,7 +15,7 @@ use ipnet::IpNet;
 
 use super::raw::Value;
 use super::values::{Advertised, GpuChoice, Gpus};
-use crate::limits::{Bound, LONGEST_GRACE, Scope, parse_memory};
+use crate::limits::{Bound, Scope, check_grace, parse_memory};
 
 /// Parser and formatter of a key's value.
 pub struct Kind<T> {
@@ -125,13 +125,8 @@ pub(super) const COUNT: Kind<u32> = Kind {
     show: u32::to_string,
 };
 pub(super) const DURATION: Kind<Duration> = Kind { read: duration, show: |time| show_duration(*time) };
-pub(super) const GRACE: Kind<Duration> = Kind {
-    read: |v| {
-        let time = duration(v)?;
-        if time <= LONGEST_GRACE { Ok(time) } else { Err("at most 60 s are possible".into()) }
-    },
-    show: |time| show_duration(*time),
-};
+pub(super) const GRACE: Kind<Duration> =
+    Kind { read: |v| check_grace(duration(v)?), show: |time| show_duration(*time) };
 pub(super) const SIZE: Kind<u64> = Kind { read: size, show: |bytes| Bound::Size(*bytes).to_string() };
 pub(super) const PART_OF_MEMORY: Kind<Memory> = Kind {
     read: part_of_memory,

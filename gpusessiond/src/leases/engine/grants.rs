@@ -240,7 +240,9 @@ impl Actor {
         let about = &self.about[self.machine.slot(slot)?.held()?.server].facts;
         let (oldest, newest) = (about.oldest_protocol, about.protocol);
         (!preface::served(oldest, newest)).then(|| {
-            preface::mismatch(&about.name, oldest.unwrap_or(newest), newest, preface::VERSION.into())
+            let oldest = oldest.unwrap_or(newest);
+            let (found, remedy) = preface::mismatch(&about.name, oldest, newest, preface::VERSION.into());
+            format!("{found}: {remedy}")
         })
     }
 

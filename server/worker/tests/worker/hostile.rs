@@ -38,7 +38,7 @@ fn garbage_before_admission_disturbs_no_client() {
         (&pattern(preface::LEN, 1), "not a gpusession data connection"),
         (&good.as_bytes()[..preface::LEN - 1], "short preface"),
         (&[], "short preface"),
-        (version.as_bytes(), "the program speaks version 99: update the server"),
+        (version.as_bytes(), "the program speaks version 99: update the server's packages"),
         (other.as_bytes(), "preface for another worker"),
     ];
     for (bytes, reason) in prefaces {
