@@ -1,4 +1,5 @@
 //! `setup-libs`, `setup-pam`, `cdi`: the setup steps that an administrator decides about.
+#![expect(clippy::disallowed_methods, reason = "another run of ldconfig takes a moment")]
 
 use std::ffi::OsString;
 use std::fs;
@@ -6,6 +7,7 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
 
 use gpusessiond::paths;
 use serde_json::{Value, json};
@@ -17,6 +19,9 @@ const LIST: &str = "usr/share/gpusession/ld.so.conf";
 const LINK: &str = "etc/ld.so.conf.d/gpusession.conf";
 /// Target of the link where an administrator has removed the libraries from the loader.
 const NOTHING: &str = "/dev/null";
+/// How often `ldconfig` is tried, and the pause between two tries.
+const LDCONFIG_TRIES: usize = 5;
+const LDCONFIG_INTERVAL: Duration = Duration::from_millis(500);
 /// Debian's profile of the PAM module.
 const PROFILE: &str = "usr/share/pam-configs/gpusession";
 
@@ -75,6 +80,21 @@ impl System {
         self.must("ldconfig", &all)
     }
 
+    /// Runs `ldconfig` so that it writes the loader's cache.
+    ///
+    /// All runs of `ldconfig` write the same temporary file, so of two at a time one may fail. A
+    /// package's trigger or gpusession-loader.service may run it at any time.
+    fn update_cache(&self) -> Result<()> {
+        let mut tries = 1..LDCONFIG_TRIES;
+        while let Err(failure) = self.ldconfig(&[]) {
+            if failure.code != code::FAILED || tries.next().is_none() {
+                return Err(failure);
+            }
+            std::thread::sleep(LDCONFIG_INTERVAL);
+        }
+        Ok(())
+    }
+
     /// Folders of gpusession's libraries, from the list that the package installs.
     fn folders(&self) -> Result<Vec<String>> {
         let path = self.root.join(LIST);
@@ -129,7 +149,7 @@ impl System {
             }
             symlink(Path::new("/").join(LIST), &link).map_err(|error| at(&link, &error))?;
         }
-        self.ldconfig(&[])?;
+        self.update_cache()?;
         match self.drivers()?.into_iter().next() {
             Some(first) if is_below(&first, &ours) => Ok(Outcome {
                 text: format!("programs use {first}"),
@@ -155,7 +175,7 @@ impl System {
         if self.root.join(LIST).exists() {
             symlink(NOTHING, &link).map_err(|error| at(&link, &error))?;
         }
-        self.ldconfig(&[])?;
+        self.update_cache()?;
         let first = self.drivers()?.into_iter().next();
         let text = match &first {
             Some(first) => format!("programs use {first}"),
@@ -376,6 +396,21 @@ mod tests {
         path.push(":/usr/bin:/bin");
         let system = System { root: root.path().to_owned(), path };
         (root, system)
+    }
+
+    #[test]
+    fn a_run_of_ldconfig_beside_another_is_repeated() {
+        let (root, system) = with_program("ldconfig", "");
+        let fails = |times: usize| {
+            let runs = root.path().join("called");
+            let _ = fs::remove_file(&runs);
+            let script = format!("#!/bin/sh\necho >>{0}\n[ $(wc -l <{0}) -gt {times} ]\n", runs.display());
+            fs::write(root.path().join("ldconfig"), script).unwrap();
+        };
+        fails(2);
+        system.update_cache().unwrap();
+        fails(LDCONFIG_TRIES);
+        assert!(system.update_cache().unwrap_err().message.contains("ldconfig failed"));
     }
 
     #[test]

@@ -267,7 +267,9 @@ class Site:
                 out.write(f"    -- journal of {host.name}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
 
 
-# Begins the line that follows a scenario's checks, also failed ones; the last line of a run.
+# Begins the line of a failed check, and the line that follows a scenario's checks; the last line of
+# a run.
+FAIL = "FAIL"
 DONE = "done"
 SUMMARY = "system: {} passed, {} failed, {} s"
 
@@ -295,7 +297,7 @@ class Report:
             yield note.append
         except Exception as error:  # also errors in a check's own code
             self.failed += 1
-            self._line("FAIL", begin, text)
+            self._line(FAIL, begin, text)
             text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
             print("".join(f"    {line}\n" for line in text.splitlines()), end="", flush=True)
         else:
@@ -307,7 +309,7 @@ class Report:
 
     def broken(self, error):
         self.failed += 1
-        print(f"FAIL           {self.scenario}: setup failed, or aborted outside of a check: {type(error).__name__}: {error}", flush=True)
+        print(f"{FAIL}           {self.scenario}: setup failed, or aborted outside of a check: {type(error).__name__}: {error}", flush=True)
 
     def end(self):
         print(SUMMARY.format(self.passed, self.failed, round(time.monotonic() - self.start)))

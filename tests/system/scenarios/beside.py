@@ -113,6 +113,7 @@ def run(site, check):
         client.ok("gpusession setup-libs --remove && dpkg -P libcuda1 2>&1")
         client.fails(LIBRARY)
         expect(client.ok("gpusession setup-libs"), "programs use")
+    client.run("dpkg -P libcuda1")  # also after a failure: the scenarios that follow run programs
     with check("setup-libs --remove is permanent: an upgrade does not give our library to the loader again"):
         client.ok("gpusession setup-libs --remove && dpkg -i /root/debs/gpusession-libs_*.deb 2>&1")
         client.fails(LIBRARY)
