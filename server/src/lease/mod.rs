@@ -441,6 +441,9 @@ pub struct Saved<'a> {
     schema: u32,
     fencing_token: u64,
     leases: Vec<Cow<'a, Lease>>,
+    /// Lifetime that each lease had left when this was stored; without an entry it is the whole.
+    #[serde(default)]
+    left: BTreeMap<String, Duration>,
     #[serde(default)]
     aside: Vec<String>,
     #[serde(default)]

@@ -12,14 +12,17 @@ use crate::clock::{self, Moment, Random};
 
 /// Range of lifetimes that a client can request. The limit `lease_ttl` can shorten the longest.
 const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(366 * 24 * 3600));
+/// Shortest lifetime of a lease after a restart. Its client renews it every 2 s.
+const RESTART_TTL: Duration = Duration::from_secs(20);
 /// Leases of one client on one server; a bound on memory, not a policy.
 const MAX_LEASES_PER_CLIENT: usize = 64;
 
 impl Table {
     /// Creates a table of these GPUs with the leases of an earlier run.
     ///
-    /// Also returns the leases whose GPUs are gone. The lifetime of each lease starts again, since
-    /// no client could renew while the server was away.
+    /// Also returns the leases whose GPUs are gone. A lease lives on for the time that it had left
+    /// when the table was stored, so the server's absence does not count. A lease of a client that
+    /// is gone would never end if each restart gave it its whole lifetime again.
     pub fn new(gpus: Vec<Gpu>, rules: Rules, saved: Saved<'_>, now: Moment) -> (Self, Vec<Lease>) {
         let mut table = Self {
             gpus,
@@ -59,7 +62,8 @@ impl Table {
                 for share in lease.shares.iter().filter(|_| !aside) {
                     *used.entry(share.gpu.clone()).or_default() += share.limit_bytes;
                 }
-                let deadline = now + lease.ttl;
+                let left = saved.left.get(&lease.id).map_or(lease.ttl, |left| *left.max(&RESTART_TTL));
+                let deadline = now + left.min(lease.ttl);
                 table.held.insert(lease.id.clone(), Held { lease, deadline });
             } else {
                 lost.push(lease);
@@ -70,11 +74,12 @@ impl Table {
     }
 
     /// Returns the part of the table that must survive a restart.
-    pub fn save(&self) -> Saved<'_> {
+    pub fn save(&self, now: Moment) -> Saved<'_> {
         Saved {
             schema: 1,
             fencing_token: self.fencing_token,
             leases: self.held.values().map(|h| Cow::Borrowed(&h.lease)).collect(),
+            left: self.held.iter().map(|(id, h)| (id.clone(), h.deadline.saturating_sub(now))).collect(),
             aside: self.aside.keys().cloned().collect(),
             withdrawn: Cow::Borrowed(&self.withdrawn),
             passing: Cow::Borrowed(&self.passing),

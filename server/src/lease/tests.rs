@@ -163,19 +163,30 @@ fn a_cancelled_request_leaves_no_lease() {
 }
 
 #[test]
-fn silence_ends_a_lease_and_a_restart_does_not() {
+fn silence_ends_a_lease_and_restarts_neither_do_nor_prolong_it() {
     let (mut t, r) = (table(1), Counting::default());
     let lease = allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
     assert_eq!(t.renew("b", &lease.id, Duration::ZERO), None);
     assert_eq!(t.renew("a", &lease.id, Duration::from_secs(20)), Some(DEFAULT_TTL));
     assert!(t.expire(Duration::from_secs(79), 0).is_empty());
-    let saved: Saved = serde_json::from_slice(&serde_json::to_vec(&t.save()).unwrap()).unwrap();
-    let (mut t2, lost) = Table::new(vec![gpu(0, 16 * GIB)], Rules::default(), saved, Duration::from_secs(3));
-    assert!(lost.is_empty());
-    assert_eq!(t2.get(&lease.id, Duration::from_secs(3)).unwrap().0, &lease);
-    assert_eq!(t2.next_deadline(), Some(Duration::from_secs(63)));
-    assert_eq!(t2.expire(Duration::from_secs(63), 0), [lease]);
-    let (_, lost) = Table::new(vec![gpu(1, 16 * GIB)], Rules::default(), t.save(), Duration::ZERO);
+    let again = |stored: u64, older: bool| {
+        let mut saved = serde_json::to_value(t.save(Duration::from_secs(stored))).unwrap();
+        if older {
+            saved.as_object_mut().unwrap().remove("left");
+        }
+        let saved: Saved = serde_json::from_value(saved).unwrap();
+        Table::new(vec![gpu(0, 16 * GIB)], Rules::default(), saved, Duration::from_secs(3))
+    };
+    // The host may have started again: only the time that was left counts, and 20 s at least.
+    for (stored, older, ends) in [(25, false, 58), (79, false, 23), (79, true, 63)] {
+        let (mut t2, lost) = again(stored, older);
+        assert!(lost.is_empty());
+        assert_eq!(t2.get(&lease.id, Duration::from_secs(3)).unwrap().0, &lease);
+        assert_eq!(t2.next_deadline(), Some(Duration::from_secs(ends)));
+        assert_eq!(t2.expire(Duration::from_secs(ends), 0), [lease.clone()]);
+    }
+    let (_, lost) =
+        Table::new(vec![gpu(1, 16 * GIB)], Rules::default(), t.save(Duration::ZERO), Duration::ZERO);
     assert_eq!(lost.len(), 1, "its GPU is gone");
 }
 
@@ -464,7 +475,7 @@ fn a_gpu_alone_is_lent_and_comes_back_whole() {
     let late = allocate(&mut t, &part("d", &shared), 0, &r).unwrap();
     let mut gpus = t.gpus().to_vec();
     gpus[1].sharing = Sharing::Exclusive;
-    let (mut t, lost) = Table::new(gpus, Rules::default(), t.save(), Duration::ZERO);
+    let (mut t, lost) = Table::new(gpus, Rules::default(), t.save(Duration::ZERO), Duration::ZERO);
     assert!(lost.is_empty());
     assert_eq!(t.holders(&shared).len(), 2);
     waits(allocate(&mut t, &part("e", &shared), 0, &r));
@@ -524,7 +535,7 @@ fn a_fault_that_passes_returns_only_the_gpu_that_it_withdrew() {
     let mut t = table(1);
     let uuid = gpu(0, 0).uuid;
     let restarted = |t: &Table| {
-        let saved = serde_json::to_vec(&t.save()).unwrap();
+        let saved = serde_json::to_vec(&t.save(Duration::ZERO)).unwrap();
         Table::new(t.gpus.clone(), Rules::default(), serde_json::from_slice(&saved).unwrap(), Duration::ZERO)
             .0
     };
@@ -558,19 +569,19 @@ fn gpus_are_taken_out_and_put_back() {
     let error = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap_err();
     assert!(error.to_string().contains("a fan is loud"), "{error}");
     assert_eq!(t.renew("a", &lease.id, Duration::ZERO), Some(DEFAULT_TTL), "leases on it stay");
-    let (t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(), Duration::ZERO);
+    let (t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(Duration::ZERO), Duration::ZERO);
     assert_eq!(t2.withdrawn(&uuid).unwrap().reason(), "a fan is loud", "also after a restart");
     t.withdraw(&uuid, None);
     allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
     t.drain(Some("maintenance".into()));
     let error = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap_err();
     assert!(error.to_string().contains("maintenance"), "{error}");
-    let (mut t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(), Duration::ZERO);
+    let (mut t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(Duration::ZERO), Duration::ZERO);
     assert_eq!(t2.draining(), Some("maintenance"), "also after a restart");
     t2.drain(None);
     t2.stop();
     assert_eq!(t2.draining(), Some("it stops"));
-    let (t2, _) = Table::new(t2.gpus.clone(), Rules::default(), t2.save(), Duration::ZERO);
+    let (t2, _) = Table::new(t2.gpus.clone(), Rules::default(), t2.save(Duration::ZERO), Duration::ZERO);
     assert_eq!(t2.draining(), None, "a stop is over with the restart");
     t.drain(None);
     allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
@@ -693,7 +704,8 @@ fn lent_leases_reacquire_in_order() {
     assert_eq!(table.reacquire(&a, false), place(1, 2), "and b is behind it");
     assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
     // After a restart they are still lent, and none waits.
-    let (mut again, lost) = Table::new(table.gpus().to_vec(), Rules::default(), table.save(), Duration::ZERO);
+    let (mut again, lost) =
+        Table::new(table.gpus().to_vec(), Rules::default(), table.save(Duration::ZERO), Duration::ZERO);
     assert!(lost.is_empty() && again.is_lent(&a));
     assert_eq!(again.reacquire(&b, false), Ok(false));
     table.cancel_reacquire(&a);
@@ -805,7 +817,7 @@ proptest! {
                 }
                 Step::Restart => {
                     let before: Vec<_> = t.held.keys().cloned().collect();
-                    let (fresh, lost) = Table::new(t.gpus.clone(), t.rules.clone(), t.save(), now);
+                    let (fresh, lost) = Table::new(t.gpus.clone(), t.rules.clone(), t.save(now), now);
                     prop_assert!(lost.is_empty());
                     prop_assert_eq!(fresh.held.keys().cloned().collect::<Vec<_>>(), before);
                     t = fresh;

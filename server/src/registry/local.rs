@@ -76,7 +76,7 @@ impl LocalRegistry {
     }
 
     async fn store(&self) -> Result<(), StoreError> {
-        self.file.store(|| store::text(&self.table().save())).await
+        self.file.store(|| store::text(&self.table().save(self.clock.now()))).await
     }
 
     /// Stores the end of a lease, its lending or its return; an error is only logged.
