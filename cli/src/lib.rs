@@ -569,12 +569,7 @@ async fn run_program(run: Run) -> Result<i32> {
     }
     let servers = run.wanted.addresses()?;
     if !servers.is_empty() {
-        return match by_daemon(&servers).await {
-            false => {
-                run_direct(&servers, run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await
-            }
-            true => run_new(&Daemon::connect().await?, servers, &run).await,
-        };
+        return run_on_servers(servers, &run).await;
     }
     let daemon = match Daemon::connect().await {
         Ok(daemon) => daemon.describe_mine().await.map(|(described, mine)| (daemon, described, mine)),
@@ -596,7 +591,10 @@ async fn run_program(run: Run) -> Result<i32> {
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
     // A lease of class session or user comes with the program's first CUDA call.
     if run.new || (session.is_empty() && !described.leases_on_demand) {
-        return run_new(&daemon, Vec::new(), &run).await;
+        return match own_servers()? {
+            own if own.is_empty() => run_new(&daemon, own, &run).await,
+            own => run_on_servers(own, &run).await,
+        };
     }
     let mut environment =
         if session.is_empty() { Vec::new() } else { unset(variables(described.environment.clone())?) };
@@ -627,6 +625,20 @@ async fn run_program(run: Run) -> Result<i32> {
 /// own.
 async fn by_daemon(servers: &[String]) -> bool {
     servers.is_empty() || (!Home::user().is_some_and(|home| home.exists()) && daemon::runs().await)
+}
+
+/// Returns the servers of the caller's own `servers.toml`, which new leases prefer to the daemon's
+/// choice.
+fn own_servers() -> Result<Vec<String>> {
+    Home::own_addresses().map_err(|error| Failure::of_identity(&error))
+}
+
+/// Runs a program on new leases of the named servers.
+async fn run_on_servers(servers: Vec<String>, run: &Run) -> Result<i32> {
+    match by_daemon(&servers).await {
+        false => run_direct(&servers, run.wanted.allow_clear, run.wanted.spec(), None, &run.program).await,
+        true => run_new(&Daemon::connect().await?, servers, run).await,
+    }
 }
 
 /// Runs a program on new leases of the daemon, from any or from the named servers.
@@ -704,7 +716,10 @@ async fn request(request: Request, json: bool) -> Result<i32> {
     spec.ttl = Some(request.ttl);
     spec.why = "gpusession request".into();
     let (gpus, allow_clear) = (spec.gpus, request.wanted.allow_clear);
-    let servers = request.wanted.addresses()?;
+    let servers = match request.wanted.addresses()? {
+        named if named.is_empty() => own_servers()?,
+        named => named,
+    };
     let (file, expires_usec) = if by_daemon(&servers).await {
         spec.servers = servers;
         let daemon = Daemon::connect().await?;

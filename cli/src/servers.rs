@@ -297,7 +297,7 @@ pub async fn stats(json: bool) -> Result<i32> {
 
 /// Formats the GPUs of the servers for `list`: a row for each model of a server.
 pub fn pool_text(survey: &Survey, described: &Described) -> String {
-    let mut rows = header(["SERVER", "STATE", "MODEL", "GPUS", "FREE", "LARGEST FREE", "YOURS"]);
+    let mut rows = header(["SERVER", "STATE", "MODEL", "GPUS", "FREE", "LARGEST FREE", "SHARING", "YOURS"]);
     for server in &survey.servers {
         let mut models: Vec<&str> = server.cards.iter().map(|card| card.name.as_str()).collect();
         models.sort_unstable();
@@ -306,6 +306,10 @@ pub fn pool_text(survey: &Survey, described: &Described) -> String {
             let cards: Vec<&Card> = server.cards.iter().filter(|card| card.name == model).collect();
             let usable = cards.iter().filter(|card| matches!(card.state.as_str(), "free" | "leased"));
             let largest = usable.map(|card| card.free_bytes).max().unwrap_or(0);
+            let mut sharing: Vec<String> = cards.iter().map(|card| card.sharing.clone()).collect();
+            sharing.retain(|mode| !mode.is_empty());
+            sharing.sort_unstable();
+            sharing.dedup();
             rows.push(vec![
                 server.name.clone(),
                 server.state.clone(),
@@ -313,6 +317,7 @@ pub fn pool_text(survey: &Survey, described: &Described) -> String {
                 cards.len().to_string(),
                 cards.iter().filter(|card| card.state == "free").count().to_string(),
                 human_bytes(largest),
+                dash(sharing),
                 cards
                     .iter()
                     .filter(|card| !yours(Some(described), server, card).is_empty())
@@ -331,7 +336,7 @@ pub fn pool_json(survey: &Survey, described: &Described) -> Value {
     let gpu = |server: &Surveyed, card: &Card| {
         json!({
             "index": card.index, "uuid": card.uuid, "model": card.name, "state": card.state,
-            "memory_bytes": card.memory_bytes, "free_bytes": card.free_bytes,
+            "memory_bytes": card.memory_bytes, "free_bytes": card.free_bytes, "sharing": card.sharing,
             "yours": !yours(Some(described), server, card).is_empty(),
         })
     };
@@ -359,6 +364,7 @@ mod tests {
             state: state.into(),
             memory_bytes: 1 << 30,
             free_bytes: free,
+            sharing: if index == 1 { "mps" } else { "time-slice" }.into(),
             temperature_c: Some(31),
             power_mw: Some(120_400),
             used_bytes: Some(1 << 20),
@@ -432,7 +438,7 @@ mod tests {
     fn a_list_counts_only_usable_memory_as_free() {
         let (mut survey, described) = site();
         let text = pool_text(&survey, &described);
-        assert!(text.contains("NVIDIA H200  3     1     1 GiB"), "{text}");
+        assert!(text.contains("NVIDIA H200  3     1     1 GiB         mps, time-slice  1\n"), "{text}");
         survey.servers[0].cards.remove(0);
         assert!(pool_text(&survey, &described).contains("2     0     512 MiB"), "{text}");
         assert_eq!(pool_json(&survey, &described)["servers"][0]["gpus"][0]["yours"], true);

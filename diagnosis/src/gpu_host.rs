@@ -6,6 +6,7 @@
 
 use crate::check::{Check, Finding};
 use crate::machine::Machine;
+use crate::remedy;
 
 /// The table of these checks; all are skipped on a machine without an NVIDIA driver.
 pub const CHECKS: &[Check<Machine>] = &[
@@ -323,7 +324,7 @@ fn locked_memory(machine: &Machine) -> Finding {
         Some("infinity" | "18446744073709551615") => Finding::ok("gpuserver may lock memory without limit"),
         Some(limit) => Finding::fault(
             format!("gpuserver may lock {limit} bytes of memory; pinned copies fail beyond that"),
-            "systemctl edit gpuserver, and write [Service] and LimitMEMLOCK=infinity; then restart it",
+            remedy::set_in_unit("gpuserver", "LimitMEMLOCK=infinity"),
         ),
         None => Finding::skipped("systemd does not answer for gpuserver.service"),
     }

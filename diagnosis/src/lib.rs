@@ -9,6 +9,7 @@ pub mod gpu_host;
 pub mod host;
 pub mod machine;
 pub mod redact;
+pub mod remedy;
 pub mod report;
 
 /// Faults in a folder that is a machine's root, for tests of checks.

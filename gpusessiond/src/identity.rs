@@ -125,6 +125,14 @@ impl Home {
         Ok(Vec::new())
     }
 
+    /// Reads the control addresses of the user's own `servers.toml`, not of the system's; empty
+    /// without one.
+    pub fn own_addresses() -> Result<Vec<String>, IdentityError> {
+        let own = crate::paths::user_directory().map(|folder| folder.join("servers.toml"));
+        let servers = own.map(|path| Servers::load(&path)).transpose()?.flatten();
+        Ok(servers.map(|servers| servers.addresses()).unwrap_or_default())
+    }
+
     /// Reads the identity.
     pub fn load(&self) -> Result<Identity, IdentityError> {
         Ok(Identity::new(self.read()?))

@@ -152,6 +152,7 @@ fn card(
         state: device.state.clone(),
         memory_bytes: device.memory_bytes,
         free_bytes: device.memory_free_bytes,
+        sharing: device.sharing.clone(),
         used_bytes: load.and_then(|load| load.used_bytes),
         utilization_percent: load.and_then(|load| load.utilization_percent),
         temperature_c: load.and_then(|load| load.temperature_c),

@@ -2,6 +2,7 @@
 
 use gpusession_diagnosis::check::{Check, Finding};
 use gpusession_diagnosis::machine::Machine;
+use gpusession_diagnosis::remedy;
 
 use super::facts::{Daemon, Facts};
 use crate::show;
@@ -127,7 +128,11 @@ fn configuration(facts: &Facts) -> Finding {
         Err(gpusessiond::config::ConfigError::Read { path, error }) => {
             Finding::skipped(format!("cannot read {}: {error}", path.display()))
         }
-        Err(error) => Finding::fault(error.to_string(), "correct it, then sudo systemctl reload gpusession"),
+        Err(error) => {
+            let error = error.to_string();
+            let remedy = remedy::edit(&error, "sudo systemctl reload gpusession");
+            Finding::fault(error, remedy)
+        }
     }
 }
 

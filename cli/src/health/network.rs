@@ -5,6 +5,7 @@ use std::time::Duration;
 use gpusession_bus::describe::Surveyed;
 use gpusession_common::units::human_duration;
 use gpusession_diagnosis::check::{Check, Finding};
+use gpusession_diagnosis::remedy;
 use gpusession_proto::preface;
 
 use super::facts::{Daemon, Facts};
@@ -135,11 +136,12 @@ fn names(facts: &Facts) -> Finding {
             Finding::ok(format!("{} is {}", probe.address, shown.join(", ")))
         }
         Err(why) => Finding::fault(
-            format!("{} has no address: {why}", probe.address),
             format!(
-                "getent hosts {}; correct /etc/gpusession/servers.toml or the name service",
+                "{} has no address: {why}; correct its entry, or the name service (getent hosts {})",
+                probe.address,
                 host(&probe.address)
             ),
+            remedy::edit("/etc/gpusession/servers.toml", "sudo systemctl reload gpusession"),
         ),
     })
 }
@@ -285,10 +287,25 @@ fn packets(facts: &Facts) -> Finding {
             segment.map_or_else(String::new, |bytes| format!(", {bytes} bytes of data each"))
         )),
         (Some(false), _) => Finding::fault(
-            format!("{}: small packets arrive and full ones do not (an MTU black hole)", probe.address),
-            "set one MTU on the whole way, or allow ICMP `fragmentation needed`; for now: sudo ip link set dev IFACE mtu 1400",
+            format!(
+                "{}: small packets arrive and full ones do not (an MTU black hole): set one MTU on the whole \
+                 way, or allow ICMP `fragmentation needed`; until then, lower the MTU here",
+                probe.address
+            ),
+            lower_mtu(probe),
         ),
     })
+}
+
+/// Lowers the MTU of the interface that leads to a server.
+fn lower_mtu(probe: &Probe) -> String {
+    match probe.resolved.as_ref().ok().and_then(|addresses| addresses.first()) {
+        Some(address) => format!(
+            "sudo ip link set mtu 1400 $(ip -o route get {} | grep -o 'dev [^ ]*')",
+            address.ip().to_canonical()
+        ),
+        None => "sudo ip link set mtu 1400 dev INTERFACE".into(),
+    }
 }
 
 fn encryption(facts: &Facts) -> Finding {
@@ -420,7 +437,7 @@ mod tests {
         facts.probes[0].data = vec![("gpu1:7602".into(), Reach::TimedOut)];
         assert!(data_port(&facts).remedy.starts_with("open port 7602"));
         facts.probes[0].resolved = Err("Name or service not known".into());
-        assert!(names(&facts).remedy.starts_with("getent hosts gpu1;"));
+        assert!(names(&facts).found.ends_with("(getent hosts gpu1)"));
     }
 
     #[test]

@@ -677,7 +677,66 @@ fn one_program_gets_gpus_of_several_servers() {
     let five = run(&site, &servers, "5");
     assert!(text(&five.stderr).contains("4 of 5 GPUs"), "{}", text(&five.stderr));
     nothing_is_left(&site, &other);
+
+    // The user's own list is preferred to the daemon's choice, and may name no other server.
+    let own = site.path("home/.config/gpusession/servers.toml");
+    let holder = |site: &Site| {
+        let lease = site.path("own.toml").display().to_string();
+        let requested = site.gpusession(&["request", "-n", "1", "-o", &lease]);
+        assert!(requested.status.success(), "{}", text(&requested.stderr));
+        let on_second = !other.gpuserver(&["leases"]).contains("no leases");
+        assert!(site.gpusession(&["release", &lease]).status.success());
+        on_second
+    };
+    for (address, on_second) in [(&other.address, true), (&site.address, false)] {
+        std::fs::create_dir_all(own.parent().unwrap()).unwrap();
+        std::fs::write(&own, format!("[[server]]\naddress = \"{address}\"\n")).unwrap();
+        assert_eq!(holder(&site), on_second, "{address}");
+        assert_eq!(ids(&run(&site, &[], "2")), 1);
+        assert_eq!(run(&site, &[], "3").status.code(), Some(125), "one server has two");
+        nothing_is_left(&site, &other);
+    }
+    std::fs::write(&own, "[[server]]\naddress = \"127.0.0.1:1\"\n").unwrap();
+    let unknown = run(&site, &[], "1");
+    assert_eq!(unknown.status.code(), Some(125));
+    assert!(text(&unknown.stderr).contains("127.0.0.1:1: not in the pool"), "{}", text(&unknown.stderr));
+    std::fs::write(&own, "[[server]]\nadress = \"x\"\n").unwrap();
+    let bad = run(&site, &[], "1");
+    assert!(text(&bad.stderr).contains("servers.toml:2"), "{}", text(&bad.stderr));
     second.stop();
+}
+
+#[test]
+fn a_reserve_is_kept_for_its_clients() {
+    let mut site = Site::new();
+    let config = std::fs::read_to_string(site.path("gpuserver.toml")).unwrap();
+    let reserve = format!("{config}[[reserve]]\nclient = \"vm-*\"\ngpus = 1\n");
+    std::fs::write(site.path("gpuserver.toml"), reserve).unwrap();
+    let server = site.start_server();
+    let address = site.address.clone();
+    let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me"]);
+    assert!(joined.status.success(), "{}", text(&joined.stderr));
+    let run = |site: &Site, gpus: &str| {
+        site.gpusession(&["run", "--server", &address, "-n", gpus, "--", "true"]).status.code()
+    };
+    assert_eq!((run(&site, "2"), run(&site, "1")), (Some(125), Some(0)), "one of two is kept");
+
+    // Another client has the rest; the reserve's client gets its GPU all the same.
+    let file = site.path("mine.toml").display().to_string();
+    let request = site.gpusession(&["request", "--server", &address, "-o", &file]);
+    assert!(request.status.success(), "{}", text(&request.stderr));
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\n", &site.token());
+    let daemon = site.start_daemon();
+    site.lease();
+    assert!(site.gpusession(&["release", &file]).status.success());
+    assert_eq!(run(&site, "1"), Some(0), "the reserve is used up by its client");
+    daemon.stop();
+    assert_eq!(run(&site, "2"), Some(125), "and kept again after the release");
+
+    // Without the reserve, all GPUs are everybody's; no restart is needed.
+    std::fs::write(site.path("gpuserver.toml"), config).unwrap();
+    server.signal(Signal::SIGHUP);
+    site.until("both GPUs", |site| (run(site, "2") == Some(0)).then_some(()));
 }
 
 #[test]

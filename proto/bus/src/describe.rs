@@ -281,6 +281,8 @@ pub struct Card {
     pub memory_bytes: u64,
     /// Memory that no lease holds.
     pub free_bytes: u64,
+    /// How leases share it: `time-slice`, `mps` or `exclusive`; empty from older servers.
+    pub sharing: String,
     /// Memory that programs use.
     pub used_bytes: Option<u64>,
     pub utilization_percent: Option<u32>,

@@ -10,7 +10,7 @@ use gpusession_common::units::human_bytes;
 use gpusession_diagnosis::check::{Check, Finding, Findings, Place};
 use gpusession_diagnosis::machine::Machine;
 use gpusession_diagnosis::report::{self, Report};
-use gpusession_diagnosis::{gpu_host, host};
+use gpusession_diagnosis::{gpu_host, host, remedy};
 use serde_json::{Value, json};
 
 use super::show::Output;
@@ -38,6 +38,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most addresses of an advertised name that are tried.
 const MAX_ADDRESSES: usize = 4;
 const UNIT: &str = "gpuserver.service";
+const SERVICE: &str = "gpuserver";
 /// Files that a server with many clients opens: connections, workers and their lanes.
 const OPEN_FILES: u64 = 16_384;
 /// Milliseconds of one write to the state folder from which requests for leases wait visibly.
@@ -117,7 +118,7 @@ fn configuration(facts: &Facts) -> Finding {
         }
         Ok(config) => Finding::warning(config.warnings.join("; "), "gpuserver check-config --explain"),
         Err(error) if error.contains("Permission denied") => Finding::skipped(error.clone()),
-        Err(error) => Finding::fault(error.clone(), "correct it, then gpuserver check-config"),
+        Err(error) => Finding::fault(error.clone(), remedy::edit(error, "gpuserver check-config")),
     }
 }
 
@@ -354,7 +355,7 @@ fn cache(facts: &Facts) -> Finding {
     if config.cache_max == 0 {
         return Finding::warning(
             "cache_max = 0: each start of a program transfers and compiles its code again",
-            "remove cache_max from gpuserver.toml; sudo systemctl restart gpuserver",
+            remedy::edit(&config.origin("cache_max").to_string(), "sudo systemctl restart gpuserver"),
         );
     }
     if !facts.machine.exists(&folder) {
@@ -423,8 +424,11 @@ fn ports(facts: &Facts) -> Finding {
     let mut ports = (low..=high).chain([control]).filter(|port| *port != 0);
     match ports.find(|port| (first..=last).contains(port) && !is_reserved(*port)) {
         Some(port) => Finding::warning(
-            format!("port {port} is in {first} to {last}, of which the kernel gives any program one"),
-            format!("sudo sysctl net.ipv4.ip_local_reserved_ports={port}, or listen on ports below {first}"),
+            format!(
+                "port {port} is in {first} to {last}, of which the kernel gives any program one: reserve it \
+                 now and in /etc/sysctl.d, or listen below {first}"
+            ),
+            format!("sudo sysctl -w net.ipv4.ip_local_reserved_ports={port}"),
         ),
         None => Finding::ok(format!("ports {control} and {low} to {high} are the server's alone")),
     }
@@ -446,7 +450,7 @@ fn open_files(facts: &Facts) -> Finding {
     property(facts, "LimitNOFILE", |limit| match limit {
         0..OPEN_FILES => Finding::warning(
             format!("{limit} open files at most; many clients need more"),
-            "systemctl edit gpuserver, and write [Service] and LimitNOFILE=65536; then restart it",
+            remedy::set_in_unit(SERVICE, "LimitNOFILE=65536"),
         ),
         _ => Finding::ok("open files suffice for many clients"),
     })
@@ -457,7 +461,7 @@ fn stack(facts: &Facts) -> Finding {
         u64::MAX => Finding::ok("LimitSTACK=infinity, for the workers' layout of addresses"),
         limit => Finding::fault(
             format!("LimitSTACK={limit}: workers may not get the addresses that programs reserve"),
-            "systemctl edit gpuserver, and write [Service] and LimitSTACK=infinity; then restart it",
+            remedy::set_in_unit(SERVICE, "LimitSTACK=infinity"),
         ),
     })
 }
@@ -466,7 +470,7 @@ fn descriptor_store(facts: &Facts) -> Finding {
     property(facts, "FileDescriptorStoreMax", |max| match max {
         0 => Finding::fault(
             "FileDescriptorStoreMax=0: every restart of the server ends all programs",
-            "compare the unit with /usr/lib/systemd/system/gpuserver.service; sudo systemctl revert gpuserver",
+            remedy::set_in_unit(SERVICE, "FileDescriptorStoreMax=12290"),
         ),
         max => Finding::ok(format!("systemd keeps up to {max} descriptors of workers over a restart")),
     })

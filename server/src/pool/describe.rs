@@ -115,6 +115,7 @@ pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUs
         pci_address: gpu.pci_address.clone(),
         state: state.into(),
         memory_free_bytes: used.free_bytes(),
+        sharing: gpu.sharing.as_str().into(),
     }
 }
 

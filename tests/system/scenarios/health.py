@@ -1,4 +1,4 @@
-"""Planted faults, 43 of them: `health` names each, and its remedy helps."""
+"""Planted faults, 43 of them: `health` names each, and its remedy helps; 24 are run as printed."""
 import contextlib
 import json
 
@@ -10,24 +10,27 @@ GROUP = "users"
 OTHER, STUBS = "/opt/other", "/opt/cuda/lib64/stubs"
 CUT = "/etc/gpusession/conf.d/zz-planted.toml"
 DROP_IN = "/etc/systemd/system/{}.service.d/planted.conf"
+# The remedy of a finding, also where the fault is held.
+PRINTED = object()
 
 
 class Fault:
     """A fault that the scenario plants.
 
-    `remedy` replaces the finding's remedy, as a command or a function, where that is a sentence;
+    `remedy` replaces the finding's remedy, as a command or a function, where that is a sentence.
+    `edit` is the change that a person makes to the file, "$1", in the editor that the remedy opens.
     `variables` precede the command `health`, and their absence is the remedy then. `held` plants a
-    fault outside of the host, which lasts until the check's end.
+    fault outside of the host, which lasts until the check's end. `after` removes the rest.
     """
 
-    def __init__(self, text, check, words, plant=None, state="fault", remedy=None, variables=None, host=None, held=None):
+    def __init__(self, text, check, words, plant=None, state="fault", remedy=None, edit=None, variables=None, held=None, after=None):
         self.text, self.check, self.words, self.plant, self.state = text, check, words, plant, state
-        self.remedy, self.variables, self.host, self.held = remedy, variables, host, held
+        self.remedy, self.edit, self.variables, self.held, self.after = remedy, edit, variables, held, after
 
 
 def drop_in(unit, line):
     path = DROP_IN.format(unit)
-    return f"mkdir -p $(dirname {path}) && printf '[Service]\\n{line}\\n' >{path} && systemctl daemon-reload", f"rm {path} && systemctl daemon-reload"
+    return f"mkdir -p $(dirname {path}) && printf '[Service]\\n{line}\\n' >{path} && systemctl daemon-reload"
 
 
 @contextlib.contextmanager
@@ -55,7 +58,7 @@ def rejoin(client, server):
 
 def client_faults(client, server):
     stopped = "systemctl stop gpusession.service gpusession.socket"
-    changed, _ = drop_in("gpusession", "Nice=1")
+    changed = drop_in("gpusession", "Nice=1")
     return [
         Fault("another vendor's library first in LD_LIBRARY_PATH", "library.first", OTHER, variables=f"LD_LIBRARY_PATH={OTHER}"),
         Fault("CUDA's stubs in LD_LIBRARY_PATH", "library.first", "a stub for linking", variables=f"LD_LIBRARY_PATH={STUBS}"),
@@ -73,7 +76,7 @@ def client_faults(client, server):
         Fault("a disabled unit", "login.unit", "not enabled", "systemctl disable gpusession 2>&1", "warning"),
         Fault("a unit that a drop-in changes", "login.drop-ins", "planted.conf", changed, "warning"),
         Fault("a socket that somebody deleted", "login.socket", "does not exist", "rm /run/gpusession/grant.sock"),
-        Fault("a misspelled key", "login.configuration", CUT, f"printf '[[lease]]\\ngpuss = 1\\n' >{CUT}", remedy=f"rm {CUT} && systemctl reload gpusession"),
+        Fault("a misspelled key", "login.configuration", CUT, f"printf '[[lease]]\\ngpuss = 1\\n' >{CUT}", edit='rm "$1"'),
         Fault("a configuration that everybody can change", "login.folders", "mode 0777", "chmod 777 /etc/gpusession"),
         Fault("a lease larger than the pool", "login.leases", "waits", f"printf '[[lease]]\\nname = \"large\"\\ngpus = 64\\n' >{CUT} && gpusession reload",
               "warning", remedy=f"rm {CUT} && gpusession reload"),
@@ -86,12 +89,11 @@ def client_faults(client, server):
               remedy="dpkg -i --force-confmiss /root/debs/gpusession_*.deb"),
         Fault("a server that no name service knows", "network.names", "nonesuch.invalid",
               "cp /etc/gpusession/servers.toml /root/ && printf '\\n[[server]]\\naddress = \"nonesuch.invalid\"\\n' >>/etc/gpusession/servers.toml && gpusession reload",
-              remedy="cp /root/servers.toml /etc/gpusession/ && systemctl restart gpusession"),
+              edit='cp /root/servers.toml "$1"'),
         Fault("a firewall that rejects the control port", "network.control-port", "refuses", held=lambda: server.refuses(7601)),
         Fault("a firewall that drops the control port", "network.control-port", "does not answer", held=lambda: server.filters(input="tcp dport 7601 drop")),
         Fault("a firewall that rejects the data port", "network.data-port", "refuses", held=lambda: server.refuses(7602)),
-        Fault("a path that loses full packets", "network.packets", "MTU black hole", held=lambda: black_hole(client, server),
-              remedy="ip link set dev eth0 mtu 1400"),
+        Fault("a path that loses full packets", "network.packets", "MTU black hole", remedy=PRINTED, held=lambda: black_hole(client, server)),
         Fault("a clock that is an hour ahead", "network.clock", "behind this one", variables="faketime -f +1h"),
         Fault("a certificate that has ended", "network.certificate", "ended",
               "openssl x509 -in /var/lib/gpusession/identity/client.pem -noout -subject -nameopt multiline | sed -n 's/.*commonName *= //p' >/root/name && test -s /root/name"
@@ -107,21 +109,21 @@ def client_faults(client, server):
 
 
 def server_faults():
-    stack, no_stack = drop_in("gpuserver", "LimitSTACK=8388608")
-    locked, no_locked = drop_in("gpuserver", "LimitMEMLOCK=65536")
-    store, no_store = drop_in("gpuserver", "FileDescriptorStoreMax=0")
+    stack, locked, store = (drop_in("gpuserver", line) for line in ("LimitSTACK=8388608", "LimitMEMLOCK=65536", "FileDescriptorStoreMax=0"))
+    folder = "/etc/systemd/system/gpuserver.service.d"
+    as_before = f"rm {folder}/planted.conf {folder}/zz-*.conf && systemctl daemon-reload"
     bad = "/etc/gpusession/gpuserver.d/zz-planted.toml"
     return [
         Fault("a server that drains", "server.answers", "gives no new leases", "gpuserver drain", "warning"),
-        Fault("a misspelled key of the server", "server.configuration", bad, f"echo 'wram_workers = 1' >{bad}", remedy=f"rm {bad} && gpuserver check-config"),
+        Fault("a misspelled key of the server", "server.configuration", bad, f"echo 'wram_workers = 1' >{bad}", edit='rm "$1"'),
         Fault("a card that is switched off", "server.cards", "card 0", "gpuserver off 0", "warning"),
         Fault("a state folder that everybody can read", "server.state-folder", "mode 0755", "chmod 755 /var/lib/gpuserver"),
         Fault("a signer that does not start", "server.signer", "gpuserver-ca.socket is inactive", "systemctl stop gpuserver-ca.socket gpuserver-ca.service 2>&1"),
-        Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, remedy=no_stack),
-        Fault("too little locked memory", "gpu-host.locked-memory", "65536 bytes", locked, remedy=no_locked),
-        Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", remedy=f"rm {bad}"),
-        Fault("a data port that other programs may get", "server.ports", "port 40000", f"echo 'data_ports = 40000' >{bad}", "warning", remedy=f"rm {bad}"),
-        Fault("no store for descriptors", "server.descriptor-store", "FileDescriptorStoreMax=0", store, remedy=no_store),
+        Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, after=as_before),
+        Fault("too little locked memory", "gpu-host.locked-memory", "65536 bytes", locked, after=as_before),
+        Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", edit='rm "$1"'),
+        Fault("a data port that other programs may get", "server.ports", "port 40000", f"echo 'data_ports = 40000' >{bad}", "warning", after=f"rm {bad}"),
+        Fault("no store for descriptors", "server.descriptor-store", "FileDescriptorStoreMax=0", store, after=as_before),
         Fault("a stopped server", "server.answers", "no gpuserver answers", "systemctl stop gpuserver"),
     ]
 
@@ -165,10 +167,15 @@ def plant(host, command, fault):
         row = found(host, command, fault.check, fault.variables)
         if row["state"] != fault.state or fault.words not in row["found"] or not row["remedy"]:
             raise Failed(f"{row} is not {fault.state} with {fault.words!r} and a remedy")
-        remedy = fault.remedy or (fault.plant and row["remedy"])
+        printed = fault.remedy is PRINTED or fault.plant and not fault.remedy
+        remedy = row["remedy"] if printed else fault.remedy
         if remedy:
+            if fault.edit:
+                host.write("/usr/local/bin/sudoedit", f"#!/bin/sh\n{fault.edit}\n", "755")
             remedy() if callable(remedy) else host.ok(remedy)
             helps(host, command, fault, remedy)
+    if fault.after:
+        host.ok(fault.after)
     helps(host, command, fault, "the end of the fault")
 
 
