@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use gpusession_common::keys::Row;
 use gpusession_diagnosis::machine::Machine;
+use gpusession_diagnosis::pseudonyms::Kind;
 use gpusession_diagnosis::redact;
 use gpusession_diagnosis::report::{self, Report};
 use gpusessiond::config::{Access, Client, Keys, LeaseConfig, Transport};
@@ -16,12 +17,17 @@ use crate::health::{Facts, examine};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// File to write [default: gpusession-report-HOST-DATE.tar.gz]
+    /// File to write [default: gpusession-report-DATE.tar.gz, with --names
+    /// gpusession-report-HOST-DATE.tar.gz]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// List the archive's files and write nothing
     #[arg(long)]
     list: bool,
+    /// Keep the names of users, clients and hosts, and addresses; without this, the report has
+    /// pseudonyms, whose table is written beside it, to FILE.names
+    #[arg(long)]
+    names: bool,
 }
 
 const UNITS: [&str; 2] = ["gpusession.service", "gpusession.socket"];
@@ -80,8 +86,8 @@ fn without_secrets(described: &mut Value, report: &mut Report) {
     }
 }
 
-async fn collect(facts: &Facts) -> Report {
-    let mut report = Report::default();
+async fn collect(facts: &Facts, keep_names: bool) -> Report {
+    let mut report = Report::new(&facts.machine, keep_names);
     add_secrets(&mut report, facts);
     let versions = json!({
         "gpusession": env!("CARGO_PKG_VERSION"),
@@ -102,6 +108,13 @@ async fn collect(facts: &Facts) -> Report {
         }
         Err(why) => report.add("status.json", format!("{:#}\n", json!({ "error": why }))),
     }
+    let config = gpusessiond::config::Config::load(&facts.machine.at(&facts.configuration));
+    if let Ok(Some(name)) = config.map(|config| config.client.name) {
+        report.add_name(Kind::Client, &name);
+    }
+    for address in facts.addresses.iter().flatten() {
+        report.add_name(Kind::Host, address);
+    }
     if let Some(survey) = &facts.survey {
         report.add("servers.json", format!("{:#}\n", json!(survey)));
     }
@@ -117,28 +130,26 @@ async fn collect(facts: &Facts) -> Report {
 /// `gpusession report`.
 pub async fn report(options: Options, json: bool) -> Result<i32> {
     let facts = Facts::gather(false).await;
-    let report = collect(&facts).await;
-    let name = report::name("gpusession-report", &facts.machine);
+    let report = collect(&facts, options.names).await;
+    let name = report::name("gpusession-report", &facts.machine, options.names);
     let path = options.output.unwrap_or_else(|| format!("{name}.tar.gz").into());
     if !json {
-        let text = format!(
-            "The report holds names of users, hosts and addresses, and journal texts as programs wrote them.\n\
-             It holds no keys, tokens, passwords, or values of [environment].\n\n{}",
-            report.list()
-        );
-        crate::print(&text);
+        crate::print(&format!("{}\n{}", report.describe(), report.list()));
     }
+    let mut table = None;
     if !options.list {
-        report.write(&path, &name, facts.machine.now).map_err(|error| {
+        let written = report.write(&path, &name, facts.machine.now);
+        table = written.and_then(|()| report.write_names(&path)).map_err(|error| {
             Failure::new(code::FAILED, format!("{}: {error}", path.display()))
                 .hint("name another file with -o")
         })?;
     }
     if json {
         let archive = (!options.list).then_some(&path);
-        crate::print(&json!({ "schema": 1, "archive": archive, "files": report.files() }).to_string());
+        let told = json!({ "schema": 1, "archive": archive, "names": table, "files": report.files() });
+        crate::print(&told.to_string());
     } else if !options.list {
-        crate::print(&format!("\nwritten to {}; only you can read it", path.display()));
+        crate::print(&report::written(&path, table.as_deref()));
     }
     Ok(0)
 }

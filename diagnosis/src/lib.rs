@@ -8,6 +8,7 @@ pub mod check;
 pub mod gpu_host;
 pub mod host;
 pub mod machine;
+pub mod pseudonyms;
 pub mod redact;
 pub mod remedy;
 pub mod report;

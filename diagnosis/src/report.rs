@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use flate2::Compression;
@@ -12,6 +12,7 @@ use gpusession_common::units::human_bytes;
 use serde::Serialize;
 
 use crate::machine::Machine;
+use crate::pseudonyms::{Kind, Pseudonyms};
 use crate::redact::{self, Secrets};
 
 /// Time for `journalctl`, and the most bytes of its output that a report holds.
@@ -29,14 +30,34 @@ pub struct File {
     text: String,
 }
 
-/// Files for an archive. [`Report::finish`] removes secrets from all of them.
+/// Files for an archive. [`Report::finish`] removes secrets from all of them, and names unless they
+/// are kept.
 #[derive(Debug, Default)]
 pub struct Report {
     files: Vec<File>,
     pub secrets: Secrets,
+    names: Option<Pseudonyms>,
 }
 
 impl Report {
+    /// A report about a machine; without `keep_names`, names and addresses become pseudonyms.
+    pub fn new(machine: &Machine, keep_names: bool) -> Self {
+        let names = (!keep_names).then(|| {
+            let mut names = Pseudonyms::default();
+            names.add(Kind::Host, hostname(machine).trim());
+            names.add_people(&machine.read("/etc/passwd").unwrap_or_default());
+            names
+        });
+        Self { names, ..Self::default() }
+    }
+
+    /// Gives a name a pseudonym that no file's JSON has.
+    pub fn add_name(&mut self, kind: Kind, name: &str) {
+        if let Some(names) = &mut self.names {
+            names.add(kind, name);
+        }
+    }
+
     /// Adds a file.
     pub fn add(&mut self, path: &str, text: impl Into<String>) {
         self.files.push(File { path: path.into(), bytes: 0, redacted: false, text: text.into() });
@@ -56,14 +77,47 @@ impl Report {
         self.add(path, output.unwrap_or_else(|| format!("{program}: not installed, or no answer\n")));
     }
 
-    /// Removes the known secrets from all files.
+    /// Removes the known secrets from all files, and replaces names.
     ///
-    /// Later files may have added secrets that occur in earlier ones.
+    /// Later files may have added secrets and names that occur in earlier ones.
     pub fn finish(&mut self) {
+        if let Some(names) = &mut self.names {
+            let json = self.files.iter().filter(|file| file.path.ends_with(".json"));
+            json.filter_map(|file| serde_json::from_str(&file.text).ok()).for_each(|v| names.add_json(&v));
+        }
         for file in &mut self.files {
-            let clean = self.secrets.scrub(&file.text);
+            let mut clean = self.secrets.scrub(&file.text);
             file.redacted |= clean != file.text;
+            if let Some(names) = &mut self.names {
+                clean = names.replace(&clean);
+            }
             (file.bytes, file.text) = (clean.len(), clean);
+        }
+    }
+
+    /// Writes the table of pseudonyms to a new file that only its owner reads, beside the archive;
+    /// returns its path, or `None` if names are kept.
+    pub fn write_names(&self, archive: &Path) -> io::Result<Option<PathBuf>> {
+        let Some(names) = &self.names else { return Ok(None) };
+        let mut path = archive.as_os_str().to_owned();
+        path.push(".names");
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+        file.write_all(names.table().as_bytes())?;
+        Ok(Some(path.into()))
+    }
+
+    /// Describes for people which names and secrets the files hold.
+    pub fn describe(&self) -> &'static str {
+        match self.names {
+            Some(_) => {
+                "Users, clients, hosts and addresses have pseudonyms; --names keeps their names.\n\
+                 Journals hold what programs wrote, where other names may occur: read them before you share the report.\n\
+                 It holds no keys, tokens or passwords.\n"
+            }
+            None => {
+                "The report holds names of users, clients and hosts, addresses, and journals as programs wrote them.\n\
+                 It holds no keys, tokens or passwords.\n"
+            }
         }
     }
 
@@ -98,16 +152,34 @@ impl Report {
     }
 }
 
-/// Returns `PREFIX-HOST-DATE`, the name of the archive and of its folder.
-pub fn name(prefix: &str, machine: &Machine) -> String {
+fn hostname(machine: &Machine) -> String {
     let host = machine.read("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host: String =
-        host.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).collect();
+    host.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).collect()
+}
+
+/// Returns `PREFIX-HOST-DATE`, the name of the archive and of its folder; without names
+/// `PREFIX-DATE`.
+pub fn name(prefix: &str, machine: &Machine, with_host: bool) -> String {
+    let host = if with_host { hostname(machine) } else { String::new() };
     let format = time::macros::format_description!("[year][month][day]-[hour][minute][second]");
     let date =
         i64::try_from(machine.now).ok().and_then(|now| time::OffsetDateTime::from_unix_timestamp(now).ok());
     let date = date.and_then(|date| date.format(format).ok()).unwrap_or_default();
-    format!("{prefix}-{}-{date}", if host.is_empty() { "host" } else { &host })
+    if host.is_empty() { format!("{prefix}-{date}") } else { format!("{prefix}-{host}-{date}") }
+}
+
+/// Tells people where a report is, and the table of its pseudonyms.
+pub fn written(archive: &Path, names: Option<&Path>) -> String {
+    let archive = archive.display();
+    match names {
+        Some(names) => {
+            format!(
+                "written to {archive}; only you can read it\nwho is who: {}; keep that file",
+                names.display()
+            )
+        }
+        None => format!("written to {archive}; only you can read it"),
+    }
 }
 
 /// Adds facts of the host: system, processors, memory, loader, network, PAM lines of ours.
@@ -250,10 +322,39 @@ mod tests {
     }
 
     #[test]
+    fn names_become_pseudonyms_whose_table_lies_beside_the_archive() {
+        let (root, machine) = machine();
+        plant(&root, "etc/passwd", "ada:x:1000:1000::/home/ada:/bin/sh\n");
+        let files = |report: &mut Report| {
+            report.add("journal", "vm-1 gpusessiond: lease train of ada and bob from 10.0.0.7:7601\n");
+            // A later file has the name.
+            report.add("leases.json", r#"{"leases": [{"user": "bob"}]}"#);
+            report.finish();
+            report.files[0].text.clone()
+        };
+        let mut report = Report::new(&machine, false);
+        report.add_name(Kind::Client, "train");
+        assert_eq!(
+            files(&mut report),
+            "host1 gpusessiond: lease client1 of user1 and user2 from address1:7601\n"
+        );
+        let archive = root.path().join("r.tar.gz");
+        let table = report.write_names(&archive).unwrap().unwrap();
+        assert_eq!(table, root.path().join("r.tar.gz.names"));
+        assert_eq!(std::fs::metadata(&table).unwrap().permissions().mode() & 0o777, 0o600);
+        let expected = "host1\tvm-1\nuser1\tada\nuser2\tbob\nclient1\ttrain\naddress1\t10.0.0.7\n";
+        assert_eq!(std::fs::read_to_string(&table).unwrap(), expected);
+        let mut report = Report::new(&machine, true);
+        assert!(files(&mut report).starts_with("vm-1 gpusessiond: lease train of ada and bob from 10.0.0.7"));
+        assert_eq!(report.write_names(&archive).unwrap(), None);
+    }
+
+    #[test]
     fn an_archive_is_named_after_host_and_date() {
         let (_root, mut machine) = machine();
         machine.now = 1_767_225_600;
-        assert_eq!(name("gpusession-report", &machine), "gpusession-report-vm-1-20260101-000000");
+        assert_eq!(name("gpusession-report", &machine, true), "gpusession-report-vm-1-20260101-000000");
+        assert_eq!(name("gpusession-report", &machine, false), "gpusession-report-20260101-000000");
     }
 
     #[test]

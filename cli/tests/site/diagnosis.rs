@@ -129,13 +129,20 @@ fn a_report_of_a_whole_site_holds_no_secret() {
     site.configure(&configuration, &token);
     let daemon = site.start_daemon();
     site.lease();
+    let unpacked =
+        |archive: &Path| text(&Command::new("tar").arg("-xOzf").arg(archive).output().unwrap().stdout);
     let archive = site.path("report.tar.gz");
     let output = site.gpusession_with(&["report", "--json", "-o", archive.to_str().unwrap()], &[]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let value: Value = serde_json::from_slice(&output.stdout).unwrap();
     documented("gpusession report", &value);
-    let listed = Command::new("tar").arg("-xOzf").arg(&archive).output().unwrap();
-    let all = text(&listed.stdout);
+    let all = unpacked(&archive);
+    assert!(!all.contains("vm-1") && !all.contains("gpu-a"), "names stay with the owner: {all}");
+    let table = std::fs::read_to_string(value["names"].as_str().unwrap()).unwrap();
+    assert!(table.contains("\tvm-1\n") && table.contains("\tgpu-a\n"), "{table}");
+    let named = site.path("named.tar.gz");
+    site.gpusession_with(&["report", "--names", "-o", named.to_str().unwrap()], &[]);
+    let all = all + &unpacked(&named);
     let key = std::fs::read_to_string(site.path("state/identity/client.key")).unwrap();
     let secret = key.lines().find(|line| !line.starts_with('-')).unwrap();
     for secret in [SECRET, token.trim(), secret] {
@@ -149,8 +156,11 @@ fn a_report_of_a_whole_site_holds_no_secret() {
     // The server's archive.
     let archive_of_server = site.path("server.tar.gz");
     site.gpuserver(&["report", "-o", archive_of_server.to_str().unwrap()]);
-    let listed = Command::new("tar").arg("-xOzf").arg(&archive_of_server).output().unwrap();
-    let all = text(&listed.stdout);
+    let all = unpacked(&archive_of_server);
+    assert!(!all.contains("vm-1") && !all.contains("gpu-a") && all.contains("server.authority"), "{all}");
+    std::fs::remove_file(&archive_of_server).unwrap();
+    site.gpuserver(&["report", "--names", "-o", archive_of_server.to_str().unwrap()]);
+    let all = all + &unpacked(&archive_of_server);
     let key = std::fs::read_to_string(site.path("server/ca/authority.key")).unwrap();
     let secret = key.lines().find(|line| !line.starts_with('-')).unwrap();
     assert!(!all.contains(secret) && !all.contains(token.trim()), "{all}");

@@ -9,6 +9,7 @@ use clap::Args;
 use gpusession_common::units::human_bytes;
 use gpusession_diagnosis::check::{Check, Finding, Findings, Place};
 use gpusession_diagnosis::machine::Machine;
+use gpusession_diagnosis::pseudonyms::Kind;
 use gpusession_diagnosis::report::{self, Report};
 use gpusession_diagnosis::{gpu_host, host, remedy};
 use serde_json::{Value, json};
@@ -62,12 +63,17 @@ pub struct HealthOptions {
 /// Options of `gpuserver report`.
 #[derive(Debug, Args)]
 pub struct ReportOptions {
-    /// File to write [default: gpuserver-report-HOST-DATE.tar.gz]
+    /// File to write [default: gpuserver-report-DATE.tar.gz, with --names
+    /// gpuserver-report-HOST-DATE.tar.gz]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// List the archive's files and write nothing
     #[arg(long)]
     list: bool,
+    /// Keep the names of users, clients and hosts, and addresses; without this, the report has
+    /// pseudonyms, whose table is written beside it, to FILE.names
+    #[arg(long)]
+    names: bool,
 }
 
 /// Why the server gives no answer.
@@ -540,10 +546,12 @@ fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
 /// Age of the oldest record and event in a report, in seconds.
 const REPORTED_SECONDS: u64 = 24 * 3600;
 
-fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
-    let mut report = Report::default();
+fn collect(facts: &Facts, server: &Target, keep_names: bool) -> anyhow::Result<Report> {
+    let mut report = Report::new(&facts.machine, keep_names);
     if let Ok(config) = &facts.config {
         add_secrets(&mut report, &facts.machine, &config.state_dir);
+        report.add_name(Kind::Host, &config.name);
+        config.advertise.iter().for_each(|advertised| report.add_name(Kind::Host, &advertised.host));
         let signer = config.signer.as_deref().and_then(folder_of);
         signer.iter().for_each(|folder| add_secrets(&mut report, &facts.machine, folder));
         let rows = serde_json::to_value(config_rows(config))?;
@@ -587,16 +595,16 @@ fn collect(facts: &Facts, server: &Target) -> anyhow::Result<Report> {
 /// `gpuserver report`
 pub(super) fn report(out: &mut Output<'_>, server: &Target, options: &ReportOptions) -> anyhow::Result<()> {
     let facts = gather(server)?;
-    let report = collect(&facts, server)?;
-    let name = report::name("gpuserver-report", &facts.machine);
+    let report = collect(&facts, server, options.names)?;
+    let name = report::name("gpuserver-report", &facts.machine, options.names);
     let path = options.output.clone().unwrap_or_else(|| format!("{name}.tar.gz").into());
     if !out.json {
-        let text = "The report holds names of clients, users, programs and addresses, and journal texts as they are.\n\
-            It holds no keys, tokens or passwords.\n";
-        writeln!(out.out, "{text}\n{}", report.list())?;
+        writeln!(out.out, "{}\n{}", report.describe(), report.list())?;
     }
+    let mut table = None;
     if !options.list {
-        report.write(&path, &name, facts.machine.now).map_err(|error| Refusal {
+        let written = report.write(&path, &name, facts.machine.now);
+        table = written.and_then(|()| report.write_names(&path)).map_err(|error| Refusal {
             code: "not-stored".into(),
             message: format!("{}: {error}", path.display()),
             hint: "name another file with -o".into(),
@@ -605,9 +613,11 @@ pub(super) fn report(out: &mut Output<'_>, server: &Target, options: &ReportOpti
     let archive = (!options.list).then_some(&path);
     match (out.json, archive) {
         (true, archive) => {
-            writeln!(out.out, "{:#}", json!({ "schema": 1, "archive": archive, "files": report.files() }))?;
+            let files = report.files();
+            let told = json!({ "schema": 1, "archive": archive, "names": table, "files": files });
+            writeln!(out.out, "{told:#}")?;
         }
-        (false, Some(path)) => writeln!(out.out, "written to {}; only you can read it", path.display())?,
+        (false, Some(path)) => writeln!(out.out, "{}", report::written(path, table.as_deref()))?,
         (false, None) => {}
     }
     Ok(())

@@ -18,6 +18,7 @@ gpus = 4
 """
 SERVER = "gpuserver --config /etc/gpusession/gpuserver-blue.toml"
 RUN = "gpusession run --server gpu2:7611 -n 1 -m 30% --"
+LOCAL = f"SIMGPU_DEVICES=2 gpusession local --driver {SIM} {{}}"
 UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
 
 
@@ -69,6 +70,15 @@ def run(site, check):
         host.until("! pgrep -u gpuserver", 5, "processes are left")
         expect(client.until("grep status /run/program.out && cat /run/program.out", 60), "cudaErrorDevicesUnavailable")
         assert host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}") == "0"
+    with check("gpusession local: alice runs a program on this host's card, with half of its memory, without root or a pool"):
+        host.install([site.deb("gpusession")])
+        host.push([site.programs / name for name in ("vectorAdd", "memFree")], "/usr/local/bin")
+        expect(host.ok(LOCAL.format("-m 50% -- memFree"), timeout=120, user="alice"), "1024")
+        expect(host.ok(LOCAL.format("-- vectorAdd"), timeout=120, user="alice"), "sums right")
+        assert host.run(LOCAL.format("-n 3 -- vectorAdd"), timeout=120, user="alice").code == 125, "it has two cards"
+        # The server stops with the last run.
+        host.until("! pgrep -u alice gpuserver", 15, "alice's server is left")
+        host.ok("dpkg -P gpusession 2>&1", timeout=60)
     with check("purging removes its folders"):
         host.ok(f"systemctl disable {UNIT}; dpkg -P gpuserver 2>&1", timeout=60)
         left = host.run("ls -d /var/lib/gpuserver* /run/gpuserver* /var/cache/gpuserver /usr/bin/gpuserver").out

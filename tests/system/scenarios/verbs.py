@@ -131,6 +131,11 @@ def run(site, check):
     for column, state in enumerate(STATES):
         for host, command in steps[state]:
             host.ok(command)
+        if state == "all up":
+            with check("smi --watch repeats until it is interrupted"):
+                seen = client.run("timeout -s INT 7 gpusession smi --watch; gpusession --json smi --loop 1 | head -n 2", user="alice")
+                assert seen.out.count("\nSERVER") + seen.out.startswith("SERVER") >= 2, seen
+                assert [json.loads(line)["schema"] for line in seen.out.splitlines()[-2:]] == [1, 1], seen
         for user in USERS:
             with check(f"{state}: verbs of gpusession for {user}"):
                 wrong = look(client, "gpusession", CLIENT, column, state, user)
