@@ -39,8 +39,7 @@ const KEYS: [(&str, Kind); 6] = [
     ("data_addresses", Kind::Host),
 ];
 /// Names of this software and of every machine, which say nothing about a site.
-const COMMON: [&str; 7] =
-    ["gpusession", "gpusessiond", "gpuserver", "root", "localhost", "local", "server"];
+const COMMON: [&str; 7] = ["gpusession", "gpusessiond", "gpuserver", "root", "localhost", "local", "server"];
 /// Shorter names would match by chance.
 const MIN_NAME: usize = 2;
 /// User ids of people, as Debian and Fedora give them.

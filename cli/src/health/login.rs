@@ -259,11 +259,26 @@ fn pam_module(facts: &Facts) -> Finding {
     }
 }
 
+/// Returns `true` if the caller's shell is zsh, and reads no file of `/etc/profile.d`.
+fn zsh_does_not_read_it(machine: &Machine) -> bool {
+    let home = machine.variable("HOME").unwrap_or("/root");
+    let folders = ["/etc/", "/etc/zsh/", &format!("{home}/.")];
+    let files = folders.iter().flat_map(|f| ["zprofile", "zshrc"].map(|name| format!("{f}{name}")));
+    let mut texts = files.map(|file| machine.read(file).unwrap_or_default());
+    machine.variable("SHELL").is_some_and(|shell| shell.ends_with("/zsh"))
+        && !texts.any(|text| text.lines().any(|l| !l.starts_with('#') && l.contains("/etc/profile")))
+}
+
 fn profile(facts: &Facts) -> Finding {
     if !facts.machine.exists("/usr/share/gpusession") {
         return Finding::skipped("the package gpusession is not installed");
     }
     match facts.machine.read("/etc/profile.d/gpusession.sh") {
+        Ok(_) if zsh_does_not_read_it(&facts.machine) => Finding::warning(
+            "no start file of your shell, zsh, reads /etc/profile.d/gpusession.sh: its prompts do not warn \
+             of idle leases",
+            "echo '. /etc/profile.d/gpusession.sh' >>~/.zshrc",
+        ),
         Ok(_) => Finding::ok("/etc/profile.d/gpusession.sh"),
         Err(unread) => Finding::warning(
             format!("{unread}: prompts do not warn of idle leases"),
@@ -297,6 +312,22 @@ mod tests {
 
     use super::super::testing::{described, facts, plant, program};
     use super::*;
+
+    #[test]
+    fn a_zsh_that_reads_no_profile_is_a_warning() {
+        let (root, mut facts) = facts();
+        plant(&root, "usr/share/gpusession/ld.so.conf", "");
+        assert!(profile(&facts).remedy.contains("reinstall"), "the file is missing");
+        plant(&root, "etc/profile.d/gpusession.sh", "");
+        plant(&root, "etc/zsh/zshrc", "# . /etc/profile\n");
+        assert_eq!(profile(&facts).state, State::Ok, "another shell");
+        facts.machine.environment.insert("SHELL".into(), "/bin/zsh".into());
+        facts.machine.environment.insert("HOME".into(), "/home/ada".into());
+        let finding = profile(&facts);
+        assert_eq!(finding.state, State::Warning);
+        plant(&root, "home/ada/.zshrc", ". /etc/profile.d/gpusession.sh\n");
+        assert_eq!(profile(&facts).state, State::Ok, "as the remedy {} does", finding.remedy);
+    }
 
     #[test]
     fn a_silent_daemon_is_a_fault_where_its_unit_is_installed() {

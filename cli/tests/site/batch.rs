@@ -124,14 +124,33 @@ fn a_job_of_pbs_has_the_gpus_of_its_first_host_until_it_ends() {
 fn a_prolog_of_slurm_can_bind_the_lease_to_the_job() {
     let node = Node::start(2);
     let me = nix::unistd::getuid().to_string();
-    let variables = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_UID", me.as_str())];
+    let variables = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_UID", me.as_str()), ("SLURMD_NODENAME", "node1")];
     node.stub("squeue", "7 gres:rgpu:2\n");
-    for (bind, bound) in [("bind=no", false), ("bind=yes", true)] {
-        node.script("slurm/prolog", ("bind=no", bind), &[], &variables);
+    let version_1 = format!("/uid_{me}/job_7");
+    // Folders that slurmd makes, of either version of control groups and either kind of Slurm.
+    for (folder, path) in [
+        (None, None),
+        (Some("system.slice/slurmstepd.scope"), Some("/system.slice/slurmstepd.scope/job_7".to_owned())),
+        (
+            Some("system.slice/node1_slurmstepd.scope"),
+            Some("/system.slice/node1_slurmstepd.scope/job_7".to_owned()),
+        ),
+        (Some("freezer/slurm"), Some(format!("/slurm{version_1}"))),
+        (Some("freezer/slurm_node1"), Some(format!("/slurm_node1{version_1}"))),
+    ] {
+        let groups = node.site.path("groups");
+        let bind = match folder {
+            Some(folder) => {
+                std::fs::create_dir_all(groups.join(folder)).unwrap();
+                format!("bind=yes\ncgroups={}", groups.display())
+            }
+            None => "bind=no".into(),
+        };
+        node.script("slurm/prolog", ("bind=no", &bind), &[], &variables);
         let leases = node.leases();
         assert_eq!((leases.len(), &leases[0]["gpus"]), (1, &2.into()));
         let group = leases[0].get("control_group").and_then(|group| group.as_str());
-        assert_eq!(group.is_some_and(|group| group.ends_with("/job_7")), bound, "{group:?}");
+        assert_eq!(group, path.as_deref());
         let task = node.script("slurm/task-prolog", ("", ""), &[], &variables);
         assert_eq!(
             text(&task.stdout).trim(),

@@ -8,7 +8,7 @@ GROUP = "hosts"
 SLURM = """ClusterName=lab
 SlurmctldHost=batch
 SlurmUser=root
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 Prolog=/etc/slurm/prolog
 PrologFlags=Alloc
@@ -21,8 +21,15 @@ NodeName=batch CPUs=8 Gres=rgpu:2 State=UNKNOWN
 PartitionName=main Nodes=batch Default=YES State=UP OverSubscribe=FORCE:4
 SlurmdParameters=config_overrides
 """
-# slurmd rejects a mixed cgroup hierarchy unless its version is configured.
-CGROUP = "test $(wc -l </proc/self/cgroup) = 1 || echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf"
+# slurmd rejects a mixed cgroup hierarchy unless its version is configured. A host of the lab has
+# only version 2 mounted.
+CGROUP = """test $(wc -l </proc/self/cgroup) = 1 && exit
+mkdir -p /run/cgroup/freezer && mount -t cgroup -o freezer none /run/cgroup/freezer
+printf 'CgroupPlugin=cgroup/v1\\nCgroupMountpoint=/run/cgroup\\n' >/etc/slurm/cgroup.conf
+sed -i 's,^cgroups=.*,cgroups=/run/cgroup,' /etc/slurm/prolog
+"""
+# This machine's control groups of version 1 are not the lab's alone.
+REMOVE = "systemctl stop slurmd; test ! -d /run/cgroup || find /run/cgroup/freezer/slurm_batch -depth -type d -exec rmdir {} \\;"
 # The lab's hosts do not install files of /usr/share/doc.
 SCRIPTS = "dpkg-deb -x /root/debs/gpusession_*.deb /root/package && cp /root/package/usr/share/doc/gpusession/docs/examples/slurm/* /etc/slurm/"
 INSTALL = "export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge"
@@ -58,6 +65,17 @@ def run(site, check):
         expect(node.fails("su -l alice -c 'srun vectorAdd'"), "cudaErrorNoDevice")
         expect(node.fails("su -l alice -c vectorAdd"), "cudaErrorNoDevice")
         expect(node.fails("su -l alice -c 'srun -J \"1 gres:rgpu:2 TresPerNode=gres:rgpu:2\" vectorAdd'"), "cudaErrorNoDevice")
+    with check("with bind=yes only the job has its GPU, also where another job or a shell of its user names the lease"):
+        node.ok("sed -i s/^bind=no/bind=yes/ /etc/slurm/prolog")
+        node.start("bound", "srun --gres=rgpu:1 sh -c 'multiDevice; env -u GPUSESSION_LEASE multiDevice; until [ -e /tmp/go ]; do sleep 0.2; done'", user="alice")
+        # The job finds its lease by its control group, too.
+        node.until("grep -c '1 device(s) right' /run/bound.out | grep -qx 2", 20)
+        named = "GPUSESSION_LEASE=$(cat /run/gpusession-jobs/*) vectorAdd"
+        assert node.ok("gpusession list --json | grep -o '\"control_group\": *\"[^\"]*\"'").count("/job_") == 1
+        expect(node.fails(f"su -l alice -c 'srun sh -c \"{named}\"'".replace("$(cat", "\\$(cat")), "cudaErrorNoDevice")
+        expect(node.fails(f"su -l alice -c '{named}'"), "cudaErrorNoDevice")
+        node.ok("touch /tmp/go && sed -i s/^bind=yes/bind=no/ /etc/slurm/prolog")
+        node.until(NONE, 20)
     with check("each task of an array has its own GPU"):
         node.ok("su -l alice -c 'sbatch --wait --array=0-1 --gres=rgpu:1 -o /tmp/array-%a.out --wrap multiDevice'", timeout=60)
         expect(node.ok("cat /tmp/array-0.out"), "1 device(s) right")
@@ -77,4 +95,5 @@ def run(site, check):
         node.ok("scancel -n two; pkill -KILL -u alice -f '^[a-z/]*/sh -c multiDevice.*go-three'")
         node.until(NONE, 30)
         node.until("sinfo -h -o %T | grep -qx idle", 20)
+    node.run(REMOVE)
     node.lab("down")
