@@ -177,12 +177,12 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                 writeln!(words, "            w.word(u64::from(r#{n}.local));").unwrap();
             }
             Kind::Scalar(_) if p.role == Role::Object => {
-                route.with("other", &format!("clients::of(r#{n})"));
+                route.with("other", &format!("clients::by_object(r#{n})"));
                 writeln!(words, "            w.word(client.own(r#{n}));").unwrap();
             }
             Kind::Scalar(t) => {
                 if p.role == Role::Address {
-                    route.with("other", &format!("route::at(r#{n})"));
+                    route.with("other", &format!("route::by_address(r#{n})"));
                 }
                 let word = match t {
                     "u64" | "usize" => format!("r#{n} as u64"),
@@ -202,10 +202,10 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                     // A context as an argument only works in the client of the current context.
                     route.with("other", "clients::get()");
                 }
-                route.with("other", &format!("clients::of(r#{n} as u64)"));
+                route.with("other", &format!("clients::by_object(r#{n} as u64)"));
                 if matches!(kind, "texref" | "surfref") {
                     let kind = kind.to_uppercase();
-                    writeln!(checks, "        objects::is(r#{n} as u64, handle::{kind})?;").unwrap();
+                    writeln!(checks, "        objects::check_kind(r#{n} as u64, handle::{kind})?;").unwrap();
                 }
                 writeln!(words, "            w.word(r#{n} as u64);").unwrap();
             }

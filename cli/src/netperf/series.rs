@@ -19,7 +19,7 @@ const FIRST_TRANSFER: usize = 256 << 10;
 /// Transfers under way at a time: a lane always has the next one's bytes.
 const DEPTH: usize = 2;
 /// Part of a direction's time that one transfer takes at most.
-const PART: u32 = 16;
+const TRANSFER_PARTS: u32 = 16;
 const CALLER: Caller = Caller { thread: 1, ctx: 0 };
 const STREAM: On = On { ctx: 0, stream: 0, blocking: true };
 
@@ -213,7 +213,7 @@ fn transfers(
     loop {
         let since = Instant::now();
         begin(0, len)?.finish(link)?;
-        if since.elapsed() * PART >= time || len >= MAX_TRANSFER as usize {
+        if since.elapsed() * TRANSFER_PARTS >= time || len >= MAX_TRANSFER as usize {
             break;
         }
         len *= 2;

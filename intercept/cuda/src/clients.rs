@@ -159,7 +159,7 @@ pub fn all() -> Result<impl Iterator<Item = &'static Client>> {
 }
 
 /// Returns the client of a handle, or of an object's name that [`Client::name`] made.
-pub fn of(object: u64) -> Result<&'static Client> {
+pub fn by_object(object: u64) -> Result<&'static Client> {
     let clients = usable()?;
     if clients.more.is_empty() {
         // With one client names pass unchanged, and a driver may use any bits of them.
@@ -178,14 +178,14 @@ pub fn of_context(ctx: u64) -> Result<(&'static Client, &'static Device)> {
 pub fn device(ordinal: i32) -> Result<(&'static Client, &'static Device)> {
     let clients = usable()?;
     let place = usize::try_from(ordinal).ok().and_then(|i| clients.visible.get(i));
-    clients.at(*place.ok_or(INVALID_DEVICE)?)
+    clients.device(*place.ok_or(INVALID_DEVICE)?)
 }
 
 /// Returns the program's devices in its order.
 pub fn devices() -> Result<impl ExactSizeIterator<Item = &'static Device>> {
     let clients = usable()?;
     let devices: Vec<_> =
-        clients.visible.iter().map(|place| clients.at(*place).map(|(_, d)| d)).collect::<Result<_>>()?;
+        clients.visible.iter().map(|place| clients.device(*place).map(|(_, d)| d)).collect::<Result<_>>()?;
     Ok(devices.into_iter())
 }
 
@@ -296,7 +296,7 @@ impl Clients {
         self.by_number(handle::server(thread::current())).unwrap_or(&self.first)
     }
 
-    fn at(&self, (number, local): (u8, u32)) -> Result<(&Client, &Device)> {
+    fn device(&self, (number, local): (u8, u32)) -> Result<(&Client, &Device)> {
         let client = self.by_number(number).ok_or(INVALID_DEVICE)?;
         Ok((client, client.devices.get(local as usize).ok_or(INVALID_DEVICE)?))
     }

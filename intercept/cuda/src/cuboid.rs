@@ -330,7 +330,7 @@ impl Side {
         match self.kind {
             DEVICE => elsewhere(client, self.device),
             ARRAY => {
-                let other = clients::of(self.array).ok().filter(|other| other.number != client.number);
+                let other = clients::by_object(self.array).ok().filter(|other| other.number != client.number);
                 other.map(|other| other.primary(0))
             }
             _ => None,

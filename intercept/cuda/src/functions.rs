@@ -231,7 +231,8 @@ impl Function {
     #[cold]
     fn is_as_its_image_says(&self) -> bool {
         let told = || self.params.iter().map(|param| param.size);
-        let in_image = |longest| signatures::of(self.parent).find(&self.name.to_string_lossy(), longest);
+        let in_image =
+            |longest| signatures::of_module(self.parent).find(&self.name.to_string_lossy(), longest);
         let proven = match self.how {
             How::OfKernel => find(self.parent).is_ok_and(|kernel| {
                 kernel.prove().is_ok() && told().eq(kernel.params.iter().map(|param| param.size))
@@ -257,7 +258,7 @@ impl Function {
 
     /// Returns the client to ask about it: for a kernel the current one.
     pub fn client(&self) -> Result<&'static Client> {
-        if self.how == How::Kernel { clients::get() } else { clients::of(self.handle) }
+        if self.how == How::Kernel { clients::get() } else { clients::by_object(self.handle) }
     }
 
     /// Makes a kernel known to a client's worker, unless it is; an error for another client's

@@ -13,7 +13,7 @@ use crate::client::{Client, word};
 use crate::status::{INVALID_IMAGE, INVALID_VALUE, Result};
 
 /// Maximum bytes of an image in one frame.
-const PIECE: usize = 1 << 20;
+const PIECE_BYTES: usize = 1 << 20;
 /// Maximum length of an image in bytes; a longer one counts as invalid.
 const MAX_IMAGE: u64 = 4 << 30;
 
@@ -144,7 +144,7 @@ pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
     let there =
         || -> Result<bool> { Ok(word(&mut client.call(op::IMAGE_HAVE, |w| w.bytes(&hash))?.reader())? != 0) };
     if !there()? {
-        for piece in image.chunks(PIECE) {
+        for piece in image.chunks(PIECE_BYTES) {
             client.post(op::IMAGE_DATA, |w| {
                 w.bytes(&hash);
                 w.word(image.len() as u64);
@@ -270,7 +270,7 @@ mod tests {
     #[test]
     fn image_travels_once_and_only_to_a_server_without_it() {
         let program = crate::fake_worker::Program::new();
-        let image = vec![0x51; PIECE + 1];
+        let image = vec![0x51; PIECE_BYTES + 1];
         program.answer(op::IMAGE_HAVE, 0, &[0]);
         program.answer(op::IMAGE_HAVE, 0, &[1]);
         let hash = offer(program.client, &image).unwrap();

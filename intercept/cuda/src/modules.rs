@@ -97,7 +97,7 @@ pub fn load_library(image: &Image<'_>, signatures: Signatures, options: &Options
 /// Returns the client to ask about a module, or about a library in the current context.
 pub fn client_of(parent: u64) -> Result<&'static Client> {
     if handle::kind(parent) == handle::MODULE {
-        return clients::of(parent);
+        return clients::by_object(parent);
     }
     let current = clients::get()?;
     libraries::usable_on(parent, current)?;
@@ -170,7 +170,7 @@ pub fn unload(parent: u64, kind: u8, operation: u16) -> Result {
     });
     drop(globals);
     if kind == handle::MODULE {
-        let client = clients::of(parent)?;
+        let client = clients::by_object(parent)?;
         client.post(operation, |w| w.word(parent))?;
         handles::retire(parent);
         return client.take_late_error();
@@ -201,7 +201,7 @@ pub fn functions_of(module: u64) -> Result<Vec<u64>> {
     if handle::kind(module) != handle::MODULE {
         return Err(INVALID_HANDLE);
     }
-    let client = clients::of(module)?;
+    let client = clients::by_object(module)?;
     let names = names(module, How::Function as u64)?;
     names.into_iter().map(|name| functions::get(client, module, How::Function, name)).collect()
 }
@@ -224,7 +224,7 @@ pub fn of_library(library: u64) -> Result<u64> {
         w.word(library);
     })?;
     modules.insert(key, new);
-    signatures::note(new, signatures::of(library));
+    signatures::note(new, signatures::of_module(library));
     Ok(new)
 }
 

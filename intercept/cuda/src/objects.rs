@@ -9,7 +9,7 @@ use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::{clients, route};
 
 /// Returns an error for a handle of another kind.
-pub fn is(handle: u64, kind: u8) -> Result {
+pub fn check_kind(handle: u64, kind: u8) -> Result {
     if handle::kind(handle) == kind { Ok(()) } else { Err(INVALID_HANDLE) }
 }
 
@@ -29,7 +29,7 @@ pub fn own(client: &Client, objects: &[u8]) -> Result<Vec<u8>> {
     let mut own = objects.to_vec();
     for at in (0..own.len() / 8).map(|i| i * 8) {
         let object = word(objects, at)?;
-        client.same(clients::of(object)?)?;
+        client.same(clients::by_object(object)?)?;
         put(&mut own, at, client.own(object));
     }
     Ok(own)
@@ -80,7 +80,7 @@ pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
             return Err(cross_lease_error("memory of a texture or surface"));
         }
     } else {
-        client.same(clients::of(resource)?)?;
+        client.same(clients::by_object(resource)?)?;
         put(&mut own, RESOURCE, client.own(resource));
     }
     Ok(own)

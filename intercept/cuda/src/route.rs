@@ -26,7 +26,7 @@ pub fn elsewhere(client: &Client, address: u64) -> Option<u64> {
 }
 
 /// Returns the client whose device memory is at this address, or else the current one.
-pub fn at(address: u64) -> Result<&'static Client> {
+pub fn by_address(address: u64) -> Result<&'static Client> {
     let here = clients::get()?;
-    elsewhere(here, address).map_or(Ok(here), clients::of)
+    elsewhere(here, address).map_or(Ok(here), clients::by_object)
 }

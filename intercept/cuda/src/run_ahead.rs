@@ -14,7 +14,7 @@ use crate::handles::MAX_CLIENTS;
 ///
 /// A thread is at most twice this far ahead: about 17,000 launches, where a driver takes about
 /// 1,000.
-const STEP: usize = 2 << 20;
+const STEP_BYTES: usize = 2 << 20;
 
 thread_local! {
     /// Bytes since the last mark, by client.
@@ -29,7 +29,7 @@ pub fn sent(client: u8, bytes: usize) {
     SENT.with(|sent| {
         let Some(sent) = sent.get(usize::from(client)) else { return };
         sent.set(sent.get() + bytes);
-        if sent.get() >= STEP {
+        if sent.get() >= STEP_BYTES {
             DUE.set(true);
         }
     });
@@ -41,7 +41,7 @@ pub fn due() -> bool {
     DUE.get()
 }
 
-/// Calls `mark` for each client to which the thread has posted [`STEP`] bytes since its last mark.
+/// Calls `mark` for each client to which the thread has posted [`STEP_BYTES`] since its last mark.
 ///
 /// `mark` gets the client's number and the last mark. It waits for that one, marks the log again
 /// and returns the new mark. Runs at the start of a call, where the thread holds no lock.
@@ -49,7 +49,7 @@ pub fn due() -> bool {
 pub fn mark(mut mark: impl FnMut(u8, Option<Begun>) -> Option<Begun>) {
     DUE.set(false);
     for number in 0..MAX_CLIENTS {
-        if SENT.with(|sent| sent[number].get()) < STEP {
+        if SENT.with(|sent| sent[number].get()) < STEP_BYTES {
             continue;
         }
         SENT.with(|sent| sent[number].set(0));
@@ -75,10 +75,10 @@ mod tests {
 
     #[test]
     fn thread_marks_only_the_logs_that_it_filled() {
-        sent(0, STEP - 1);
-        sent(1, STEP / 2);
+        sent(0, STEP_BYTES - 1);
+        sent(1, STEP_BYTES / 2);
         assert!(!due());
-        sent(1, STEP / 2);
+        sent(1, STEP_BYTES / 2);
         assert!(due());
         assert_eq!(marked(), [1]);
         assert!(!due(), "a mark counts from zero again");
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn thread_waits_for_its_own_bytes_only() {
         let other = std::thread::spawn(|| {
-            sent(2, STEP);
+            sent(2, STEP_BYTES);
             due()
         });
         assert!(other.join().unwrap());
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn client_beyond_the_last_one_counts_nothing() {
-        sent(MAX_CLIENTS as u8, STEP);
+        sent(MAX_CLIENTS as u8, STEP_BYTES);
         assert!(!due());
     }
 }

@@ -176,7 +176,7 @@ pub fn note(parent: u64, signatures: Signatures) {
 }
 
 /// Returns the signatures of a module or library; none of a handle without an image.
-pub fn of(parent: u64) -> Signatures {
+pub fn of_module(parent: u64) -> Signatures {
     loaded().get(&parent).cloned().unwrap_or_default()
 }
 
@@ -253,9 +253,13 @@ mod tests {
     #[test]
     fn sizes_belong_to_a_loaded_module() {
         note(0x71, Signatures::copied(&Image::from(TEXT)));
-        note(0x72, of(0x71));
+        note(0x72, of_module(0x71));
         forget(0x71);
-        assert_eq!(of(0x71).find("f", MAX_UNPACKED_BYTES), None);
-        assert_eq!(of(0x72).find("f", MAX_UNPACKED_BYTES), Some(vec![8, 4]), "a module of the library");
+        assert_eq!(of_module(0x71).find("f", MAX_UNPACKED_BYTES), None);
+        assert_eq!(
+            of_module(0x72).find("f", MAX_UNPACKED_BYTES),
+            Some(vec![8, 4]),
+            "a module of the library"
+        );
     }
 }

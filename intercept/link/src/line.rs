@@ -14,7 +14,7 @@ use crate::log::Log;
 use crate::transport::{Stream, Transport, Wait};
 
 /// Usual number of bytes of one read.
-const READ: usize = if cfg!(test) { 1 << 10 } else { 256 << 10 };
+const READ_BYTES: usize = if cfg!(test) { 1 << 10 } else { 256 << 10 };
 
 /// One connection of the log, by the number of the attempt that made it.
 pub struct Line<T = Transport> {
@@ -171,8 +171,8 @@ impl<T: Stream> Incoming<T> {
                 buf.copy_within(*start..*end, 0);
                 (*start, *end) = (0, have);
             }
-            if buf.len() < need.max(READ) {
-                buf.resize(need.max(READ), 0);
+            if buf.len() < need.max(READ_BYTES) {
+                buf.resize(need.max(READ_BYTES), 0);
             }
             match line.transport.recv(&mut buf[*end..], wait) {
                 Ok(0) => {

@@ -44,7 +44,7 @@ const MAX_LOG: usize = 512 << 20;
 /// Longest time, in seconds, that the link believes a worker to wait for a lost program.
 const MAX_GRACE: u64 = 3600;
 /// Usual number of bytes of one read from the socket.
-const READ: usize = 256 << 10;
+const READ_BYTES: usize = 256 << 10;
 
 /// Call whose frame is sent.
 #[derive(Debug, Clone, Copy)]
@@ -213,7 +213,8 @@ impl Link {
             connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT, &Watch::PATIENT)?;
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
-        let sending = Sending { batch: Vec::with_capacity(READ), outgoing: Outgoing::new(line.clone()) };
+        let sending =
+            Sending { batch: Vec::with_capacity(READ_BYTES), outgoing: Outgoing::new(line.clone()) };
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             server: endpoint.server.clone(),
@@ -222,7 +223,7 @@ impl Link {
             attempts,
             encrypted: transport.encrypted(),
             present: Mutex::new(transport),
-            outbox: Outbox::new(READ),
+            outbox: Outbox::new(READ_BYTES),
             sending: Mutex::new(sending),
             received: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),

@@ -133,7 +133,7 @@ impl Pool {
         );
         let left_usec = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
         let warning = Event::PrepareForLoss(wire::Warning { left_usec, reason, idle: true });
-        self.tell(&lease.client, PoolEvent { lease: lease.id.clone(), event: Some(warning) });
+        self.notify(&lease.client, PoolEvent { lease: lease.id.clone(), event: Some(warning) });
     }
 
     /// Lists leases that may be lent, the one unused for longest first.

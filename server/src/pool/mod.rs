@@ -220,7 +220,7 @@ impl Pool {
 
     fn warn(&self, lease: Lease, left: Duration, reason: &str) {
         let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
-        self.tell(
+        self.notify(
             &lease.client,
             PoolEvent { lease: lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) },
         );
@@ -283,8 +283,8 @@ impl Pool {
     }
 
     /// Sends an event to a client's daemon, if it watches.
-    pub fn tell(&self, client: &str, event: PoolEvent) {
-        self.watches.tell(client, event);
+    pub fn notify(&self, client: &str, event: PoolEvent) {
+        self.watches.notify(client, event);
     }
 
     /// Sends events about workers to their clients. Never returns.
@@ -293,7 +293,7 @@ impl Pool {
         loop {
             match events.recv().await {
                 Ok(Event::Workers { client, lease, stock, ended }) => {
-                    self.tell(&client, workers_ready(lease, stock, ended));
+                    self.notify(&client, workers_ready(lease, stock, ended));
                 }
                 Ok(Event::Program { client, lease, gpus, worker, user, program, end }) => {
                     let event = audit::own(if end.is_some() { "program-ended" } else { "program-started" });
@@ -541,7 +541,7 @@ impl Pool {
                 lease: lease.id.clone(),
                 event: Some(PoolEventKind::Lost(wire::Loss { reason: reason.into() })),
             };
-            self.tell(&lease.client, event);
+            self.notify(&lease.client, event);
         }
     }
 

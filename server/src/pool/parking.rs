@@ -439,7 +439,7 @@ impl Pool {
     }
 
     fn tell_change(&self, client: &str, lease: &str, change: wire::StateChange) {
-        self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
+        self.notify(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 
     /// Restores the state of a lease that an earlier server parked or lent.

@@ -44,7 +44,7 @@ impl Watches {
 
     /// Sends an event to a client's watches. A watch whose queue is full ends after the queued
     /// events.
-    pub fn tell(&self, client: &str, event: PoolEvent) {
+    pub fn notify(&self, client: &str, event: PoolEvent) {
         if let Some(queues) = self.locked().get_mut(client) {
             queues.retain(|queue| queue.try_send(Ok(Box::new(event.clone()))).is_ok());
         }
@@ -137,7 +137,7 @@ mod tests {
         let lease = |said: Option<Result<PoolEvent, Status>>| said.unwrap().unwrap().lease;
         assert_eq!(lease(one.next().await), "first");
         for i in 0..=MAX_QUEUED_EVENTS {
-            watches.tell("vm-1", event(&i.to_string()));
+            watches.notify("vm-1", event(&i.to_string()));
             assert_eq!(lease(one.next().await), i.to_string());
         }
         for i in 0..MAX_QUEUED_EVENTS {

@@ -29,7 +29,7 @@ impl Admission {
     /// Asks and waits for the answer; `Err` holds the reason for a refusal.
     pub fn ask(&self, supervisor: &Supervisor, process: ClientProcess) -> Result<(), String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        supervisor.tell(&FromWorker::Presented(process.clone()));
+        supervisor.report(&FromWorker::Presented(process.clone()));
         state.asked = Some(process);
         let unanswered = |state: &mut State| state.answer.is_none();
         let waited = self.changed.wait_timeout_while(state, ADMISSION_TIMEOUT, unanswered);
@@ -45,7 +45,7 @@ impl Admission {
     /// Repeats an open question to a new supervisor, which may not have received it.
     pub fn ask_again(&self, supervisor: &Supervisor) {
         if let Some(process) = &self.state.lock().unwrap_or_else(PoisonError::into_inner).asked {
-            supervisor.tell(&FromWorker::Presented(process.clone()));
+            supervisor.report(&FromWorker::Presented(process.clone()));
         }
     }
 

@@ -205,7 +205,7 @@ impl Replay {
         let since = Instant::now();
         let tell = |over| {
             let ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
-            session.supervisor().tell(&FromWorker::Outage { ms, over });
+            session.supervisor().report(&FromWorker::Outage { ms, over });
         };
         let mut told = false;
         loop {
@@ -300,7 +300,7 @@ impl Replay {
         }
         if state.pause == Pause::Paused {
             state.pause = Pause::Wanted;
-            session.supervisor().tell(&FromWorker::Wanted);
+            session.supervisor().report(&FromWorker::Wanted);
         }
         self.ready.store(state.queue.len() as u64, Ordering::Release);
         let wake = self.spinning.load(Ordering::Relaxed) == 0;
@@ -450,7 +450,7 @@ impl Replay {
                 if state.pause == Pause::Asked {
                     state.pause = if quiet { Pause::Paused } else { Pause::No };
                 }
-                session.supervisor().tell(&FromWorker::Paused { quiet });
+                session.supervisor().report(&FromWorker::Paused { quiet });
                 continue;
             }
             if matches!(state.pause, Pause::Paused | Pause::Wanted | Pause::Over) {
@@ -533,7 +533,7 @@ impl Replay {
             drop(state);
             self.changed.notify_all();
         } else {
-            supervisor.tell(&FromWorker::Paused { quiet: false });
+            supervisor.report(&FromWorker::Paused { quiet: false });
         }
     }
 

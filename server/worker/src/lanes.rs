@@ -35,7 +35,7 @@ use crate::staging::{Slot, Slots};
 mod hold;
 mod up_slots;
 
-use self::hold::{Hold, Room, Spill, Teller};
+use self::hold::{Hold, HoldSender, Room, Spill};
 use self::up_slots::UpSlots;
 
 /// Most transfers of failed frames whose bytes are still to come; a program that sends them has
@@ -182,7 +182,7 @@ pub struct Lanes {
     down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
-    teller: Teller,
+    sender: HoldSender,
     /// Time of the last look whether a hold may end.
     looked: Mutex<Option<Instant>>,
     opened: Condvar,
@@ -437,20 +437,20 @@ impl Lanes {
     /// Only lanes that may come back have acknowledgements.
     pub fn program_holds(&self, replies: Arc<Replies>) {
         if self.returns {
-            let _ = self.teller.replies.set(replies);
+            let _ = self.sender.replies.set(replies);
         }
     }
 
     /// Changes what the program sends; executors and lanes look again.
-    fn tell(&self, op: u16, transfer: u64, change: impl FnOnce(&mut Hold) -> u64) {
-        if self.teller.tell(op, transfer, || change(&mut lock(&self.arrived).hold)) {
+    fn send_change(&self, op: u16, transfer: u64, change: impl FnOnce(&mut Hold) -> u64) {
+        if self.sender.send(op, transfer, || change(&mut lock(&self.arrived).hold)) {
             self.arrival.notify_all();
         }
     }
 
     /// Holds the program back, if it can be.
     fn hold(&self) {
-        if self.teller.replies.get().is_none() {
+        if self.sender.replies.get().is_none() {
             return;
         }
         let unwanted = {
@@ -460,7 +460,7 @@ impl Lanes {
         };
         // Their sources belong to the program again.
         for transfer in unwanted {
-            self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+            self.send_change(op::WANTED, transfer, |hold| hold.want(transfer));
         }
         self.arrival.notify_all();
     }
@@ -476,7 +476,7 @@ impl Lanes {
         }
         *looked = Some(Instant::now());
         if self.up.iter().all(|lane| lane.is_half_free(driver)) {
-            self.tell(op::RELEASE, 0, Hold::end);
+            self.send_change(op::RELEASE, 0, Hold::end);
         }
     }
 
@@ -524,7 +524,7 @@ impl Lanes {
                 drop(arrived);
                 self.release(driver);
                 if reached() {
-                    self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+                    self.send_change(op::WANTED, transfer, |hold| hold.want(transfer));
                 }
                 arrived = lock(&self.arrived);
                 if arrived.hold.holds_back(transfer) && !arrived.chunks.contains_key(&transfer) {
@@ -558,7 +558,7 @@ impl Lanes {
         self.arrival.notify_all();
         if left > 0 {
             // The program's memory is not read any more once its bytes have come.
-            self.tell(op::WANTED, transfer, |hold| hold.want(transfer));
+            self.send_change(op::WANTED, transfer, |hold| hold.want(transfer));
         }
         bounded
     }

@@ -62,7 +62,7 @@ pub fn run() -> ExitCode {
     let endpoint = match prepare(&supervisor) {
         Ok(endpoint) => Arc::new(endpoint),
         Err(reason) => {
-            supervisor.tell(&FromWorker::Failed { reason });
+            supervisor.report(&FromWorker::Failed { reason });
             return ExitCode::from(3);
         }
     };
@@ -77,7 +77,7 @@ pub fn run() -> ExitCode {
                 let endpoint = endpoint.clone();
                 let serve = move || {
                     if let Err(e) = endpoint.adopt(&preface, socket) {
-                        endpoint.supervisor.tell(&FromWorker::Refused { number, reason: e.to_string() });
+                        endpoint.supervisor.report(&FromWorker::Refused { number, reason: e.to_string() });
                     }
                 };
                 // Without a thread, the connection closes.
@@ -107,10 +107,10 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
         if start.isolation == Isolation::Require && !lacking.is_empty() {
             return Err(format!("isolation = \"require\": not possible: {}", lacking.join("; ")));
         }
-        supervisor.tell(&FromWorker::Contained { lacking });
+        supervisor.report(&FromWorker::Contained { lacking });
     }
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
-    supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: 0 });
+    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0 });
     Ok(Endpoint {
         supervisor: supervisor.clone(),
         start,
@@ -236,7 +236,7 @@ impl Endpoint {
 }
 
 fn end(supervisor: &Supervisor, reason: &str) -> ! {
-    supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet: true });
+    supervisor.report(&FromWorker::Ended { reason: reason.into(), quiet: true });
     std::process::exit(0)
 }
 

@@ -36,24 +36,24 @@ pub fn run(driver: &str, isolation: Isolation) -> ExitCode {
     let nvml = match load(driver, isolation) {
         Ok(nvml) => Arc::new(nvml),
         Err(reason) => {
-            tell(&FromMonitor::Failed(reason));
+            report(&FromMonitor::Failed(reason));
             return ExitCode::from(1);
         }
     };
     let versions = |name| nvml.text(name, &[]).unwrap_or_default();
-    tell(&FromMonitor::Ready {
+    report(&FromMonitor::Ready {
         driver_version: versions("nvmlSystemGetDriverVersion"),
         nvml_version: versions("nvmlSystemGetNVMLVersion"),
     });
     let events = nvml.clone();
     // Readings work without the watch.
     if std::thread::Builder::new().name("events".into()).spawn(move || watch(&events)).is_err() {
-        tell(&FromMonitor::Unwatched(Vec::new()));
+        report(&FromMonitor::Unwatched(Vec::new()));
     }
     let mut kept: HashMap<Query, (Instant, Answer)> = HashMap::new();
     while let Some(request) = receive(&mut input) {
         match request {
-            ToMonitor::Read => tell(&FromMonitor::Gpus(
+            ToMonitor::Read => report(&FromMonitor::Gpus(
                 nvml.devices().map(|(uuid, device)| read(&nvml, uuid, device)).collect(),
             )),
             ToMonitor::Ask(queries) => {
@@ -70,7 +70,7 @@ pub fn run(driver: &str, isolation: Isolation) -> ExitCode {
                         answer
                     }
                 });
-                tell(&FromMonitor::Answers(answers.collect()));
+                report(&FromMonitor::Answers(answers.collect()));
             }
         }
     }
@@ -123,7 +123,7 @@ fn watch(nvml: &Nvml) {
     const TIMEOUT: u32 = 10;
     let mut set = 0usize;
     if nvml.call("nvmlEventSetCreate", &[&raw mut set as usize]) != 0 {
-        tell(&FromMonitor::Unwatched(Vec::new()));
+        report(&FromMonitor::Unwatched(Vec::new()));
         return;
     }
     let mut watched = HashMap::new();
@@ -140,14 +140,14 @@ fn watch(nvml: &Nvml) {
         }
     }
     if !unwatched.is_empty() {
-        tell(&FromMonitor::Unwatched(unwatched));
+        report(&FromMonitor::Unwatched(unwatched));
     }
     while !watched.is_empty() {
         let mut event = Event::default();
         match nvml.call("nvmlEventSetWait_v2", &[set, &raw mut event as usize, 10_000]) {
             0 => {
                 if let Some(uuid) = watched.get(&event.device) {
-                    tell(&FromMonitor::Fault { device: *uuid, event: event.kind, data: event.data });
+                    report(&FromMonitor::Fault { device: *uuid, event: event.kind, data: event.data });
                 }
             }
             TIMEOUT => {}
@@ -167,7 +167,7 @@ fn receive(input: &mut impl Read) -> Option<ToMonitor> {
 /// Writes one message, uninterrupted by other threads.
 ///
 /// An exited server shows as EOF where messages are read.
-fn tell(message: &FromMonitor) {
+fn report(message: &FromMonitor) {
     static OUTPUT: Mutex<()> = Mutex::new(());
     let _one_at_a_time = OUTPUT.lock().unwrap_or_else(PoisonError::into_inner);
     let mut out = io::stdout().lock();

@@ -92,7 +92,7 @@ impl Quota {
         // Holds the lock: a concurrent return is reported before or after this request, never in
         // between.
         let request = FromWorker::MemoryWanted { device: device as u32, serial, bytes };
-        self.supervisor.tell(&request);
+        self.supervisor.report(&request);
         state.request = Some(request);
         while state.answered < serial {
             state = self.answer.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -153,7 +153,7 @@ impl Quota {
     pub fn ask_again(&self) {
         let state = lock(&self.state);
         if let Some(request) = state.request.as_ref().filter(|_| state.answered < state.asked) {
-            self.supervisor.tell(request);
+            self.supervisor.report(request);
         }
     }
 
@@ -163,7 +163,7 @@ impl Quota {
         for (device, d) in state.devices.iter_mut().enumerate() {
             let bytes = d.granted.saturating_sub(d.used);
             d.granted -= bytes;
-            self.supervisor.tell(&FromWorker::MemoryReturned { device: device as u32, bytes });
+            self.supervisor.report(&FromWorker::MemoryReturned { device: device as u32, bytes });
         }
     }
 }

@@ -76,7 +76,7 @@ impl Replies {
     }
 
     /// Sends what the program shall do with a transfer during a hold with this number.
-    pub fn tell(&self, op: u16, transfer: u64, hold: u64) {
+    pub fn send_hold(&self, op: u16, transfer: u64, hold: u64) {
         let mut header = self.header(op, transfer, 0);
         header.ctx = hold.into();
         let mut frames = Vec::new();

@@ -61,7 +61,7 @@ impl Activity {
                 let seen = (activity.last.load(Ordering::Relaxed), Usage { idle_usec: 0, ..usage });
                 if told != Some(seen) {
                     told = Some(seen);
-                    session.supervisor().tell(&FromWorker::Usage(usage));
+                    session.supervisor().report(&FromWorker::Usage(usage));
                 }
                 std::thread::sleep(REPORT_INTERVAL);
             }

@@ -65,7 +65,7 @@ pub fn run() -> ExitCode {
         Ok(Some(worker)) => Arc::new(worker),
         Ok(None) => return ExitCode::SUCCESS,
         Err(reason) => {
-            supervisor.tell(&FromWorker::Failed { reason });
+            supervisor.report(&FromWorker::Failed { reason });
             return ExitCode::from(3);
         }
     };
@@ -76,12 +76,12 @@ pub fn run() -> ExitCode {
                 let serve = move || {
                     if let Err(e) = worker.adopt(number, &preface, socket) {
                         let reason = format!("{peer}: {e}");
-                        worker.supervisor.tell(&FromWorker::Refused { number, reason });
+                        worker.supervisor.report(&FromWorker::Refused { number, reason });
                     }
                 };
                 if let Err(e) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
                     let reason = format!("cannot start a thread for the connection: {e}");
-                    supervisor.tell(&FromWorker::Refused { number, reason });
+                    supervisor.report(&FromWorker::Refused { number, reason });
                 }
             }
             Ok(Some((ToWorker::MemoryGranted { device, serial, bytes, left }, _))) => {
@@ -99,13 +99,13 @@ pub fn run() -> ExitCode {
             Ok(Some((ToWorker::ShareAsked { number, name }, _))) => {
                 let refused = |why| FromWorker::ShareGiven { number, given: Err(why) };
                 let Some(session) = worker.session.get().cloned() else {
-                    supervisor.tell(&refused(Unshared::Unknown));
+                    supervisor.report(&refused(Unshared::Unknown));
                     continue;
                 };
                 // A thread of its own, because the driver may wait for the program's other calls.
                 let give = move || share::give(&session, number, &name);
                 if std::thread::Builder::new().name("share".into()).spawn(give).is_err() {
-                    supervisor.tell(&refused(Unshared::Busy));
+                    supervisor.report(&refused(Unshared::Busy));
                 }
             }
             Ok(Some((ToWorker::ShareGranted { serial, given }, descriptor))) => {
@@ -141,7 +141,7 @@ pub fn run() -> ExitCode {
             }
             Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
                 Some(session) => session.replay.pause(session.supervisor()),
-                None => drop(supervisor.tell(&FromWorker::Paused { quiet: false })),
+                None => drop(supervisor.report(&FromWorker::Paused { quiet: false })),
             },
             Ok(Some((ToWorker::Resume, _))) => {
                 if let Some(session) = worker.session.get() {
@@ -179,7 +179,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         false => None,
     };
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
-    supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
+    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {
         quota: Arc::new(Quota::new(supervisor.clone(), &start.devices)),
         supervisor: supervisor.clone(),
@@ -219,7 +219,7 @@ fn warm(
             lacking.join("; ")
         ));
     }
-    supervisor.tell(&FromWorker::Contained { lacking });
+    supervisor.report(&FromWorker::Contained { lacking });
     Ok(contexts)
 }
 
@@ -244,7 +244,7 @@ impl Worker {
         if let Some(session) = self.session.get() {
             session.end(reason)
         }
-        self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet: true });
+        self.supervisor.report(&FromWorker::Ended { reason: reason.into(), quiet: true });
         // SAFETY: exits the process without running the driver's exit handlers.
         unsafe { libc::_exit(0) }
     }
@@ -275,7 +275,7 @@ impl Worker {
                 if !session.lanes.claim(lane, attempt, &transport) {
                     return Err(refuse(&transport, format!("lane {lane} does not exist or is open already")));
                 }
-                self.supervisor.tell(&FromWorker::Admitted { number, lane });
+                self.supervisor.report(&FromWorker::Admitted { number, lane });
                 session.lanes.serve(session.driver, &session.contexts, lane, attempt, &transport)
             }
             _ => Err(io::Error::other("unexpected first frame")),
@@ -297,12 +297,12 @@ impl Worker {
         let (lane, attempt) = (preface.lane.get(), preface.attempt.get());
         if lane == 0 {
             session.replies.end.resume(attempt, transport)?;
-            self.supervisor.tell(&FromWorker::Admitted { number, lane });
+            self.supervisor.report(&FromWorker::Admitted { number, lane });
             return Ok(());
         }
         let transport = Arc::new(transport);
         session.lanes.come_back(&session.replies.end.attempt(lane, attempt), &transport)?;
-        self.supervisor.tell(&FromWorker::Admitted { number, lane });
+        self.supervisor.report(&FromWorker::Admitted { number, lane });
         session.lanes.serve(session.driver, &session.contexts, lane, attempt, &transport)
     }
 
@@ -370,13 +370,13 @@ impl Worker {
             encrypted,
         };
         if let Err(reason) = self.admission.ask(&self.supervisor, process) {
-            self.supervisor.tell(&FromWorker::Refused { number, reason: reason.clone() });
+            self.supervisor.report(&FromWorker::Refused { number, reason: reason.clone() });
             session
                 .replies
                 .send_with(op::REPLY, header.seq.get(), DEVICE_UNAVAILABLE, |w| w.bytes(reason.as_bytes()));
             session.end(&format!("the program was refused: {reason}"));
         }
-        self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
+        self.supervisor.report(&FromWorker::Admitted { number, lane: 0 });
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
         let mut described = Ok(());
         session.replies.send_with(op::REPLY, header.seq.get(), 0, |w| {

@@ -209,8 +209,8 @@ impl Session {
             // The exit of an MPS client in the middle of its work is a fault for other clients.
             let quiet = !exits() && self.drain();
             // The interval's report may be a second old; a short program has none with its work.
-            self.supervisor.tell(&FromWorker::Usage(self.activity.usage(self)));
-            let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
+            self.supervisor.report(&FromWorker::Usage(self.activity.usage(self)));
+            let told = self.supervisor.report(&FromWorker::Ended { reason: reason.into(), quiet });
             self.replies.send_end(reason);
             told
         });

@@ -63,12 +63,12 @@ impl Supervisor {
     }
 
     /// Sends a message; `false` if the supervisor has exited, which the receiver notices, too.
-    pub fn tell(&self, message: &FromWorker) -> bool {
-        self.tell_with(message, None)
+    pub fn report(&self, message: &FromWorker) -> bool {
+        self.report_with(message, None)
     }
 
     /// Sends a message as [`Self::tell`] does, with a descriptor attached if there is one.
-    pub fn tell_with(&self, message: &FromWorker, beside: Option<BorrowedFd<'_>>) -> bool {
+    pub fn report_with(&self, message: &FromWorker, beside: Option<BorrowedFd<'_>>) -> bool {
         let fds: Vec<_> = beside.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&fds)];
         let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
@@ -138,11 +138,11 @@ pub mod tests {
     #[test]
     fn exited_supervisor_is_no_error() {
         let (ours, theirs) = pair();
-        assert!(ours.tell(&FromWorker::Wanted));
+        assert!(ours.report(&FromWorker::Wanted));
         assert_eq!(theirs.next(), FromWorker::Wanted);
         assert!(theirs.silent());
         drop(theirs);
         assert!(ours.receive().unwrap().is_none());
-        assert!(!ours.tell(&FromWorker::Wanted));
+        assert!(!ours.report(&FromWorker::Wanted));
     }
 }

@@ -124,7 +124,7 @@ impl Operation {
         let mut size = None;
         for operand in operands.iter().filter(|operand| operand.kind == ARRAY) {
             let array = operand.body[0];
-            let this = arrays::element(clients::of(array)?, array)?;
+            let this = arrays::element(clients::by_object(array)?, array)?;
             if size.is_some_and(|other| other != this) {
                 return Err(INVALID_VALUE);
             }

@@ -44,7 +44,7 @@ fn add_any(
 ) -> Result {
     const ADDRESS: usize = 14;
     const GRAPHS: usize = 2;
-    let content = Content::any(clients::of(graph as u64)?, params)?;
+    let content = Content::any(clients::by_object(graph as u64)?, params)?;
     let answer = add_with_edges(node, graph, after, edges, count, &content)?;
     let at = match content {
         Content::Alloc { .. } => ADDRESS,
@@ -68,7 +68,7 @@ fn add_with_edges(
     count: usize,
     content: &Content,
 ) -> Result<u64> {
-    let client = clients::of(graph as u64)?;
+    let client = clients::by_object(graph as u64)?;
     if node.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -144,7 +144,7 @@ fn accepted() -> MutexGuard<'static, HashMap<(u64, u64), Shape>> {
 }
 
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
-    let client = clients::of(node)?;
+    let client = clients::by_object(node)?;
     // The driver changes no node of these types either.
     if let Content::Condition { bodies, .. } = content {
         bodies.iter().for_each(|body| handles::retire(*body));
@@ -153,7 +153,7 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
         return Err(INVALID_VALUE);
     }
     if !exec.is_null() {
-        client.same(clients::of(exec as u64)?)?;
+        client.same(clients::by_object(exec as u64)?)?;
     }
     let mut frame = Vec::new();
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
@@ -178,7 +178,7 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
 }
 
 fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result {
-    let client = clients::of(graph as u64)?;
+    let client = clients::by_object(graph as u64)?;
     if exec.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -203,7 +203,7 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
 
 /// Returns the graph inside a node.
 pub(super) fn child_of(node: u64) -> Result<u64> {
-    let client = clients::of(node)?;
+    let client = clients::by_object(node)?;
     // Held until the end, so that two threads do not name one graph twice.
     let mut known = child_graphs();
     if let Some(child) = known.of_node(node) {
@@ -222,7 +222,7 @@ pub(super) fn child_of(node: u64) -> Result<u64> {
 }
 
 fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
-    let client = clients::of(graph)?;
+    let client = clients::by_object(graph)?;
     if handle::kind(graph) != kind {
         return Err(INVALID_VALUE);
     }
@@ -300,7 +300,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let (client, stream) = find(stream, default)?;
-        client.same(clients::of(exec as u64)?)?;
+        client.same(clients::by_object(exec as u64)?)?;
         stream.usable()?;
         regions::upload(client)?;
         mapped::upload_for_graph(exec as u64)?;
@@ -315,7 +315,7 @@ driver! {
     }
 
     fn cuGraphClone(clone: *mut *mut c_void, graph: *mut c_void) {
-        let client = clients::of(graph as u64)?;
+        let client = clients::by_object(graph as u64)?;
         if clone.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -339,7 +339,7 @@ driver! {
     fn cuGraphAddMemcpyNode(
         node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, copy: *const Cuboid, ctx: *mut c_void,
     ) {
-        add(node, graph, after, count, &Content::copy(clients::of(graph as u64)?, copy, ctx)?)
+        add(node, graph, after, count, &Content::copy(clients::by_object(graph as u64)?, copy, ctx)?)
     }
 
     fn cuGraphAddMemsetNode(
@@ -349,20 +349,20 @@ driver! {
     }
 
     fn cuGraphAddHostNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, host: *const HostNode) {
-        add(node, graph, after, count, &Content::host(clients::of(graph as u64)?, host)?)
+        add(node, graph, after, count, &Content::host(clients::by_object(graph as u64)?, host)?)
     }
 
     fn cuGraphExecHostNodeSetParams(exec: *mut c_void, node: u64, host: *const HostNode) {
-        set(exec, node, &Content::host(clients::of(node)?, host)?)
+        set(exec, node, &Content::host(clients::by_object(node)?, host)?)
     }
 
     fn cuGraphHostNodeSetParams(node: u64, host: *const HostNode) {
-        set(std::ptr::null_mut(), node, &Content::host(clients::of(node)?, host)?)
+        set(std::ptr::null_mut(), node, &Content::host(clients::by_object(node)?, host)?)
     }
 
     fn cuGraphNodeFindInClone(found: *mut u64, original: u64, clone: *mut c_void) {
-        let client = clients::of(clone as u64)?;
-        client.same(clients::of(original)?)?;
+        let client = clients::by_object(clone as u64)?;
+        client.same(clients::by_object(original)?)?;
         let reply = client.call(op::cuGraphNodeFindInClone, |w| {
             w.word(client.own(original));
             w.word(clone as u64);
@@ -429,13 +429,13 @@ driver! {
     }
 
     fn cuGraphConditionalHandleCreate(condition: *mut u64, graph: *mut c_void, ctx: *mut c_void, default: u32, flags: u32) {
-        let client = clients::of(graph as u64)?;
+        let client = clients::by_object(graph as u64)?;
         // Null is not the current context here.
         if ctx.is_null() {
             return Err(INVALID_CONTEXT);
         }
         let ctx = thread::named(ctx)?;
-        client.same(clients::of(ctx)?)?;
+        client.same(clients::by_object(ctx)?)?;
         if condition.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -449,16 +449,16 @@ driver! {
     }
 
     fn cuGraphNodeSetParams(node: u64, params: *const NodeParams) {
-        set(std::ptr::null_mut(), node, &Content::any(clients::of(node)?, params)?)
+        set(std::ptr::null_mut(), node, &Content::any(clients::by_object(node)?, params)?)
     }
 
     fn cuGraphNodeSetParams_v2(node: u64, params: *const NodeParams) {
         of_its_context(params)?;
-        set(std::ptr::null_mut(), node, &Content::any(clients::of(node)?, params)?)
+        set(std::ptr::null_mut(), node, &Content::any(clients::by_object(node)?, params)?)
     }
 
     fn cuGraphExecNodeSetParams(exec: *mut c_void, node: u64, params: *const NodeParams) {
-        set(exec, node, &Content::any(clients::of(node)?, params)?)
+        set(exec, node, &Content::any(clients::by_object(node)?, params)?)
     }
 
     fn cuGraphExecChildGraphNodeSetParams(exec: *mut c_void, node: u64, child: *mut c_void) {
@@ -473,7 +473,7 @@ driver! {
     }
 
     fn cuGraphDestroyNode(node: u64) {
-        let client = clients::of(node)?;
+        let client = clients::by_object(node)?;
         client.call(op::cuGraphDestroyNode, |w| w.word(client.own(node)))?;
         let gone = child_graphs().destroy_node(node);
         forget(gone);
@@ -505,7 +505,7 @@ driver! {
     }
 
     fn cuGraphExecMemcpyNodeSetParams(exec: *mut c_void, node: u64, copy: *const Cuboid, ctx: *mut c_void) {
-        set(exec, node, &Content::copy(clients::of(node)?, copy, ctx)?)
+        set(exec, node, &Content::copy(clients::by_object(node)?, copy, ctx)?)
     }
 
     fn cuGraphExecMemsetNodeSetParams(exec: *mut c_void, node: u64, values: *const SetNode, ctx: *mut c_void) {
@@ -521,7 +521,7 @@ driver! {
     }
 
     fn cuGraphMemcpyNodeSetParams(node: u64, copy: *const Cuboid) {
-        set(std::ptr::null_mut(), node, &Content::copy(clients::of(node)?, copy, std::ptr::null_mut())?)
+        set(std::ptr::null_mut(), node, &Content::copy(clients::by_object(node)?, copy, std::ptr::null_mut())?)
     }
 
     fn cuGraphMemsetNodeSetParams(node: u64, values: *const SetNode) {
@@ -560,8 +560,8 @@ fn of_its_context(params: *const NodeParams) -> Result {
 }
 
 fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u64)> {
-    let client = clients::of(exec as u64)?;
-    client.same(clients::of(graph as u64)?)?;
+    let client = clients::by_object(exec as u64)?;
+    client.same(clients::by_object(graph as u64)?)?;
     let reply = client.ask(op::GRAPH_UPDATE, |w| {
         w.word(exec as u64);
         w.word(graph as u64);

@@ -263,7 +263,7 @@ impl Content {
 
     pub fn child(graph: *mut c_void, moved: bool) -> Result<Self> {
         let graph = graph as u64;
-        clients::of(graph)?;
+        clients::by_object(graph)?;
         if handle::kind(graph) != handle::GRAPH || moved && child_graphs().is_embedded(graph) {
             return Err(INVALID_VALUE);
         }
@@ -313,25 +313,25 @@ impl Content {
     fn check(&self, client: &Client) -> Result {
         let other = match self {
             Self::Set(set, ctx) => match route::elsewhere(client, set.address) {
-                Some(elsewhere) => clients::of(elsewhere)?,
-                None => clients::of(*ctx)?,
+                Some(elsewhere) => clients::by_object(elsewhere)?,
+                None => clients::by_object(*ctx)?,
             },
-            Self::Copy { ctx, .. } => clients::of(*ctx)?,
-            Self::Record(event) | Self::Wait(event) => clients::of(*event)?,
-            Self::Child { graph, .. } => clients::of(*graph)?,
+            Self::Copy { ctx, .. } => clients::by_object(*ctx)?,
+            Self::Record(event) | Self::Wait(event) => clients::by_object(*event)?,
+            Self::Child { graph, .. } => clients::by_object(*graph)?,
             Self::MemOps { ctx, items, .. } => {
                 for item in items.chunks_exact(MEM_OP) {
                     let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
                     if let Some(elsewhere) = route::elsewhere(client, address) {
-                        client.same(clients::of(elsewhere)?)?;
+                        client.same(clients::by_object(elsewhere)?)?;
                     }
                 }
-                clients::of(*ctx)?
+                clients::by_object(*ctx)?
             }
             Self::Alloc { client, .. } => client,
-            Self::Condition { ctx, .. } => clients::of(*ctx)?,
+            Self::Condition { ctx, .. } => clients::by_object(*ctx)?,
             Self::Free(address) => match route::elsewhere(client, *address) {
-                Some(elsewhere) => clients::of(elsewhere)?,
+                Some(elsewhere) => clients::by_object(elsewhere)?,
                 None => return Ok(()),
             },
             Self::Kernel(_) | Self::Empty | Self::Host(_) => return Ok(()),

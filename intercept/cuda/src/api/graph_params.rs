@@ -58,7 +58,7 @@ fn words(bytes: &[u8]) -> Box<[u64]> {
 
 /// Asks for the parameters of a node of one type.
 fn ask(node: u64, kind: u64) -> Result<(&'static Client, Reply)> {
-    let client = clients::of(node)?;
+    let client = clients::by_object(node)?;
     if node == 0 {
         return Err(INVALID_VALUE);
     }
@@ -170,7 +170,7 @@ fn mem_ops(node: u64) -> Result<MemOpsNode> {
 
 /// Fills the structure for all types.
 fn any(node: u64) -> Result<NodeParams> {
-    let client = clients::of(node)?;
+    let client = clients::by_object(node)?;
     let reply = client.call(op::cuGraphNodeGetType, |w| w.word(client.own(node)))?;
     let told = word(&mut reply.reader())?;
     let mut params = NodeParams { kind: told as i32, reserved: [0; 3], body: [0; 29], reserved_too: 0 };

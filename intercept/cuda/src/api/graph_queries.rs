@@ -92,7 +92,7 @@ fn nodes(
 
 fn of_graph(graph: *mut c_void, which: u64, arrays: &Arrays, count: *mut usize) -> Result {
     let graph = graph as u64;
-    nodes(clients::of(graph)?, graph, Some(graph), which, arrays, count)
+    nodes(clients::by_object(graph)?, graph, Some(graph), which, arrays, count)
 }
 
 fn edges(graph: *mut c_void, arrays: &Arrays, count: *mut usize) -> Result {
@@ -103,7 +103,7 @@ fn edges(graph: *mut c_void, arrays: &Arrays, count: *mut usize) -> Result {
 }
 
 fn of_node(node: u64, which: u64, arrays: &Arrays, count: *mut usize) -> Result {
-    let client = clients::of(node)?;
+    let client = clients::by_object(node)?;
     if node == 0 {
         return Err(INVALID_VALUE);
     }
@@ -164,12 +164,12 @@ driver! {
     }
 
     fn cuGraphNodeGetContainingGraph(node: u64, graph: *mut *mut c_void) {
-        clients::of(node)?;
+        clients::by_object(node)?;
         give(graph, mapped::graph_of(node).ok_or(INVALID_VALUE)? as *mut c_void)
     }
 
     fn cuGraphDebugDotPrint(graph: *mut c_void, path: *const c_char, flags: u32) {
-        let client = clients::of(graph as u64)?;
+        let client = clients::by_object(graph as u64)?;
         let path = name(path)?.to_str().map_err(|_| INVALID_VALUE)?;
         let text = drawing(client, graph as u64, flags)?;
         std::fs::write(path, text).map_err(|_| OPERATING_SYSTEM)

@@ -264,7 +264,7 @@ driver! {
         if target.is_null() || flags != DEFAULT_STREAM || handle::kind(description as u64) != handle::RESOURCE_DESC {
             return Err(INVALID_VALUE);
         }
-        client.same(clients::of(description as u64)?)?;
+        client.same(clients::by_object(description as u64)?)?;
         let (new, ctx) = (client.mint(handle::GREEN), client.mint(handle::CTX));
         let made = client.call(op::GREEN_CREATE, |w| {
             w.word(handle::local(new));

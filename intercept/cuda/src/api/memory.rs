@@ -63,7 +63,7 @@ fn free_postponed() -> Result {
 
 /// Runs `work` in the context of device memory; as with the driver, no context need be current.
 fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>) -> Result<T> {
-    let owner = clients::of(range.ctx)?;
+    let owner = clients::by_object(range.ctx)?;
     thread::within(range.ctx, || work(owner))
 }
 
@@ -307,7 +307,7 @@ driver! {
         }
         streams::allowed()?;
         let range = ranges::take(pointer as u64, |k| matches!(k, Kind::Host(_))).ok_or(INVALID_VALUE)?;
-        let owner = clients::of(range.ctx)?;
+        let owner = clients::by_object(range.ctx)?;
         let synced = host_memory_unused(owner);
         mapped::unmap(range.base)?;
         owner.window().free_host(range.base, range.size);
@@ -315,7 +315,7 @@ driver! {
     }
 
     fn cuMemPoolGetAttribute(pool: *mut c_void, attribute: i32, value: *mut c_void) {
-        let client = clients::of(pool as u64)?;
+        let client = clients::by_object(pool as u64)?;
         let size = pool_attribute_size(attribute);
         if value.is_null() {
             return Err(INVALID_VALUE);
@@ -333,7 +333,7 @@ driver! {
     }
 
     fn cuMemPoolSetAttribute(pool: *mut c_void, attribute: i32, value: *mut c_void) {
-        let client = clients::of(pool as u64)?;
+        let client = clients::by_object(pool as u64)?;
         let mut padded = [0; 8];
         let given = bytes(value, pool_attribute_size(attribute))?;
         padded[..given.len()].copy_from_slice(given);
@@ -363,7 +363,7 @@ driver! {
         clients::get()?;
         streams::allowed()?;
         let registered = ranges::take(pointer as u64, |k| matches!(k, Kind::Registered(_)));
-        host_memory_unused(clients::of(registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?.ctx)?)?;
+        host_memory_unused(clients::by_object(registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?.ctx)?)?;
         mapped::unmap(pointer as u64)
     }
 
@@ -667,7 +667,7 @@ fn allocate_ordered(
         return Err(INVALID_VALUE);
     }
     if let Some(pool) = pool {
-        client.same(clients::of(pool)?)?;
+        client.same(clients::by_object(pool)?)?;
     }
     if size == 0 {
         return give(address, 0);
@@ -749,7 +749,7 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
             give(target.cast(), address)
         }
         DEVICE_POINTER => {
-            let device = mapped::map(clients::of(range.ctx)?, range.base, range.size)?;
+            let device = mapped::map(clients::by_object(range.ctx)?, range.base, range.size)?;
             give(target.cast(), device + (address - range.base))
         }
         HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
@@ -775,7 +775,7 @@ fn pool_of(range: &Range) -> Result<u64> {
     /// Numbers from here on stand for a current pool (see `Client::pool_name`).
     const CURRENT: u64 = 1 << 63;
     let Kind::Pool(name) = range.kind else { return Ok(0) };
-    let client = clients::of(range.ctx)?;
+    let client = clients::by_object(range.ctx)?;
     if name < CURRENT {
         return Ok(name);
     }

@@ -110,7 +110,7 @@ driver! {
             return Err(if function.is_null() { INVALID_VALUE } else { INVALID_HANDLE });
         }
         let symbol = name(symbol)?.to_owned();
-        give(function, functions::get(clients::of(module as u64)?, module as u64, How::Function, symbol)? as *mut c_void)
+        give(function, functions::get(clients::by_object(module as u64)?, module as u64, How::Function, symbol)? as *mut c_void)
     }
 
     fn cuModuleGetFunctionCount(count: *mut u32, module: *mut c_void) {

@@ -39,7 +39,7 @@ pub fn free(client: &Client, address: u64, stream: u64) -> Result<u64> {
 
 /// Imports the memory of a token into an imported pool, and returns the address.
 fn import(pool: u64, token: &Legacy) -> Result<u64> {
-    let client = clients::of(pool)?;
+    let client = clients::by_object(pool)?;
     named(token, Kind::Pointer)?;
     streams::shares();
     let reply = client.ask(op::SHARE_POINTER_IMPORT, |w| {
@@ -70,7 +70,7 @@ fn import(pool: u64, token: &Legacy) -> Result<u64> {
 
 driver! {
     fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: *mut c_void, kind: u32, flags: u64) {
-        let client = clients::of(pool as u64)?;
+        let client = clients::by_object(pool as u64)?;
         if shareable.is_null() || flags != 0 || kind != POSIX_FD {
             return Err(INVALID_VALUE);
         }
@@ -98,7 +98,7 @@ driver! {
         let range = ranges::find(address).filter(|r| r.base == address && matches!(r.kind, ranges::Kind::Pool(_)));
         let range = range.filter(|_| !data.is_null()).ok_or(INVALID_VALUE)?;
         streams::shares();
-        let reply = clients::of(range.ctx)?.call(op::SHARE_POINTER, |w| w.word(address))?;
+        let reply = clients::by_object(range.ctx)?.call(op::SHARE_POINTER, |w| w.word(address))?;
         let mut reader = reply.reader();
         give(data, string(&mut reader)?.try_into().map_err(|_| UNKNOWN)?)
     }

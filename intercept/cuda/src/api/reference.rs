@@ -10,8 +10,8 @@ use crate::{clients, handles, objects, references};
 
 /// Finds a reference of a module; only the first lookup asks the server.
 fn find(target: *mut *mut c_void, module: u64, kind: u8, symbol: *const c_char) -> Result {
-    let client = clients::of(module)?;
-    objects::is(module, MODULE)?;
+    let client = clients::by_object(module)?;
+    objects::check_kind(module, MODULE)?;
     if target.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -52,8 +52,8 @@ driver! {
     }
 
     fn cuTexRefDestroy(reference: *mut c_void) {
-        let client = clients::of(reference as u64)?;
-        objects::is(reference as u64, TEXREF)?;
+        let client = clients::by_object(reference as u64)?;
+        objects::check_kind(reference as u64, TEXREF)?;
         client.call(op::TEXREF_DESTROY, |w| w.word(reference as u64))?;
         handles::retire(reference as u64);
         Ok(())

@@ -112,7 +112,7 @@ fn legacy_of(range: &Range) -> Result<Legacy> {
     {
         return Ok(*legacy);
     }
-    let reply = clients::of(range.ctx)?.call(op::SHARE_ADDRESS, |w| w.word(range.base))?;
+    let reply = clients::by_object(range.ctx)?.call(op::SHARE_ADDRESS, |w| w.word(range.base))?;
     let mut reader = reply.reader();
     let token = string(&mut reader)?.try_into().ok().and_then(Token::parse).ok_or(UNKNOWN)?;
     let legacy = Token { size: range.size, ..token }.bytes();
@@ -254,7 +254,7 @@ const LAZY_PEER_ACCESS: u32 = 1;
 
 driver! {
     fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
-        let client = clients::of(handle).map_err(|_| INVALID_HANDLE)?;
+        let client = clients::by_object(handle).map_err(|_| INVALID_HANDLE)?;
         if shareable.is_null() || flags != 0 || kind != POSIX_FD {
             return Err(INVALID_VALUE);
         }

@@ -86,7 +86,7 @@ fn begin(
         return Err(ILLEGAL_STATE);
     }
     if graph != 0 {
-        client.same(clients::of(graph)?)?;
+        client.same(clients::by_object(graph)?)?;
     }
     let nodes = objects::own(client, nodes)?;
     // A new graph has its handle from the start: the program may ask for it during the capture.

@@ -44,7 +44,7 @@ driver! {
             for at in [ARRAY, MEMORY] {
                 // A part that is unmapped names no memory.
                 if part[at] != 0 {
-                    client.same(clients::of(part[at])?)?;
+                    client.same(clients::by_object(part[at])?)?;
                     part[at] = client.own(part[at]);
                 }
             }
@@ -81,7 +81,7 @@ driver! {
                     return Err(NOT_SUPPORTED);
                 }
                 if let Some(elsewhere) = route::elsewhere(client, address) {
-                    client.same(clients::of(elsewhere)?)?;
+                    client.same(clients::by_object(elsewhere)?)?;
                 }
             }
         }
@@ -110,7 +110,7 @@ driver! {
     }
 
     fn cuMemAddressFree(address: u64, size: usize) {
-        route::at(address)?.window().unreserve(address, size as u64)
+        route::by_address(address)?.window().unreserve(address, size as u64)
     }
 
     fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
@@ -119,8 +119,8 @@ driver! {
     }
 
     fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) {
-        let client = route::at(address)?;
-        client.same(clients::of(handle)?)?;
+        let client = route::by_address(address)?;
+        client.same(clients::by_object(handle)?)?;
         let handle = client.own(handle);
         let device = device_of(client, handle)?;
         client.call(op::cuMemMap, |w| {
@@ -138,13 +138,13 @@ driver! {
         clients::get()?;
         // Other memory has no handle, natively either; MPI libraries ask for each message.
         let range = ranges::find(address).filter(|range| range.kind == Kind::Mapped).ok_or(INVALID_VALUE)?;
-        let client = clients::of(range.ctx)?;
+        let client = clients::by_object(range.ctx)?;
         let reply = client.call(op::cuMemRetainAllocationHandle, |w| w.word(address))?;
         give(handle, client.name(word(&mut reply.reader())?))
     }
 
     fn cuMemUnmap(address: u64, size: usize) {
-        let client = route::at(address)?;
+        let client = route::by_address(address)?;
         client.call(op::cuMemUnmap, |w| {
             w.word(address);
             w.word(size as u64);

@@ -545,13 +545,13 @@ mod tests {
     use super::super::Rows;
     use super::*;
 
-    const PIECE: usize = 1000;
+    const PIECE_BYTES: usize = 1000;
     const LONG: Duration = Duration::from_secs(20);
 
     /// Queues a transfer of `pieces` chunks that no lane serves.
     fn queue(returns: bool, pieces: usize, memory: &[u8]) -> (Arc<UpQueue>, Sent) {
         let queue = Arc::new(UpQueue::new(returns));
-        let len = (pieces - 1) * CHUNK + PIECE;
+        let len = (pieces - 1) * CHUNK + PIECE_BYTES;
         assert!(memory.len() >= len);
         // SAFETY: each test's memory outlives its transfers.
         let sent = UpQueue::send(&queue, 7, unsafe { HostRange::new(memory.as_ptr() as usize, len) }, None);
@@ -712,7 +712,7 @@ mod tests {
         lock(&queue.state).lanes[0].flight.restart(0);
         let (number, _, source) = queue.next(0).unwrap();
         assert_eq!(number, 1);
-        assert!(matches!(&source, Source::Kept(bytes) if bytes[..] == [7; PIECE]));
+        assert!(matches!(&source, Source::Kept(bytes) if bytes[..] == [7; PIECE_BYTES]));
         written(&queue, 0);
         queue.acknowledge(0, 1, 0).unwrap();
         assert_eq!(lock(&queue.state).kept, 0);

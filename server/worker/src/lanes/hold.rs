@@ -127,23 +127,23 @@ impl Hold {
 
 /// Tells the program what to send, in the order of the changes.
 #[derive(Default)]
-pub(super) struct Teller {
+pub(super) struct HoldSender {
     /// Absent: the program cannot be held back.
     pub(super) replies: OnceLock<Arc<Replies>>,
     order: Mutex<()>,
 }
 
-impl Teller {
+impl HoldSender {
     /// Sends a frame with the number of the hold that `change` returns, if it is not 0; returns
     /// `true` if it is not.
     ///
     /// `change` must release its locks: the send may wait for the program.
-    pub(super) fn tell(&self, op: u16, transfer: u64, change: impl FnOnce() -> u64) -> bool {
+    pub(super) fn send(&self, op: u16, transfer: u64, change: impl FnOnce() -> u64) -> bool {
         let Some(replies) = self.replies.get() else { return false };
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let hold = change();
         if hold != 0 {
-            replies.tell(op, transfer, hold);
+            replies.send_hold(op, transfer, hold);
         }
         hold != 0
     }

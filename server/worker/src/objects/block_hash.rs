@@ -12,9 +12,9 @@ pub type Hash = [u64; 2];
 /// 32-bit words of a block.
 const WORDS: usize = BLOCK / 4;
 /// Words that one step of the hash takes. The second sum's keys begin one step later.
-const STEP: usize = 4;
+const STEP_WORDS: usize = 4;
 /// Number of keys.
-pub const KEYS: usize = WORDS + STEP;
+pub const KEYS: usize = WORDS + STEP_WORDS;
 
 /// Name of the kernel in [`ptx`]: source, target, number of blocks. Each warp hashes one block.
 pub const KERNEL: &std::ffi::CStr = c"hash_blocks";
@@ -54,11 +54,11 @@ impl Keys {
             return self.hash(&whole);
         }
         let mut sums = [0u64; 2];
-        for (step, bytes) in block[..BLOCK].chunks_exact(4 * STEP).enumerate() {
+        for (step, bytes) in block[..BLOCK].chunks_exact(4 * STEP_WORDS).enumerate() {
             let word = |i: usize| {
                 u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
             };
-            for (sum, keys) in sums.iter_mut().zip(self.0[STEP * step..].chunks_exact(STEP)) {
+            for (sum, keys) in sums.iter_mut().zip(self.0[STEP_WORDS * step..].chunks_exact(STEP_WORDS)) {
                 let pair = |i: usize| {
                     u64::from(word(i).wrapping_add(keys[i]))
                         * u64::from(word(i + 1).wrapping_add(keys[i + 1]))

@@ -16,11 +16,11 @@ use crate::objects::block_hash::{Hash, KERNEL, KERNEL_KEYS, KEYS, Keys, ptx};
 /// Blocks that the device hashes before the worker looks at the hashes: 64 MiB of memory.
 const BATCH: usize = 16384;
 /// Bytes that the worker copies before it waits for them.
-const PIECE: usize = 2 << 20;
+const COPY_BYTES: usize = 2 << 20;
 /// With fewer blocks it takes longer to hash them than to copy them.
 const FEW: usize = 64;
 /// Bytes of a change that the client receives as one part, at most.
-const PART: usize = 256 << 10;
+const PART_BYTES: usize = 256 << 10;
 /// Threads of a block of the kernel; each warp of 32 hashes one block of memory.
 const THREADS: u32 = 256;
 
@@ -66,7 +66,7 @@ impl Finder {
     /// Under MPS the kernel could stand behind one of the program's that waits for the client, so
     /// there is none.
     pub fn open(driver: &Driver, keys: &Keys, under_mps: bool) -> Result<Self, Status> {
-        let len = NonZeroUsize::new(HASHES + PIECE).ok_or(status::INVALID_VALUE)?;
+        let len = NonZeroUsize::new(HASHES + COPY_BYTES).ok_or(status::INVALID_VALUE)?;
         let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let memory = unsafe { mmap_anonymous(None, len, prot, MapFlags::MAP_PRIVATE) }
@@ -174,7 +174,7 @@ impl Finder {
     }
 
     fn piece(&self) -> *mut u8 {
-        // SAFETY: the mapping has `PIECE` bytes behind the hashes.
+        // SAFETY: the mapping has `COPY_BYTES` bytes behind the hashes.
         unsafe { self.memory.as_ptr().cast::<u8>().add(HASHES) }
     }
 }
@@ -251,10 +251,10 @@ impl Copies<'_> {
     ) -> Result<(), Status> {
         let Run { region, mut first, mut count } = run;
         while count > 0 {
-            if PIECE - self.used < BLOCK {
+            if COPY_BYTES - self.used < BLOCK {
                 self.take(regions, changed)?;
             }
-            let now = count.min((PIECE - self.used) / BLOCK);
+            let now = count.min((COPY_BYTES - self.used) / BLOCK);
             let source = regions[region].address + first * BLOCK;
             let bytes = regions[region].bytes(first, now);
             // SAFETY: the piece has that much room behind `used`.
@@ -301,8 +301,8 @@ impl Copies<'_> {
                 let part = &bytes[start * BLOCK..((start + run.len()) * BLOCK).min(len)];
                 if run[0] {
                     let offset = (first + start) * BLOCK;
-                    for (i, part) in part.chunks(PART).enumerate() {
-                        changed(region.id, (offset + i * PART) as u64, part);
+                    for (i, part) in part.chunks(PART_BYTES).enumerate() {
+                        changed(region.id, (offset + i * PART_BYTES) as u64, part);
                     }
                 }
                 start += run.len();

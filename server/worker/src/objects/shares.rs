@@ -108,8 +108,8 @@ impl Shares {
         if self.possible { Ok(()) } else { Err(status::NOT_SUPPORTED) }
     }
 
-    fn tell(&self, message: &FromWorker) {
-        self.quota.supervisor.tell(message);
+    fn report(&self, message: &FromWorker) {
+        self.quota.supervisor.report(message);
     }
 
     /// Locks the exported objects. While they are locked, no source of theirs may vanish.
@@ -143,7 +143,7 @@ impl Shares {
             (Some(source), Some(exported)) => exported.source = source,
             _ => {
                 if exports.objects.remove(&object).is_some_and(|gone| gone.given) {
-                    self.tell(&FromWorker::ShareEnded { object });
+                    self.report(&FromWorker::ShareEnded { object });
                 }
             }
         }
@@ -159,7 +159,7 @@ impl Shares {
                 self.quota.give(gone.charge.device, gone.charge.bytes);
             }
         }
-        self.tell(&FromWorker::ShareDropped { worker: object.0, object: object.1 });
+        self.report(&FromWorker::ShareDropped { worker: object.0, object: object.1 });
     }
 
     /// Forgets the imported events of a worker that has exited.
@@ -196,7 +196,7 @@ impl Shares {
         requests.last += 1;
         let serial = requests.last;
         requests.open.insert(serial, Request { name, waiting: true, answer: None });
-        self.tell(&FromWorker::ShareWanted { serial, name });
+        self.report(&FromWorker::ShareWanted { serial, name });
         let unanswered =
             |requests: &mut Requests| requests.open.get(&serial).is_some_and(|r| r.answer.is_none());
         let waited = self.answered.wait_timeout_while(requests, IMPORT_TIMEOUT, unanswered);
@@ -246,12 +246,12 @@ impl Shares {
         let exports = self.exports();
         let held: Vec<_> = exports.imported.iter().map(one).collect();
         for part in held.chunks(MAX_HOLDINGS) {
-            self.tell(&FromWorker::SharesHeld { held: part.to_vec() });
+            self.report(&FromWorker::SharesHeld { held: part.to_vec() });
         }
         drop(exports);
         let requests = lock(&self.requests);
         for (serial, request) in requests.open.iter().filter(|(_, request)| request.answer.is_none()) {
-            self.tell(&FromWorker::ShareWanted { serial: *serial, name: request.name });
+            self.report(&FromWorker::ShareWanted { serial: *serial, name: request.name });
         }
     }
 }

@@ -22,7 +22,7 @@ const MAX_COPY: usize = 1 << 47;
 /// The default stream of the current context.
 const NULL: Handle = std::ptr::null_mut();
 /// Bytes of host memory for a copy between devices that cannot reach each other.
-const STAGE: usize = 8 << 20;
+const STAGE_BYTES: usize = 8 << 20;
 
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: u32 = 2;
@@ -53,13 +53,13 @@ pub fn between_devices(
     let call = &session.driver.call;
     // SAFETY: a stream of this worker; a capture cannot contain the call, which then fails.
     check(unsafe { (call.cuStreamSynchronize)(stream) })?;
-    let mut stage = vec![0u8; len.min(STAGE)];
+    let mut stage = vec![0u8; len.min(STAGE_BYTES)];
     let enter = |device| {
         // SAFETY: a context of this worker.
         check(unsafe { (call.cuCtxSetCurrent)(session.contexts.primary(device)?) })
     };
     let mut relay = || {
-        for at in (0..len).step_by(STAGE) {
+        for at in (0..len).step_by(STAGE_BYTES) {
             let part = stage.len().min(len - at);
             enter(from)?;
             // SAFETY: `part` bytes of the buffer, which outlives the synchronisation; the driver

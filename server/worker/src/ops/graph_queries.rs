@@ -12,7 +12,7 @@ use crate::driver::{Handle, Status, check, status};
 use crate::session::Session;
 
 /// Longest part of a drawing in one answer, in bytes.
-const PART: usize = 1 << 20;
+const PART_BYTES: usize = 1 << 20;
 /// Longest drawing, in bytes.
 const MAX_DRAWING: u64 = 1 << 30;
 /// Added to a selection if the answer contains the data of the edges.
@@ -108,6 +108,6 @@ pub fn draw(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     read.map_err(|_| status::OUT_OF_MEMORY)?;
     let rest = usize::try_from(offset).ok().and_then(|at| text.get(at..)).ok_or(status::INVALID_VALUE)?;
     answer.word(text.len() as u64);
-    answer.bytes(&rest[..rest.len().min(PART)]);
+    answer.bytes(&rest[..rest.len().min(PART_BYTES)]);
     Ok(())
 }

@@ -33,7 +33,7 @@ fn resources(session: &Session) -> MutexGuard<'_, HashSet<Vec<u8>>> {
 }
 
 /// Answers a resource, and remembers that the driver has described it.
-fn tell(session: &Session, resource: &Resource, answer: &mut Answer) -> Done {
+fn put_resource(session: &Session, resource: &Resource, answer: &mut Answer) -> Done {
     let mut known = resources(session);
     if known.len() >= MAX_RESOURCES && !known.contains(&resource.0[..]) {
         return Err(status::OUT_OF_MEMORY.into());
@@ -44,7 +44,7 @@ fn tell(session: &Session, resource: &Resource, answer: &mut Answer) -> Done {
 }
 
 /// Reads a resource, which must be one that the driver has described.
-fn known(session: &Session, bytes: &[u8]) -> Result<Resource, Failure> {
+fn existing(session: &Session, bytes: &[u8]) -> Result<Resource, Failure> {
     match bytes.first_chunk() {
         Some(first) if bytes.len() == RESOURCE && resources(session).contains(bytes) => Ok(Resource(*first)),
         _ => Err(status::INVALID_VALUE.into()),
@@ -69,14 +69,14 @@ pub fn resource(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> D
             _ => status::INVALID_VALUE,
         }
     })?;
-    tell(session, &found, answer)
+    put_resource(session, &found, answer)
 }
 
 /// `DEV_RESOURCE_SPLIT`: resource, whether groups are wanted, their number, flags, least size.
 ///
 /// It answers the number of groups, the rest, and the groups if they are wanted.
 pub fn split(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let input = known(session, r.bytes()?)?;
+    let input = existing(session, r.bytes()?)?;
     let (wanted, mut count) = (r.word()? != 0, r.word()? as u32);
     let (flags, least) = (r.word()? as u32, r.word()? as u32);
     let most = if wanted { bounded(u64::from(count), MAX_GROUPS)? } else { 0 };
@@ -95,15 +95,15 @@ pub fn split(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
         )
     })?;
     answer.word(u64::from(count));
-    tell(session, &rest, answer)?;
-    groups.iter().take(count as usize).try_for_each(|group| tell(session, group, answer))
+    put_resource(session, &rest, answer)?;
+    groups.iter().take(count as usize).try_for_each(|group| put_resource(session, group, answer))
 }
 
 /// `DEV_RESOURCE_GROUPS`: resource, whether groups are wanted, flags, what each group demands.
 ///
 /// It answers the demands as the driver completes them, the rest, and the groups if wanted.
 pub fn groups(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let input = known(session, r.bytes()?)?;
+    let input = existing(session, r.bytes()?)?;
     let (wanted, flags, demands) = (r.word()? != 0, r.word()? as u32, r.bytes()?);
     let count = demands.len() / DEMAND;
     if count == 0 || count > MAX_GROUPS || !demands.len().is_multiple_of(DEMAND) {
@@ -127,8 +127,11 @@ pub fn groups(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
         )
     })?;
     answer.bytes(&demands.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>());
-    tell(session, &rest, answer)?;
-    groups.iter().take(if wanted { count } else { 0 }).try_for_each(|group| tell(session, group, answer))
+    put_resource(session, &rest, answer)?;
+    groups
+        .iter()
+        .take(if wanted { count } else { 0 })
+        .try_for_each(|group| put_resource(session, group, answer))
 }
 
 /// `DEV_RESOURCE_DESC`: new handle, resources.
@@ -137,7 +140,8 @@ pub fn describe(session: &Session, r: &mut Reader<'_>) -> Done {
     if bytes.len() / RESOURCE > MAX_GROUPS || !bytes.len().is_multiple_of(RESOURCE) {
         return Err(status::INVALID_VALUE.into());
     }
-    let list = bytes.chunks_exact(RESOURCE).map(|one| known(session, one)).collect::<Result<Vec<_>, _>>()?;
+    let list =
+        bytes.chunks_exact(RESOURCE).map(|one| existing(session, one)).collect::<Result<Vec<_>, _>>()?;
     let mut description = std::ptr::null_mut();
     // SAFETY: the out pointer is valid; the list has as many elements as stated.
     check(unsafe {

@@ -13,7 +13,7 @@ use crate::objects::links::Link;
 use crate::session::Session;
 
 /// Longest part of a linked image in one answer, in bytes.
-const PART: usize = 1 << 20;
+const PART_BYTES: usize = 1 << 20;
 /// Zeros behind an input: the driver looks for the terminator of text.
 const TERMINATOR: [u8; 8] = [0; 8];
 
@@ -89,7 +89,7 @@ pub fn image(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     let (link, offset) = (session.links.get(r.word()?)?, r.word()? as usize);
     let link = lock(&link);
     let (address, len) = link.image.ok_or(status::INVALID_VALUE)?;
-    let part = len.checked_sub(offset).ok_or(status::INVALID_VALUE)?.min(PART);
+    let part = len.checked_sub(offset).ok_or(status::INVALID_VALUE)?.min(PART_BYTES);
     // SAFETY: the driver's image has `len` bytes and lives until the state is destroyed, which the
     // lock delays.
     answer.bytes(unsafe { std::slice::from_raw_parts((address + offset) as *const u8, part) });

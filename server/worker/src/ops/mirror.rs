@@ -24,7 +24,7 @@ use crate::session::Session;
 
 const PAGE: usize = 4096;
 /// Bytes that a thread compares under one lock: some ten microseconds.
-const PIECE: usize = 64 * BLOCK;
+const COMPARED_BYTES: usize = 64 * BLOCK;
 
 impl Mirrors {
     /// Sends the device's changes to the client; call it after the driver has synchronised.
@@ -35,9 +35,9 @@ impl Mirrors {
         // Sent under the lock of the compared bytes: otherwise another thread could find no change,
         // and answer first. A thread that writes other bytes does not wait.
         for (region, address, shadow) in self.in_host_memory() {
-            for first in (0..).step_by(PIECE) {
+            for first in (0..).step_by(COMPARED_BYTES) {
                 let mut shadow = shadow.lock();
-                let end = shadow.len().min(first + PIECE);
+                let end = shadow.len().min(first + COMPARED_BYTES);
                 let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
                     break;
                 };
@@ -168,7 +168,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         _ => return Err(status::INVALID_VALUE.into()),
     };
     if charge > session.mirrors.limit - inner.charged {
-        session.supervisor().tell(&FromWorker::StagingFull { bytes: inner.charged.saturating_add(charge) });
+        session.supervisor().report(&FromWorker::StagingFull { bytes: inner.charged.saturating_add(charge) });
         return Err(status::OUT_OF_MEMORY.into());
     }
     let (mirror, address) = match kind {

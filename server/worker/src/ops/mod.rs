@@ -217,7 +217,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
         op::WRITE_HOST => mirror::write_host(session, &mut r),
-        op::IMAGE_HAVE => module::have(session, &mut r, answer),
+        op::IMAGE_HAVE => module::has_image(session, &mut r, answer),
         op::IMAGE_DATA => module::data(session, &mut r),
         op::MODULE_LOAD => module::load_module(session, frame, &mut r, answer),
         op::LIBRARY_LOAD => module::load_library(session, frame, &mut r, answer),

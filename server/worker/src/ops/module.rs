@@ -27,7 +27,7 @@ pub fn name(r: &mut Reader<'_>) -> Result<CString, Failure> {
 }
 
 /// `IMAGE_HAVE`: hash; answers whether the server has the image.
-pub fn have(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn has_image(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     answer.word(u64::from(session.images.get(&hash(r)?).is_some()));
     Ok(())
 }

@@ -166,5 +166,5 @@ pub fn give(session: &Session, number: u64, name: &Name) {
         .and_then(|(source, charge)| Ok((charge, descriptor(session, &source).map_err(Unshared::Driver)?)));
     let beside = given.as_ref().ok().map(|(_, descriptor)| descriptor.as_fd());
     let given = given.as_ref().map(|(charge, _)| *charge).map_err(|why| *why);
-    session.supervisor().tell_with(&FromWorker::ShareGiven { number, given }, beside);
+    session.supervisor().report_with(&FromWorker::ShareGiven { number, given }, beside);
 }
