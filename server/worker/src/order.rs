@@ -535,8 +535,13 @@ pub mod tests {
         };
         let requests = (1..op::COUNT as u16).filter(|o| op::name(*o) != "?" && !FROM_WORKER.contains(o));
         let found: Vec<u16> = requests.filter(unordered).collect();
-        let named = |list: &[u16]| list.iter().map(|o| op::name(*o)).collect::<Vec<_>>();
-        assert_eq!(named(&found), named(&stated), "an arm of `touches`, or a line of `UNORDERED`");
+        let only = |list: &[u16], other: &[u16]| -> Vec<&str> {
+            list.iter().filter(|o| !other.contains(o)).map(|o| op::name(*o)).collect()
+        };
+        let forgotten = only(&found, &stated);
+        assert!(forgotten.is_empty(), "{forgotten:?}: an arm of `touches`, or a line of `UNORDERED`");
+        let ordered = only(&stated, &found);
+        assert!(ordered.is_empty(), "{ordered:?}: `touches` has an arm, so no line of `UNORDERED`");
     }
 
     #[test]
