@@ -138,8 +138,7 @@ pub async fn report(options: Options, json: bool) -> Result<i32> {
     }
     let mut table = None;
     if !options.list {
-        let written = report.write(&path, &name, facts.machine.now);
-        table = written.and_then(|()| report.write_names(&path)).map_err(|error| {
+        table = report.write(&path, &name, facts.machine.now).map_err(|error| {
             Failure::new(code::FAILED, format!("{}: {error}", path.display()))
                 .hint("name another file with -o")
         })?;

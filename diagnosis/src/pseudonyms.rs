@@ -30,18 +30,48 @@ impl Kind {
 }
 
 /// Keys of JSON whose values are names.
-const KEYS: [(&str, Kind); 6] = [
+const KEYS: [(&str, Kind); 9] = [
     ("user", Kind::User),
+    ("users", Kind::User),
+    ("actor", Kind::User),
     ("client", Kind::Client),
     ("server", Kind::Host),
     ("address", Kind::Host),
     ("control_address", Kind::Host),
+    ("data_address", Kind::Host),
     ("data_addresses", Kind::Host),
 ];
-/// Names of this software and of every machine, which say nothing about a site.
-const COMMON: [&str; 7] = ["gpusession", "gpusessiond", "gpuserver", "root", "localhost", "local", "server"];
+/// Names of this software, of systems and of words in it, which say nothing about a site.
+const COMMON: [&str; 24] = [
+    "gpusession",
+    "gpusessiond",
+    "gpuserver",
+    "root",
+    "localhost",
+    "local",
+    "localdomain",
+    "server",
+    "client",
+    "user",
+    "users",
+    "host",
+    "admin",
+    "administrator",
+    "gpu",
+    "cuda",
+    "nvidia",
+    "linux",
+    "debian",
+    "ubuntu",
+    "fedora",
+    "all",
+    "name",
+    "you",
+];
 /// Shorter names would match by chance.
 const MIN_NAME: usize = 2;
+/// Longest run of characters that may be an address, in bytes.
+const MAX_ADDRESS: usize = 60;
 /// User ids of people, as Debian and Fedora give them.
 const PEOPLE: std::ops::Range<u32> = 1000..60_000;
 
@@ -50,20 +80,48 @@ const PEOPLE: std::ops::Range<u32> = 1000..60_000;
 pub struct Pseudonyms {
     known: BTreeMap<String, String>,
     counts: BTreeMap<Kind, usize>,
+    /// Length of the longest name.
+    longest: usize,
 }
 
 impl Pseudonyms {
-    /// Gives a name a pseudonym, unless it has one; HOST:PORT counts as its host.
+    /// Gives a name and its parts pseudonyms, unless they have some; HOST:PORT counts as its host.
+    ///
+    /// The parts of `CORP\ada`, `ada@corp.example` and `gpu1.corp.example` also stand alone.
     pub fn add(&mut self, kind: Kind, name: &str) {
-        let name = match kind {
-            Kind::Host => host(name),
-            _ => name,
-        };
-        let number = name.chars().all(|c| c.is_ascii_digit());
-        if name.len() < MIN_NAME || number || COMMON.contains(&name) || name.parse::<IpAddr>().is_ok() {
-            return;
+        let name = name.strip_prefix("administrator ").unwrap_or(name);
+        match (kind, name.split_once('@'), name.split_once('\\'), host(name).split_once('.')) {
+            (_, Some((user, domain)), ..) => {
+                self.add(kind, user);
+                self.add_one(Kind::Host, domain);
+            }
+            (_, _, Some((domain, user)), _) => {
+                self.add_one(Kind::Host, domain);
+                self.add(kind, user);
+            }
+            (Kind::Host, .., Some((label, domain))) if host(name).parse::<IpAddr>().is_err() => {
+                self.add_one(kind, host(name));
+                self.add_one(kind, label);
+                if domain.contains('.') {
+                    self.add_one(kind, domain);
+                }
+            }
+            (Kind::Host, ..) => self.add_one(kind, host(name)),
+            _ => self.add_one(kind, name),
         }
-        self.pseudonym(kind, name);
+    }
+
+    fn add_one(&mut self, kind: Kind, name: &str) {
+        let number = name.chars().all(|c| c.is_ascii_digit());
+        let plain = name.chars().all(is_part);
+        if name.len() >= MIN_NAME
+            && plain
+            && !number
+            && !COMMON.contains(&name)
+            && name.parse::<IpAddr>().is_err()
+        {
+            self.pseudonym(kind, name);
+        }
     }
 
     fn pseudonym(&mut self, kind: Kind, name: &str) -> String {
@@ -74,6 +132,7 @@ impl Pseudonyms {
         *count += 1;
         let pseudonym = format!("{}{count}", kind.word());
         self.known.insert(name.to_owned(), pseudonym.clone());
+        self.longest = self.longest.max(name.len());
         pseudonym
     }
 
@@ -93,6 +152,12 @@ impl Pseudonyms {
         match value {
             Value::Array(list) => list.iter().for_each(|value| self.add_json(value)),
             Value::Object(object) => {
+                if let (Some(name), true) = (object.get("name"), object.contains_key("control_address")) {
+                    self.add_value("server", name);
+                }
+                if let Some(Value::String(key)) = object.get("key") {
+                    self.add_limit(key, object.get("value").and_then(Value::as_str).unwrap_or_default());
+                }
                 for (key, value) in object {
                     self.add_value(key, value);
                     self.add_json(value);
@@ -109,11 +174,7 @@ impl Pseudonyms {
             (Some(_), Value::Array(list)) => list.iter().for_each(|value| self.add_value(key, value)),
             // The client's certificate has its name.
             (None, Value::Object(identity)) if key == "identity" => {
-                identity
-                    .get("name")
-                    .and_then(Value::as_str)
-                    .iter()
-                    .for_each(|name| self.add(Kind::Client, name));
+                identity.get("name").and_then(Value::as_str).iter().for_each(|n| self.add(Kind::Client, n));
             }
             // A list of servers or clients has their names under `name`.
             (None, Value::Array(list)) => {
@@ -128,6 +189,43 @@ impl Pseudonyms {
         }
     }
 
+    /// Adds the names in a limit's key (`limits.client.NAME.gpus`), and in a list of members.
+    fn add_limit(&mut self, key: &str, value: &str) {
+        let mut words = key.split('.');
+        let layer = (words.next(), words.next());
+        let kind = match (layer, words.next_back()) {
+            ((Some("limits"), Some("client")), Some(_)) => Kind::Client,
+            ((Some("limits"), Some("user")), Some(_)) => Kind::User,
+            ((Some("limits"), Some("group")), Some(members @ ("clients" | "users"))) => {
+                let kind = if members == "users" { Kind::User } else { Kind::Client };
+                value.split('"').skip(1).step_by(2).for_each(|name| self.add(kind, name.trim_matches('*')));
+                return;
+            }
+            _ => return,
+        };
+        self.add(kind, words.collect::<Vec<_>>().join(".").trim_matches(['"', '*']));
+    }
+
+    /// Replaces the names in the values of a JSON text; any other text is replaced as such.
+    pub fn replace_json(&mut self, text: &str) -> String {
+        match serde_json::from_str(text) {
+            Ok(mut value) => {
+                self.replace_values(&mut value);
+                format!("{value:#}\n")
+            }
+            Err(_) => self.replace(text),
+        }
+    }
+
+    fn replace_values(&mut self, value: &mut Value) {
+        match value {
+            Value::String(text) => *text = self.replace(text),
+            Value::Array(list) => list.iter_mut().for_each(|value| self.replace_values(value)),
+            Value::Object(object) => object.values_mut().for_each(|value| self.replace_values(value)),
+            _ => {}
+        }
+    }
+
     /// Replaces known names and all addresses, which get pseudonyms as they appear.
     pub fn replace(&mut self, text: &str) -> String {
         let mut out = String::with_capacity(text.len());
@@ -137,11 +235,7 @@ impl Pseudonyms {
             rest = &rest[begin..];
             let end = rest.find(|c| !is_part(c)).unwrap_or(rest.len());
             let (run, after) = rest.split_at(end);
-            // A key of JSON is no name.
-            match after.starts_with("\":") {
-                true => out += run,
-                false => self.replace_run(run, &mut out),
-            }
+            self.replace_run(run, &mut out);
             rest = after;
         }
         out + rest
@@ -149,35 +243,46 @@ impl Pseudonyms {
 
     /// Replaces the names in a run of the characters of names and addresses.
     fn replace_run(&mut self, run: &str, out: &mut String) {
-        // A sentence may end after an address.
-        let body = run.trim_end_matches(['.', ':']);
-        if let Some((address, port)) = address(body) {
-            *out += &self.pseudonym(Kind::Address, &address);
-            *out += port;
-            *out += &run[body.len()..];
-            return;
-        }
-        let is_end = |at: usize| at == run.len() || !run.as_bytes()[at].is_ascii_alphanumeric();
+        let ends = |at: usize| at == run.len() || !run[at..].starts_with(char::is_alphanumeric);
+        let mut begins = true;
         let mut at = 0;
-        while at < run.len() {
-            let begins = at == 0 || !run.as_bytes()[at - 1].is_ascii_alphanumeric();
-            // The longest name that begins here.
-            let found = (at + 1..=run.len())
-                .rev()
-                .filter(|end| begins && run.is_char_boundary(*end) && is_end(*end))
-                .find_map(|end| Some((self.known.get(&run[at..end])?, end)));
+        while let Some(next) = run[at..].chars().next() {
+            let found = if begins { self.name_at(&run[at..], |end| ends(at + end)) } else { None };
             match found {
-                Some((pseudonym, end)) => {
-                    *out += pseudonym;
-                    at = end;
+                Some((pseudonym, len)) => {
+                    *out += &pseudonym;
+                    at += len;
+                    begins = false;
                 }
                 None => {
-                    let next = run[at..].chars().next().map_or(1, char::len_utf8);
-                    *out += &run[at..at + next];
-                    at += next;
+                    out.push(next);
+                    at += next.len_utf8();
+                    begins = !next.is_alphanumeric();
                 }
             }
         }
+    }
+
+    /// Returns the pseudonym of the address or the longest name at the start of a text, and its
+    /// length.
+    fn name_at(&mut self, text: &str, ends: impl Fn(usize) -> bool) -> Option<(String, usize)> {
+        // Longer runs are no addresses, and are not searched to their end.
+        let part = |b: &u8| b.is_ascii_hexdigit() || b".:".contains(b);
+        let end = text.bytes().take(MAX_ADDRESS + 1).take_while(part).count();
+        if end <= MAX_ADDRESS {
+            let address_text = &text[..end];
+            // A sentence may end after an address.
+            let trimmed = address_text.trim_end_matches(['.', ':']);
+            for candidate in [address_text, trimmed] {
+                if let Some((address, len)) = address(candidate).filter(|(_, len)| ends(*len)) {
+                    return Some((self.pseudonym(Kind::Address, &address), len));
+                }
+            }
+        }
+        (1..=text.len().min(self.longest))
+            .rev()
+            .filter(|end| text.is_char_boundary(*end) && ends(*end))
+            .find_map(|end| Some((self.known.get(&text[..end])?.clone(), end)))
     }
 
     /// Formats the table of all pseudonyms, a line each, for the owner of the report.
@@ -205,18 +310,17 @@ fn host(address: &str) -> &str {
     }
 }
 
-/// Splits a text that is an address of a machine, with or without a port; the address is in its
-/// usual form.
-fn address(text: &str) -> Option<(String, &str)> {
-    let split = match text.parse::<SocketAddr>() {
+/// Returns the usual form of a machine's address, and its length in a text that it begins, with or
+/// without a port.
+fn address(text: &str) -> Option<(String, usize)> {
+    let len = match text.parse::<SocketAddr>() {
         Ok(SocketAddr::V4(_)) => text.find(':').unwrap_or(text.len()),
         _ => text.len(),
     };
-    let (address, port) = text.split_at(split);
-    match address.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+    match text[..len].parse::<IpAddr>().map(|ip| ip.to_canonical()) {
         Ok(ip) if ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() => None,
-        Ok(ip) => Some((ip.to_string(), port)),
-        Err(_) => is_hardware_address(address).then(|| (address.to_owned(), port)),
+        Ok(ip) => Some((ip.to_string(), len)),
+        Err(_) => is_hardware_address(text).then(|| (text.to_owned(), len)),
     }
 }
 
@@ -256,13 +360,45 @@ mod tests {
                 "bob's lease on gpu1.site.example:7601, gpu1 and gpu2.",
                 "user2's lease on host4:7601, host3 and host2.",
             ),
+            ("vm-1.site.example", "host1.host5"),
             ("adapter, adage, bobby and gpu10", "adapter, adage, bobby and gpu10"),
             ("session-vm-1-ada.scope", "session-host1-user1.scope"),
-            (r#"{"ada": "ada", "user": "bob"}"#, r#"{"ada": "user1", "user": "user2"}"#),
+            ("user \"ada\": denied", "user \"user1\": denied"),
             ("root runs gpuserver on localhost", "root runs gpuserver on localhost"),
-            ("für ada: gut", "für user1: gut"),
+            ("für ada: gut, adaß", "für user1: gut, adaß"),
         ] {
             assert_eq!(names.replace(text), clean);
+        }
+    }
+
+    #[test]
+    fn keys_of_json_stay_and_escapes_hide_no_name() {
+        let mut names = named();
+        let text = r#"{"ada": "ada", "why": "a\nada of\n10.0.0.7", "n": [1, true]}"#;
+        let clean = json!({ "ada": "user1", "why": "a\nuser1 of\naddress1", "n": [1, true] });
+        assert_eq!(names.replace_json(text), format!("{clean:#}\n"));
+        assert_eq!(names.replace_json("no JSON of ada"), "no JSON of user1");
+    }
+
+    #[test]
+    fn names_of_directories_administrators_and_limits_are_known() {
+        let mut names = Pseudonyms::default();
+        names.add(Kind::User, "eve@corp.example");
+        names.add(Kind::User, "CORP\\max");
+        names.add_json(&json!({
+            "actor": "administrator zoe",
+            "users": ["kim"],
+            "keys": [
+                { "key": "limits.client.vm-7.gpus", "value": "1" },
+                { "key": "limits.user.\"lee\".gpus", "value": "1" },
+                { "key": "limits.group.lab.users", "value": "[\"pat\", \"sam*\"]" },
+            ],
+            "name": "gpu9", "control_address": "10.0.0.1:7601",
+        }));
+        let text = "eve@corp.example CORP\\max zoe kim vm-7 lee pat sam gpu9 eve max";
+        let clean = names.replace(text);
+        for name in ["eve", "corp", "CORP", "max", "zoe", "kim", "vm-7", "lee", "pat", "sam", "gpu9"] {
+            assert!(!clean.contains(name), "{name} in {clean}");
         }
     }
 
@@ -273,9 +409,11 @@ mod tests {
             ("198.18.0.12:55480 and 198.18.0.12.", "address1:55480 and address1."),
             ("[::ffff:198.18.0.12]:55480", "[address1]:55480"),
             ("inet6 fd77:1ab::b/64 scope", "inet6 address2/64 scope"),
+            ("2001:db8:1:2::/64 peer:10.0.0.7", "address3/64 peer:address4"),
+            ("10.0.0.7-10.0.0.9, 10.0.0.7:22->10.0.0.9", "address4-address5, address4:22->address5"),
             (
                 "link/ether 52:54:00:12:34:56 brd ff:ff:ff:ff:ff:ff",
-                "link/ether address3 brd ff:ff:ff:ff:ff:ff",
+                "link/ether address6 brd ff:ff:ff:ff:ff:ff",
             ),
             ("127.0.0.1:7601, ::1, 0.0.0.0, [::]:7602", "127.0.0.1:7601, ::1, 0.0.0.0, [::]:7602"),
             (
@@ -285,6 +423,13 @@ mod tests {
         ] {
             assert_eq!(names.replace(text), clean);
         }
+    }
+
+    #[test]
+    fn long_runs_take_little_time() {
+        let mut names = named();
+        let text = "a.".repeat(1 << 17) + &"4a".repeat(1 << 17) + &"é:".repeat(1 << 15);
+        assert_eq!(names.replace(&text), text);
     }
 
     #[test]

@@ -44,7 +44,10 @@ impl Report {
     pub fn new(machine: &Machine, keep_names: bool) -> Self {
         let names = (!keep_names).then(|| {
             let mut names = Pseudonyms::default();
-            names.add(Kind::Host, hostname(machine).trim());
+            names.add(Kind::Host, &hostname(machine));
+            let resolver = machine.read("/etc/resolv.conf").unwrap_or_default();
+            let domains = resolver.lines().filter_map(|line| line.strip_prefix("search "));
+            domains.flat_map(str::split_whitespace).for_each(|domain| names.add(Kind::Host, domain));
             names.add_people(&machine.read("/etc/passwd").unwrap_or_default());
             names
         });
@@ -89,15 +92,16 @@ impl Report {
             let mut clean = self.secrets.scrub(&file.text);
             file.redacted |= clean != file.text;
             if let Some(names) = &mut self.names {
-                clean = names.replace(&clean);
+                clean = match file.path.ends_with(".json") {
+                    true => names.replace_json(&clean),
+                    false => names.replace(&clean),
+                };
             }
             (file.bytes, file.text) = (clean.len(), clean);
         }
     }
 
-    /// Writes the table of pseudonyms to a new file that only its owner reads, beside the archive;
-    /// returns its path, or `None` if names are kept.
-    pub fn write_names(&self, archive: &Path) -> io::Result<Option<PathBuf>> {
+    fn write_names(&self, archive: &Path) -> io::Result<Option<PathBuf>> {
         let Some(names) = &self.names else { return Ok(None) };
         let mut path = archive.as_os_str().to_owned();
         path.push(".names");
@@ -136,8 +140,19 @@ impl Report {
         self.files.iter().map(row).collect()
     }
 
-    /// Writes the archive to a new file that only its owner reads.
-    pub fn write(&self, archive: &Path, folder: &str, now: u64) -> io::Result<()> {
+    /// Writes the table of pseudonyms and the archive to new files that only their owner reads;
+    /// returns the table's path, or `None` if names are kept.
+    pub fn write(&self, archive: &Path, folder: &str, now: u64) -> io::Result<Option<PathBuf>> {
+        let table = self.write_names(archive)?;
+        let written = self.write_archive(archive, folder, now);
+        if let (Err(_), Some(table)) = (&written, &table) {
+            // A table without its report is of no use.
+            let _ = std::fs::remove_file(table);
+        }
+        written.map(|()| table)
+    }
+
+    fn write_archive(&self, archive: &Path, folder: &str, now: u64) -> io::Result<()> {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(archive)?;
         let mut tar = tar::Builder::new(GzEncoder::new(file, Compression::default()));
         for file in &self.files {
@@ -339,14 +354,15 @@ mod tests {
             "host1 gpusessiond: lease client1 of user1 and user2 from address1:7601\n"
         );
         let archive = root.path().join("r.tar.gz");
-        let table = report.write_names(&archive).unwrap().unwrap();
+        let table = report.write(&archive, "r", 0).unwrap().unwrap();
+        assert!(report.write(&archive, "r", 0).is_err() && table.exists(), "no file is replaced");
         assert_eq!(table, root.path().join("r.tar.gz.names"));
         assert_eq!(std::fs::metadata(&table).unwrap().permissions().mode() & 0o777, 0o600);
         let expected = "host1\tvm-1\nuser1\tada\nuser2\tbob\nclient1\ttrain\naddress1\t10.0.0.7\n";
         assert_eq!(std::fs::read_to_string(&table).unwrap(), expected);
         let mut report = Report::new(&machine, true);
         assert!(files(&mut report).starts_with("vm-1 gpusessiond: lease train of ada and bob from 10.0.0.7"));
-        assert_eq!(report.write_names(&archive).unwrap(), None);
+        assert_eq!(report.write(&root.path().join("named.tar.gz"), "r", 0).unwrap(), None);
     }
 
     #[test]

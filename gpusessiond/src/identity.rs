@@ -129,7 +129,9 @@ impl Home {
     /// without one.
     pub fn own_addresses() -> Result<Vec<String>, IdentityError> {
         let own = crate::paths::user_directory().map(|folder| folder.join("servers.toml"));
-        let servers = own.map(|path| Servers::load(&path)).transpose()?.flatten();
+        // A folder that this process may not enter, such as a remote home for root, has none.
+        let readable = own.filter(|path| fs::File::open(path).is_ok());
+        let servers = readable.map(|path| Servers::load(&path)).transpose()?.flatten();
         Ok(servers.map(|servers| servers.addresses()).unwrap_or_default())
     }
 

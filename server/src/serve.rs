@@ -149,7 +149,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     stop.asked = Some(pool.asked_to_stop());
     take_up(&pool, &lost).await;
     if !lost.is_empty() {
-        registry.forget_lost().await;
+        registry.store_now().await;
     }
 
     let (closing, closed) = watch::channel(false);
@@ -174,6 +174,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let audited = pool.clone();
     let end =
         Running { pool, supervisor, tasks, control, closing }.stop(end, &mut stop, store.exists()).await;
+    registry.store_now().await;
     let why = end.as_ref().map_or_else(|e| format!("{e:#}"), |end| format!("{end:?}"));
     audited.audit().note(audit::Event { detail: why, ..audit::own("server-stopped") });
     audited.audit().close().await;

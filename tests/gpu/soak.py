@@ -246,10 +246,11 @@ class Soak:
         return found | {str(path) for path in pathlib.Path("/dev/shm").glob("gpus*")}
 
     def resident(self):
-        """Returns the server's own memory in MiB."""
-        for line in pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) / 1024
+        """Returns the server's own memory in MiB; 0 while a fault replaces its process."""
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) / 1024
         return 0.0
 
     @staticmethod

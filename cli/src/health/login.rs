@@ -261,12 +261,13 @@ fn pam_module(facts: &Facts) -> Finding {
 
 /// Returns `true` if the caller's shell is zsh, and reads no file of `/etc/profile.d`.
 fn zsh_does_not_read_it(machine: &Machine) -> bool {
-    let home = machine.variable("HOME").unwrap_or("/root");
+    let home = machine.variable("ZDOTDIR").or_else(|| machine.variable("HOME")).unwrap_or("/root");
     let folders = ["/etc/", "/etc/zsh/", &format!("{home}/.")];
     let files = folders.iter().flat_map(|f| ["zprofile", "zshrc"].map(|name| format!("{f}{name}")));
     let mut texts = files.map(|file| machine.read(file).unwrap_or_default());
     machine.variable("SHELL").is_some_and(|shell| shell.ends_with("/zsh"))
-        && !texts.any(|text| text.lines().any(|l| !l.starts_with('#') && l.contains("/etc/profile")))
+        && !texts
+            .any(|text| text.lines().any(|l| !l.trim_start().starts_with('#') && l.contains("/etc/profile")))
 }
 
 fn profile(facts: &Facts) -> Finding {
@@ -277,7 +278,7 @@ fn profile(facts: &Facts) -> Finding {
         Ok(_) if zsh_does_not_read_it(&facts.machine) => Finding::warning(
             "no start file of your shell, zsh, reads /etc/profile.d/gpusession.sh: its prompts do not warn \
              of idle leases",
-            "echo '. /etc/profile.d/gpusession.sh' >>~/.zshrc",
+            "echo '. /etc/profile.d/gpusession.sh' >>${ZDOTDIR:-~}/.zshrc",
         ),
         Ok(_) => Finding::ok("/etc/profile.d/gpusession.sh"),
         Err(unread) => Finding::warning(

@@ -141,9 +141,15 @@ fn names(facts: &Facts) -> Finding {
                 probe.address,
                 host(&probe.address)
             ),
-            remedy::edit("/etc/gpusession/servers.toml", "sudo systemctl reload gpusession"),
+            remedy::edit(list_of_servers(facts), "sudo systemctl reload gpusession"),
         ),
     })
+}
+
+/// Returns the file that names the daemon's servers.
+fn list_of_servers(facts: &Facts) -> &'static str {
+    let files = ["/etc/gpusession/servers.toml", "/var/lib/gpusession/servers.toml"];
+    files.into_iter().find(|file| facts.machine.exists(file)).unwrap_or(files[0])
 }
 
 /// Returns the host of HOST:PORT.
@@ -297,14 +303,14 @@ fn packets(facts: &Facts) -> Finding {
     })
 }
 
-/// Lowers the MTU of the interface that leads to a server.
+/// Lowers the MTU of the interface that leads to a server to the least that IPv6 allows.
 fn lower_mtu(probe: &Probe) -> String {
     match probe.resolved.as_ref().ok().and_then(|addresses| addresses.first()) {
         Some(address) => format!(
-            "sudo ip link set mtu 1400 $(ip -o route get {} | grep -o 'dev [^ ]*')",
+            "sudo ip link set mtu 1280 $(ip -o route get {} | grep -o 'dev [^ ]*')",
             address.ip().to_canonical()
         ),
-        None => "sudo ip link set mtu 1400 dev INTERFACE".into(),
+        None => "sudo ip link set mtu 1280 dev INTERFACE".into(),
     }
 }
 

@@ -428,13 +428,17 @@ fn ports(facts: &Facts) -> Finding {
     };
     let (control, (low, high)) = (config.listen.port(), config.data_ports);
     let mut ports = (low..=high).chain([control]).filter(|port| *port != 0);
+    let mut wanted: Vec<String> = reserved.trim().split(',').map(str::to_owned).collect();
+    wanted.extend([(low, high), (control, control)].map(|(low, high)| format!("{low}-{high}")));
+    wanted.retain(|range| !range.is_empty() && range != "0-0");
     match ports.find(|port| (first..=last).contains(port) && !is_reserved(*port)) {
         Some(port) => Finding::warning(
             format!(
                 "port {port} is in {first} to {last}, of which the kernel gives any program one: reserve it \
                  now and in /etc/sysctl.d, or listen below {first}"
             ),
-            format!("sudo sysctl -w net.ipv4.ip_local_reserved_ports={port}"),
+            // The value replaces the list, so it has what is reserved already.
+            format!("sudo sysctl -w net.ipv4.ip_local_reserved_ports={}", wanted.join(",")),
         ),
         None => Finding::ok(format!("ports {control} and {low} to {high} are the server's alone")),
     }
@@ -475,7 +479,7 @@ fn stack(facts: &Facts) -> Finding {
 fn descriptor_store(facts: &Facts) -> Finding {
     property(facts, "FileDescriptorStoreMax", |max| match max {
         0 => Finding::fault(
-            "FileDescriptorStoreMax=0: every restart of the server ends all programs",
+            "FileDescriptorStoreMax=0: every restart of the server ends all programs, also the remedy's",
             remedy::set_in_unit(SERVICE, "FileDescriptorStoreMax=12290"),
         ),
         max => Finding::ok(format!("systemd keeps up to {max} descriptors of workers over a restart")),
@@ -603,8 +607,7 @@ pub(super) fn report(out: &mut Output<'_>, server: &Target, options: &ReportOpti
     }
     let mut table = None;
     if !options.list {
-        let written = report.write(&path, &name, facts.machine.now);
-        table = written.and_then(|()| report.write_names(&path)).map_err(|error| Refusal {
+        table = report.write(&path, &name, facts.machine.now).map_err(|error| Refusal {
             code: "not-stored".into(),
             message: format!("{}: {error}", path.display()),
             hint: "name another file with -o".into(),

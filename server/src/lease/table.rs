@@ -12,8 +12,9 @@ use crate::clock::{self, Moment, Random};
 
 /// Range of lifetimes that a client can request. The limit `lease_ttl` can shorten the longest.
 const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(366 * 24 * 3600));
-/// Shortest lifetime of a lease after a restart. Its client renews it every 2 s.
-const RESTART_TTL: Duration = Duration::from_secs(20);
+/// Shortest lifetime of a lease after a restart. Its client renews it every 2 s, and needs up to
+/// 13 s if it has to connect again.
+const RESTART_TTL: Duration = Duration::from_secs(30);
 /// Leases of one client on one server; a bound on memory, not a policy.
 const MAX_LEASES_PER_CLIENT: usize = 64;
 

@@ -14,7 +14,7 @@ use tracing::error;
 use super::{GpuUse, Registry, Standing};
 use crate::clock::{Clock, Random};
 use crate::lease::{
-    AllocateError, Gpu, Lease, Passing, Place, Request, Rules, Table, WaitingView, Withdrawn,
+    AllocateError, DEFAULT_TTL, Gpu, Lease, Passing, Place, Request, Rules, Table, WaitingView, Withdrawn,
 };
 use crate::store::{self, Shared, StoreError};
 
@@ -31,7 +31,7 @@ pub struct LocalRegistry {
 impl LocalRegistry {
     /// Opens `leases.json` in the state directory.
     ///
-    /// Also returns the leases whose GPUs are gone; [`LocalRegistry::forget_lost`] stores that.
+    /// Also returns the leases whose GPUs are gone; [`LocalRegistry::store_now`] stores that.
     pub fn open(
         state_dir: &Path,
         gpus: Vec<Gpu>,
@@ -46,8 +46,9 @@ impl LocalRegistry {
         Ok((this, lost))
     }
 
-    /// Stores the table without the leases that are lost: their GPUs may come back without them.
-    pub async fn forget_lost(&self) {
+    /// Stores the table as it is: without the leases that are lost, since their GPUs may come back
+    /// without them, and with the time that each lease has left.
+    pub async fn store_now(&self) {
         self.file.changed();
         self.store_change().await;
     }
@@ -121,7 +122,12 @@ impl Registry for LocalRegistry {
     }
 
     async fn renew(&self, client: &str, id: &str) -> Option<Duration> {
-        self.locked().renew(client, id, self.clock.now())
+        let ttl = self.locked().renew(client, id, self.clock.now())?;
+        // A heartbeat comes every 2 s, and soon after a restart. A longer lifetime has none.
+        if ttl > DEFAULT_TTL {
+            self.store_now().await;
+        }
+        Some(ttl)
     }
 
     async fn cancel(&self, client: &str, request_id: &str) -> Option<Lease> {

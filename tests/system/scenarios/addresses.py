@@ -83,11 +83,11 @@ def run(site, check):
         client.start("idle", "python3 /usr/local/bin/idle_program.py 0.1 </tmp/idle", user="alice")
         client.until("grep ready /run/idle.out", 20)
         client.start("program", "longRun 12; echo status $?", user="alice")
-        server.until("gpuserver ps --json | grep -c '\"state\": *\"active\"' | grep -q 2", 20)
+        server.until("gpuserver ps --json | grep -c '\"state\": *\"active\"' | grep -qx 2", 20)
         begin, four = time.monotonic(), address(client, 4)
         client.ok(f"ip address del {four}/24 dev eth0; ip address add {OTHER}/24 dev eth0")
         for count in (1, 2):
-            server.until(f"gpuserver ps --json | grep -c '\"interruptions\": *[1-9]' | grep -q [{count}-9]", 30)
+            server.until(f"gpuserver ps --json | grep -c '\"interruptions\": *[1-9]' | grep -q '[{count}-9]'", 30)
             note(f"{count} back after {time.monotonic() - begin:.1f} s")
         seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
         assert "steps right" in seen and "status 0" in seen, seen

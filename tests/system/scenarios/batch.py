@@ -72,6 +72,7 @@ def run(site, check):
         node.until("grep -c '1 device(s) right' /run/bound.out | grep -qx 2", 20)
         named = "GPUSESSION_LEASE=$(cat /run/gpusession-jobs/*) vectorAdd"
         assert node.ok("gpusession list --json | grep -o '\"control_group\": *\"[^\"]*\"'").count("/job_") == 1
+        node.ok("su -l alice -c 'cat /run/gpusession-jobs/*' | grep .")
         expect(node.fails(f"su -l alice -c 'srun sh -c \"{named}\"'".replace("$(cat", "\\$(cat")), "cudaErrorNoDevice")
         expect(node.fails(f"su -l alice -c '{named}'"), "cudaErrorNoDevice")
         node.ok("touch /tmp/go && sed -i s/^bind=yes/bind=no/ /etc/slurm/prolog")

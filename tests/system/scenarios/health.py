@@ -152,6 +152,8 @@ def run(site, check):
     # The link of `setup-libs` is an administrator's choice, which stays; later checks expect the
     # package's own.
     client.ok("ln -sfn ../../usr/share/gpusession/ld.so.conf /etc/ld.so.conf.d/gpusession.conf && ldconfig")
+    for host in (client, server):
+        host.ok("rm -f /usr/local/bin/sudoedit")
     with check("afterwards a login runs a program"):
         client.until("gpusession status | grep -q 'is ready'", 60)
         client.ok("ssh alice@client vectorAdd")

@@ -10,7 +10,9 @@ GROUP = "users"
 
 def run(site, check):
     client = site.client
-    server = next(host for host in site.servers if lease(client, "everyone") in host.run("gpuserver leases").out)
+    held = lease(client, "everyone")
+    assert held, "the machine has no lease"
+    server = next(host for host in site.servers if held in host.run("gpuserver leases").out)
 
     def cut_off(seconds):
         client.start("program", f"longRun {seconds}; echo status $?", user="alice")
@@ -21,6 +23,14 @@ def run(site, check):
     def result():
         return client.until("grep status /run/program.out && cat /run/program.out", 60)
 
+    try:
+        checks(client, server, cut_off, result, check)
+    finally:
+        server.lab("heal")
+        server.run("gpuserver drain --end")
+
+
+def checks(client, server, cut_off, result, check):
     with check("its lease is parked, and the server drains: it computes right when the network is back"):
         cut_off(8)
         expect(server.ok(f"gpuserver park {lease(client, 'everyone')}"), "is parked")
