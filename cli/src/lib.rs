@@ -328,11 +328,13 @@ fn plain(text: &str) -> String {
 }
 
 /// Prints to standard output; a reader that has closed the pipe is no failure.
-fn print(text: &str) {
+///
+/// Returns `false` if the text was not written, for commands that would print without end.
+fn print(text: &str) -> bool {
     let text = plain(text);
     let mut out = std::io::stdout().lock();
     let newline = if text.ends_with('\n') { "" } else { "\n" };
-    let _ = write!(out, "{text}{newline}").and_then(|()| out.flush());
+    write!(out, "{text}{newline}").and_then(|()| out.flush()).is_ok()
 }
 
 async fn command(cli: Cli) -> Result<i32> {
@@ -801,7 +803,7 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
             Some(why) => print(&format!(
                 "lease {id} is not released yet: {why}; the next `gpusession run --server`, `request` or `release` repeats it"
             )),
-        }
+        };
     }
     Ok(0)
 }

@@ -186,8 +186,8 @@ pub async fn smi(options: Smi, json: bool) -> Result<i32> {
         if every.is_some() && terminal && !json {
             let _ = std::io::Write::write_all(&mut std::io::stdout(), CLEAR.as_bytes());
         }
-        crate::print(&text);
-        let Some(every) = every else { return Ok(0) };
+        let read = crate::print(&text);
+        let Some(every) = every.filter(|_| read) else { return Ok(0) };
         tokio::time::sleep(every).await;
     }
 }

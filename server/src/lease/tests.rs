@@ -183,7 +183,7 @@ fn silence_ends_a_lease_and_restarts_neither_do_nor_prolong_it() {
         assert!(lost.is_empty());
         assert_eq!(t2.get(&lease.id, Duration::from_secs(3)).unwrap().0, &lease);
         assert_eq!(t2.next_deadline(), Some(Duration::from_secs(ends)));
-        assert_eq!(t2.expire(Duration::from_secs(ends), 0), [lease.clone()]);
+        assert_eq!(t2.expire(Duration::from_secs(ends), 0), std::slice::from_ref(&lease));
     }
     let (_, lost) =
         Table::new(vec![gpu(1, 16 * GIB)], Rules::default(), t.save(Duration::ZERO), Duration::ZERO);
