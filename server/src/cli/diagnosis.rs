@@ -479,7 +479,7 @@ fn stack(facts: &Facts) -> Finding {
 fn descriptor_store(facts: &Facts) -> Finding {
     property(facts, "FileDescriptorStoreMax", |max| match max {
         0 => Finding::fault(
-            "FileDescriptorStoreMax=0: every restart of the server ends all programs, also the remedy's",
+            "FileDescriptorStoreMax=0: every restart of the server ends all programs, the next one included",
             remedy::set_in_unit(SERVICE, "FileDescriptorStoreMax=12290"),
         ),
         max => Finding::ok(format!("systemd keeps up to {max} descriptors of workers over a restart")),

@@ -123,7 +123,8 @@ impl Registry for LocalRegistry {
 
     async fn renew(&self, client: &str, id: &str) -> Option<Duration> {
         let ttl = self.locked().renew(client, id, self.clock.now())?;
-        // A heartbeat comes every 2 s, and soon after a restart. A longer lifetime has none.
+        // Clients renew shorter leases every 2 s. Only its owner renews a longer one, so the file
+        // must have the new time.
         if ttl > DEFAULT_TTL {
             self.store_now().await;
         }
