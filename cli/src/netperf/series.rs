@@ -60,9 +60,10 @@ pub struct Series {
     pub from_server: Rate,
 }
 
-/// Memory of the transfers, which lives as long as the process.
+/// Memory of all transfers, which lives as long as the process.
 ///
-/// Threads of a lost link may still use it, and the process ends soon.
+/// Threads of a lost link may still use it, and the process ends soon. Transfers share it, as
+/// copies of a program that uses one buffer for all of them.
 #[derive(Clone, Copy)]
 pub struct Memory {
     address: usize,
@@ -71,15 +72,14 @@ pub struct Memory {
 impl Memory {
     /// Allocates the memory, and touches each page.
     pub fn new() -> Self {
-        let pages = vec![0x5a_u8; DEPTH * MAX_TRANSFER as usize];
+        let pages = vec![0x5a_u8; MAX_TRANSFER as usize];
         Self { address: pages.leak().as_mut_ptr() as usize }
     }
 
-    fn range(&self, slot: usize, len: usize) -> HostRange {
-        let address = self.address + slot % DEPTH * MAX_TRANSFER as usize;
+    fn range(&self, len: usize) -> HostRange {
         // SAFETY: the memory is mapped, readable and writable until the process exits; `len` is at
         // most MAX_TRANSFER, so the range lies in it. No reference to it exists.
-        unsafe { HostRange::new(address, len.min(MAX_TRANSFER as usize)) }
+        unsafe { HostRange::new(self.address, len.min(MAX_TRANSFER as usize)) }
     }
 }
 
@@ -207,23 +207,22 @@ fn transfers(
     time: Duration,
     memory: Memory,
 ) -> Result<Rate, LinkLost> {
-    let begin = |slot, len| Transfer::begin(link, lanes, direction, memory.range(slot, len), len);
+    let begin = |len| Transfer::begin(link, lanes, direction, memory.range(len), len);
     let (begun, mut len) = (Instant::now(), FIRST_TRANSFER);
     // A transfer long enough to fill the lanes, and short enough for the time.
     loop {
         let since = Instant::now();
-        begin(0, len)?.finish(link)?;
+        begin(len)?.finish(link)?;
         if since.elapsed() * TRANSFER_PARTS >= time || len >= MAX_TRANSFER as usize {
             break;
         }
         len *= 2;
     }
     let (here, there, since) = (usage(), usage_there(link)?, Instant::now());
-    let (mut under_way, mut slot, mut bytes) = (VecDeque::new(), 0, 0);
+    let (mut under_way, mut bytes) = (VecDeque::new(), 0);
     loop {
-        while under_way.len() < DEPTH && (slot == 0 || begun.elapsed() < time) {
-            under_way.push_back(begin(slot, len)?);
-            slot += 1;
+        while under_way.len() < DEPTH && (bytes == 0 && under_way.is_empty() || begun.elapsed() < time) {
+            under_way.push_back(begin(len)?);
         }
         let Some(next) = under_way.pop_front() else { break };
         bytes += Transfer::finish(next, link)?;

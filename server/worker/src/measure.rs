@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_link::flight::{Ended, acknowledgements, next_header};
@@ -47,6 +47,8 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_CONNECTIONS: usize = 40;
 /// Most transfers whose bytes have arrived without their frame.
 const MAX_TRANSFERS: usize = 64;
+/// Chunks that transfers to the client come from: 256 MiB, more than a processor's part of a cache.
+const SOURCE_CHUNKS: usize = 512;
 /// Most pieces that wait for a lane to the client.
 const MAX_PIECES: usize = 256;
 
@@ -110,11 +112,13 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
         supervisor.report(&FromWorker::Contained { lacking });
     }
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
+    let memory = Arc::new(vec![0x5a; SOURCE_CHUNKS * CHUNK]);
     supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0 });
     Ok(Endpoint {
         supervisor: supervisor.clone(),
         start,
         tls,
+        memory,
         present: Mutex::default(),
         changed: Condvar::new(),
     })
@@ -128,6 +132,8 @@ struct Endpoint {
     supervisor: Arc<Supervisor>,
     start: Start,
     tls: Arc<ServerConfig>,
+    /// Bytes of transfers to the client; the kernel zeroes no page of them while a clock runs.
+    memory: Arc<Vec<u8>>,
     present: Mutex<Present>,
     /// The number of connections has changed.
     changed: Condvar,
@@ -216,7 +222,7 @@ impl Endpoint {
             streams: Table::new(kind::STREAM),
             secret,
             acknowledges: self.start.resume_grace_s > 0,
-            slots: Slots::new(),
+            slots: Slots::new(self.memory.clone()),
             state: Mutex::default(),
             arrival: Condvar::new(),
             pieces: Condvar::new(),
@@ -274,35 +280,37 @@ struct State {
 
 /// Slots with bytes for the client, as many as lanes of a worker share at first.
 ///
-/// As there, a slot serves any lane, and is free again once the client has its chunk.
+/// As there, a slot serves any lane, and is free again once the client has its chunk. A device
+/// writes a worker's slots, so that processors read them from memory. Here each chunk comes from
+/// other memory than the chunks before it, which no cache holds any more.
 struct Slots {
-    slots: OnceLock<Vec<Vec<u8>>>,
-    /// Numbers of free slots; `None` once the session is closed.
-    free: Mutex<Option<VecDeque<usize>>>,
+    memory: Arc<Vec<u8>>,
+    /// Free slots, and the number of chunks so far; `None` once the session is closed.
+    free: Mutex<Option<(usize, usize)>>,
     changed: Condvar,
 }
 
 impl Slots {
-    fn new() -> Self {
-        let free = Mutex::new(Some((0..DOWN_SLOTS - RESERVED).collect()));
-        Self { slots: OnceLock::new(), free, changed: Condvar::new() }
+    fn new(memory: Arc<Vec<u8>>) -> Self {
+        let free = Mutex::new(Some((DOWN_SLOTS - RESERVED, 0)));
+        Self { memory, free, changed: Condvar::new() }
     }
 
-    /// Returns the slots; the kernel zeroes no page of them after the first call.
-    fn all(&self) -> &[Vec<u8>] {
-        self.slots.get_or_init(|| vec![vec![0x5a; CHUNK]; DOWN_SLOTS - RESERVED])
+    /// Takes a slot; returns the bytes of the next chunk, or `None` once the session is closed.
+    fn take(&self) -> Option<&[u8]> {
+        let none = |free: &mut Option<(usize, usize)>| free.is_some_and(|(slots, _)| slots == 0);
+        let mut waited =
+            self.changed.wait_while(lock(&self.free), none).unwrap_or_else(PoisonError::into_inner);
+        let (slots, chunks) = waited.as_mut()?;
+        *slots -= 1;
+        let first = *chunks % SOURCE_CHUNKS * CHUNK;
+        *chunks += 1;
+        Some(&self.memory[first..first + CHUNK])
     }
 
-    /// Takes the slot that has been free for the longest time; `None` once the session is closed.
-    fn take(&self) -> Option<usize> {
-        let none = |free: &mut Option<VecDeque<usize>>| free.as_ref().is_some_and(VecDeque::is_empty);
-        let waited = self.changed.wait_while(lock(&self.free), none);
-        waited.unwrap_or_else(PoisonError::into_inner).as_mut()?.pop_front()
-    }
-
-    fn give(&self, slot: usize) {
-        if let Some(free) = lock(&self.free).as_mut() {
-            free.push_back(slot);
+    fn give(&self) {
+        if let Some((slots, _)) = lock(&self.free).as_mut() {
+            *slots += 1;
         }
         self.changed.notify_one();
     }
@@ -386,7 +394,6 @@ impl Session {
 
     /// Sends pieces until the session is closed.
     fn give(&self, transport: &Transport) -> Result<(), Ended> {
-        self.slots.all();
         let under_way = Mutex::new(VecDeque::new());
         std::thread::scope(|scope| {
             if self.acknowledges {
@@ -399,28 +406,26 @@ impl Session {
         })
     }
 
-    /// Frees the slots of chunks up to a number. `under_way`: numbers and slots, oldest first.
-    fn arrived(&self, under_way: &Mutex<VecDeque<(u64, usize)>>, number: u64) -> Result<(), BadFrame> {
+    /// Frees the slots of chunks up to a number. `under_way`: numbers of chunks, oldest first.
+    fn arrived(&self, under_way: &Mutex<VecDeque<u64>>, number: u64) -> Result<(), BadFrame> {
         let mut under_way = lock(under_way);
-        if under_way.back().is_none_or(|(newest, _)| number > *newest) {
+        if under_way.back().is_none_or(|newest| number > *newest) {
             return Err(BadFrame("acknowledges what was not sent"));
         }
-        while let Some(&(sent, slot)) = under_way.front()
-            && sent <= number
-        {
+        while under_way.front().is_some_and(|sent| *sent <= number) {
             under_way.pop_front();
-            self.slots.give(slot);
+            self.slots.give();
         }
         Ok(())
     }
 
-    fn send(&self, transport: &Transport, under_way: &Mutex<VecDeque<(u64, usize)>>) -> Result<(), Ended> {
+    fn send(&self, transport: &Transport, under_way: &Mutex<VecDeque<u64>>) -> Result<(), Ended> {
         for number in 1.. {
             let Some(piece) = self.next_piece() else { break };
-            let Some(slot) = self.slots.take() else { break };
-            lock(under_way).push_back((number, slot));
+            let Some(memory) = self.slots.take() else { break };
+            lock(under_way).push_back(number);
             let header = chunk_header(number, piece.transfer, piece.offset, piece.len, 0);
-            let bytes = &self.slots.all()[slot][..piece.len.next_multiple_of(8)];
+            let bytes = &memory[..piece.len.next_multiple_of(8)];
             transport.send_parts(&[header.as_bytes(), bytes])?;
             if !self.acknowledges {
                 self.arrived(under_way, number)?;
