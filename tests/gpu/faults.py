@@ -104,6 +104,7 @@ class Faults:
             "address": Kind(1, 0, 0, lambda _: self.relay.say("address")),
             "silence": Kind(1, 1, 10, lambda seconds: self.last("silence", seconds)),
             "outage": Kind(1, 1, 10, lambda seconds: self.last("outage", seconds)),
+            "loss": Kind(1, 1, 10, lambda seconds: self.last("loss", seconds)),
             "long-silence": Kind(0.04, 30, 30, lambda seconds: self.last("silence", seconds)),
             "long-outage": Kind(0.04, 30, 30, lambda seconds: self.last("outage", seconds)),
             "stopped-program": Kind(0.4, 0.1, 5, self.stop_program),

@@ -5,7 +5,7 @@
 //! worker.
 //!
 //! A line on its standard input is a fault of all connections at once, and `done` answers it when
-//! the fault begins: `reset`, `outage SECONDS`, `silence SECONDS`, `address`.
+//! the fault begins: `reset`, `outage SECONDS`, `silence SECONDS`, `loss SECONDS`, `address`.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -75,8 +75,9 @@ fn execute(relay: &Relay, line: &str) -> Result<(), String> {
         "reset" => relay.cut(),
         "outage" => relay.outage(seconds()?),
         "silence" => relay.silence(seconds()?),
+        "loss" => relay.loss(seconds()?),
         "address" => relay.change_address(),
-        _ => return Err(format!("{line}: not a fault; reset, outage, silence and address are")),
+        _ => return Err(format!("{line}: not a fault; reset, outage, silence, loss and address are")),
     }
     Ok(())
 }

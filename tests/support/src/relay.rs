@@ -11,10 +11,20 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Socket, Type};
+use socket2::{Domain, SockFilter, SockRef, Socket, Type};
 
 const PREFACE: usize = 64;
 const HEADER: usize = 40;
+
+/// Filter of a socket that drops 30 % of the packets which arrive: TCP sends them again.
+///
+/// `ld rand; jge #0x4ccccccc, pass, drop; drop: ret #0; pass: ret #-1`, of linux/filter.h.
+const LOSS: [SockFilter; 4] = [
+    SockFilter::new(0x20, 0, 0, 0xffff_f038),
+    SockFilter::new(0x35, 1, 0, 0x4ccc_cccc),
+    SockFilter::new(0x06, 0, 0, 0),
+    SockFilter::new(0x06, 0, 0, u32::MAX),
+];
 
 /// Place in a unit, after the last byte that passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,6 +113,8 @@ struct State {
     out_until: Mutex<Option<Instant>>,
     /// End of the latest silence of all connections.
     silent_until: Mutex<Option<Instant>>,
+    /// Whether packets are lost.
+    lossy: AtomicBool,
     /// How often the clients' address has changed.
     moves: AtomicU8,
 }
@@ -175,6 +187,22 @@ impl Relay {
         *lock(&self.state.silent_until) = Some(Instant::now() + time);
     }
 
+    /// Drops 30 % of the packets that reach the relay, from either end, for a time.
+    ///
+    /// # Panics
+    /// If the kernel refuses the filter.
+    pub fn loss(&self, time: Duration) {
+        let state = self.state.clone();
+        state.lossy.store(true, Ordering::SeqCst);
+        state.each_socket(|socket| socket.attach_filter(&LOSS).expect("a filter"));
+        std::thread::spawn(move || {
+            std::thread::sleep(time);
+            state.lossy.store(false, Ordering::SeqCst);
+            // A socket that opened meanwhile may have none.
+            state.each_socket(|socket| drop(socket.detach_filter()));
+        });
+    }
+
     /// Resets all connections; the server sees later ones from another address of loopback.
     pub fn change_address(&self) {
         self.state.moves.fetch_add(1, Ordering::SeqCst);
@@ -201,6 +229,9 @@ impl State {
         let mut open = lock(&self.open);
         open.retain(|ends| ends.strong_count() > 0);
         open.push(Arc::downgrade(&ends));
+        if self.lossy.load(Ordering::SeqCst) {
+            ends.iter().for_each(|end| drop(SockRef::from(end).attach_filter(&LOSS)));
+        }
         drop(open);
         // Only now: a connection that counts can be cut.
         self.connections.fetch_add(1, Ordering::SeqCst);
@@ -261,6 +292,12 @@ impl State {
     fn outage(&self, time: Duration) {
         *lock(&self.out_until) = Some(Instant::now() + time);
         self.cut();
+    }
+
+    fn each_socket(&self, change: impl Fn(SockRef<'_>)) {
+        for ends in lock(&self.open).iter().filter_map(Weak::upgrade) {
+            ends.iter().for_each(|end| change(SockRef::from(end)));
+        }
     }
 
     fn cut(&self) {
@@ -362,5 +399,37 @@ fn pass(
         if until < n {
             return cut;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_packets_cost_time_and_no_byte() {
+        let server = TcpListener::bind("127.0.0.1:0").unwrap();
+        let relay = Relay::start(server.local_addr().unwrap(), |_| Fate::default());
+        std::thread::spawn(move || {
+            let (mut here, _) = server.accept().unwrap();
+            let mut there = here.try_clone().unwrap();
+            std::io::copy(&mut there, &mut here)
+        });
+        let mut program = TcpStream::connect(relay.address).unwrap();
+        program.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let mut echoes = || {
+            let begun = Instant::now();
+            for number in 0..50_u32 {
+                program.write_all(&number.to_le_bytes()).unwrap();
+                let mut echo = [0; 4];
+                program.read_exact(&mut echo).unwrap();
+                assert_eq!(u32::from_le_bytes(echo), number);
+            }
+            begun.elapsed()
+        };
+        echoes();
+        relay.loss(Duration::from_secs(2));
+        // TCP waits 200 ms at least before it sends a packet again.
+        assert!(echoes() >= Duration::from_millis(200), "no packet was lost");
     }
 }
