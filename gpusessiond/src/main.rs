@@ -329,7 +329,10 @@ async fn follow_servers(
                             "server {address}: {} servers.toml",
                             if now { "again in" } else { "no longer in" }
                         );
-                        engine.drain(index, (!now).then_some(LEAVE_GRACE)).await;
+                        match now {
+                            true => engine.restore(index),
+                            false => engine.remove(index, LEAVE_GRACE),
+                        }
                         *named = now;
                     }
                 }

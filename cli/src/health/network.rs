@@ -141,7 +141,7 @@ fn names(facts: &Facts) -> Finding {
                 probe.address,
                 host(&probe.address)
             ),
-            remedy::edit(list_of_servers(facts), "sudo systemctl restart gpusession"),
+            remedy::edit(list_of_servers(facts), "sudo systemctl reload gpusession"),
         ),
     })
 }

@@ -129,3 +129,22 @@ fn a_lease_follows_its_server_to_another_name_and_address() {
     site.runs_a_program();
     assert_eq!((daemon.stop(), server.stop()), (0, 0));
 }
+
+#[test]
+fn programs_find_a_data_port_that_has_changed() {
+    let mut site = Site::with_simulated_gpus();
+    let server = site.start_server();
+    site.configure(LEASE, &site.token());
+    let daemon = site.start_daemon();
+    let lease = site.lease();
+    site.runs_a_program();
+    assert_eq!(server.stop(), 0);
+    site.described("the stop", |d| d["servers"][0]["state"] == "stopped");
+    let control = site.address.clone();
+    site.server_listens(&control, &free_port().to_string());
+    let server = site.start_server();
+    site.described("the server", |d| d["servers"][0]["state"] == "online" && d["state"] == "ready");
+    assert_eq!(site.lease(), lease, "a lease outlives a restart of its server");
+    site.runs_a_program();
+    assert_eq!((daemon.stop(), server.stop()), (0, 0));
+}

@@ -703,6 +703,21 @@ fn one_program_gets_gpus_of_several_servers() {
     std::fs::write(&own, "[[server]]\nadress = \"x\"\n").unwrap();
     let bad = run(&site, &[], "1");
     assert!(text(&bad.stderr).contains("servers.toml:2"), "{}", text(&bad.stderr));
+
+    // A server that the list no longer names is in no table.
+    let listed = |address: &str| format!("[[server]]\naddress = \"{address}\"\n");
+    std::fs::write(site.path("etc/servers.toml"), listed(&site.address)).unwrap();
+    assert!(site.gpusession(&["reload"]).status.success());
+    site.described("one server", |d| d["servers"].as_array().is_some_and(|all| all.len() == 1));
+    let smi: serde_json::Value =
+        serde_json::from_str(&text(&site.gpusession(&["smi", "--json"]).stdout)).unwrap();
+    assert_eq!(smi["servers"].as_array().map(Vec::len), Some(1), "{smi}");
+    let both = listed(&site.address) + &listed(&other.address);
+    std::fs::write(site.path("etc/servers.toml"), both).unwrap();
+    assert!(site.gpusession(&["reload"]).status.success());
+    site.described("both servers again", |d| {
+        d["servers"].as_array().is_some_and(|all| all.iter().filter(|s| s["state"] == "online").count() == 2)
+    });
     second.stop();
 }
 

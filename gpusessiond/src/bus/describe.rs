@@ -36,7 +36,7 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Described {
             trouble: (!standing.trouble.is_empty()).then(|| standing.trouble.clone()),
         }),
         leases: snapshot.leases.iter().filter(|l| shown(&l.facts)).map(|l| lease(l, clock, uid)).collect(),
-        servers: snapshot.servers.iter().map(|s| server(s, clock)).collect(),
+        servers: snapshot.known_servers().map(|(_, s)| server(s, clock)).collect(),
         sessions: snapshot.sessions.iter().map(|s| session(s)).collect(),
     }
 }

@@ -92,7 +92,7 @@ impl Manager {
     /// Finds the index of a server by name.
     fn server(&self, name: &str) -> Result<usize> {
         let snapshot = self.shared.snapshot();
-        let found = snapshot.server_facts().position(|s| s.name == name);
+        let found = snapshot.server_index(|s| s.name == name);
         found.ok_or_else(|| BusError::no_such_server(format!("server {name}: not found")))
     }
 
@@ -139,7 +139,8 @@ impl Manager {
     /// Asks the servers, since other clients use them too.
     async fn has_room(&self, spec: &Spec) -> bool {
         let mut asked = tokio::task::JoinSet::new();
-        for (index, server) in self.shared.snapshot().server_facts().enumerate() {
+        for (index, view) in self.shared.snapshot().known_servers() {
+            let server = &view.facts;
             let named = |name: &String| *name == server.name || *name == server.address;
             if server.state == "online" && (spec.servers.is_empty() || spec.servers.iter().any(named)) {
                 let (leases, spec) = (self.shared.leases.clone(), spec.clone());
@@ -462,9 +463,9 @@ impl Manager {
         let uid = Call::begin(&self.shared, connection, &header).await?.uid;
         let snapshot = self.shared.snapshot();
         let addresses = snapshot.server_facts().map(|s| s.address.clone()).collect();
-        let known: Vec<_> = snapshot.server_facts().map(silence).collect();
-        let ask = |index: usize| {
-            let (leases, known) = (self.shared.leases.clone(), known[index].clone());
+        let known: Vec<_> = snapshot.known_servers().map(|(index, s)| (index, silence(&s.facts))).collect();
+        let ask = |row: usize| {
+            let (leases, (index, known)) = (self.shared.leases.clone(), known[row].clone());
             async move { if let Some(error) = known { Err(error) } else { leases.ask(index, Some(uid)).await } }
         };
         let mut survey = crate::survey::survey(addresses, uid, ask).await;
@@ -493,7 +494,7 @@ impl Manager {
             "" => s.state == "online",
             name => s.name == name || s.address == name,
         };
-        let index = snapshot.server_facts().position(named).ok_or_else(|| match server {
+        let index = snapshot.server_index(named).ok_or_else(|| match server {
             "" => BusError::not_ready("no server is online"),
             name => BusError::no_such_server(format!("server {name}: not found")),
         })?;

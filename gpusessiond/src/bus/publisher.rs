@@ -25,7 +25,8 @@ pub struct Publisher {
     updates: mpsc::UnboundedReceiver<Update>,
     leases: HashMap<String, Slot>,
     devices: BTreeMap<String, DeviceEntry>,
-    servers: Vec<String>,
+    /// Exported servers by name, with their indexes.
+    servers: HashMap<String, usize>,
     manager: Option<ManagerView>,
 }
 
@@ -37,7 +38,7 @@ impl Publisher {
             shared,
             leases: HashMap::new(),
             devices: BTreeMap::new(),
-            servers: vec![],
+            servers: HashMap::new(),
             manager: None,
         }
     }
@@ -146,30 +147,37 @@ impl Publisher {
         self.show_manager().await
     }
 
+    /// Exports one object for each name: a server may be in the list under two addresses.
     async fn show_servers(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
         let server = self.connection.object_server().clone();
-        for (index, view) in snapshot.servers.iter().enumerate() {
-            let path = server_path(&view.facts.name);
-            match self.servers.get(index).cloned() {
-                Some(name) if name == view.facts.name => {
-                    let object = self.interface::<Server>(&path).await?;
-                    let server = object.get().await;
-                    let before = server.view.set(view.clone());
-                    announce::server(&server, object.signal_emitter(), &before, view).await?;
-                    continue;
-                }
-                Some(name) => {
-                    // The server was known by its address until it reported its name.
-                    let old = server_path(&name);
-                    server.remove::<Server, _>(old.as_ref()).await?;
-                    Manager::server_removed(&self.emitter(PATH)?, &name, old).await?;
-                    self.servers[index].clone_from(&view.facts.name);
-                }
-                None => self.servers.push(view.facts.name.clone()),
+        let mut there = BTreeMap::new();
+        for (index, view) in snapshot.known_servers() {
+            there.entry(view.facts.name.as_str()).or_insert((index, view));
+        }
+        // A server is known by its address until it reports its name.
+        let stays = |name: &str, index| there.get(name).is_some_and(|(now, _)| *now == index);
+        let gone: Vec<String> = (self.servers.iter().filter(|(name, index)| !stays(name, **index)))
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in gone {
+            self.servers.remove(&name);
+            let path = server_path(&name);
+            server.remove::<Server, _>(path.as_ref()).await?;
+            Manager::server_removed(&self.emitter(PATH)?, &name, path).await?;
+        }
+        for (name, (index, view)) in there {
+            let path = server_path(name);
+            if self.servers.contains_key(name) {
+                let object = self.interface::<Server>(&path).await?;
+                let server = object.get().await;
+                let before = server.view.set(view.clone());
+                announce::server(&server, object.signal_emitter(), &before, view).await?;
+                continue;
             }
             let object = Server { shared: self.shared.clone(), index, view: Shown::new(view.clone()) };
             server.at(path.as_ref(), object).await?;
-            Manager::server_new(&self.emitter(PATH)?, &view.facts.name, path).await?;
+            self.servers.insert(name.to_owned(), index);
+            Manager::server_new(&self.emitter(PATH)?, name, path).await?;
         }
         Ok(())
     }

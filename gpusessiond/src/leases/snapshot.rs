@@ -162,6 +162,8 @@ pub struct ServerFacts {
     pub software: String,
     /// Number of GPUs that it serves.
     pub devices: u32,
+    /// Whether this client has removed it, and has no lease there.
+    pub gone: bool,
     /// Rest after which it parks or releases a lease that has no idle timeout itself, in
     /// microseconds; 0 for never or unknown.
     pub idle_timeout_usec: u64,
@@ -185,7 +187,7 @@ pub struct ServerGauges {
 pub struct Snapshot {
     /// Leases in the order in which they were first wanted.
     pub leases: Vec<LeaseView>,
-    /// Servers in configuration order.
+    /// Servers in configuration order, with those that are gone.
     pub servers: Vec<ServerView>,
     pub sessions: Vec<Arc<Session>>,
     /// The moment of the snapshot on both clocks.
@@ -198,15 +200,25 @@ impl Snapshot {
         self.leases.iter().map(|l| &l.facts)
     }
 
-    /// Iterates over the facts of all servers.
+    /// Iterates over the servers of the pool, with their indexes.
+    pub fn known_servers(&self) -> impl Iterator<Item = (usize, &ServerView)> {
+        self.servers.iter().enumerate().filter(|(_, server)| !server.facts.gone)
+    }
+
+    /// Iterates over the facts of the servers of the pool.
     pub fn server_facts(&self) -> impl Iterator<Item = &ServerFacts> {
-        self.servers.iter().map(|s| &s.facts)
+        self.known_servers().map(|(_, server)| &server.facts)
+    }
+
+    /// Finds the index of a server of the pool.
+    pub fn server_index(&self, mut wanted: impl FnMut(&ServerFacts) -> bool) -> Option<usize> {
+        self.known_servers().find(|(_, server)| wanted(&server.facts)).map(|(index, _)| index)
     }
 
     /// Returns `true` if observers of `self` learn nothing new from `other`.
     pub fn same_facts(&self, other: &Self) -> bool {
         self.lease_facts().eq(other.lease_facts())
-            && self.server_facts().eq(other.server_facts())
+            && self.servers.iter().map(|s| &s.facts).eq(other.servers.iter().map(|s| &s.facts))
             && self.sessions == other.sessions
     }
 

@@ -116,3 +116,45 @@ async fn a_server_is_left_and_gpus_are_held_ahead() {
     let _: () = manager.call("Preallocate", &(0u32,)).await.unwrap();
     until(&engine, |s| s.leases.len() == 1).await;
 }
+
+#[tokio::test]
+async fn a_server_that_the_list_no_longer_names_leaves_the_bus() {
+    let bus = PrivateBus::start();
+    let (first, second) = (SimServer::new("gpu-a", 1), SimServer::new("gpu-b", 1));
+    let engine = engine(&[&first, &second]);
+    let _api = serve(&bus, &engine, &Config::default()).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let names = async || {
+        let rows: Vec<(String, String, String, OwnedObjectPath)> =
+            manager.call("ListServers", &()).await.unwrap();
+        rows.into_iter().map(|row| row.0).collect::<Vec<_>>()
+    };
+    until(&engine, |s| s.server_facts().all(|server| server.state == "online")).await;
+    assert_eq!(names().await, ["gpu-a", "gpu-b"]);
+    let mut stream = signals(&connection).await;
+    engine.remove(0, std::time::Duration::ZERO);
+    next_signals(&mut stream, "ServerRemoved").await;
+    assert_eq!(names().await, ["gpu-b"]);
+    let text: String = manager.call("DescribeServers", &()).await.unwrap();
+    assert!(!text.contains("gpu-a") && text.contains("gpu-b"), "{text}");
+    let unknown = manager.call::<_, _, OwnedObjectPath>("GetServer", &("gpu-a",)).await;
+    assert_eq!(error_name(unknown), "org.gpusession1.Error.NoSuchServer");
+    engine.restore(0);
+    next_signals(&mut stream, "ServerNew").await;
+    until(&engine, |s| s.servers[0].facts.state == "online").await;
+    assert_eq!(names().await, ["gpu-a", "gpu-b"]);
+    // Under another address it is the same server, with one object.
+    first.with(|s| s.name = Some("gpu-b".into()));
+    let path: OwnedObjectPath = manager.call("GetServer", &("gpu-a",)).await.unwrap();
+    let server = proxy(&connection, path.as_str(), "org.gpusession1.Server").await;
+    let _: u64 = server.call("Ping", &()).await.unwrap();
+    next_signals(&mut stream, "ServerRemoved").await;
+    until(&engine, |s| s.server_facts().all(|server| server.name == "gpu-b")).await;
+    engine.remove(0, std::time::Duration::ZERO);
+    next_signals(&mut stream, "ServerNew").await;
+    let path: OwnedObjectPath = manager.call("GetServer", &("gpu-b",)).await.unwrap();
+    let server = proxy(&connection, path.as_str(), "org.gpusession1.Server").await;
+    let _: u64 = server.call("Ping", &()).await.unwrap();
+    assert_eq!(names().await, ["gpu-b"]);
+}

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use gpusession_proto::control;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tracing::{debug, info};
 
@@ -78,6 +79,8 @@ pub(super) struct Actor {
     pub(super) lost: HashSet<usize>,
     pub(super) parked: HashSet<Slot>,
     pub(super) about: Vec<ServerView>,
+    /// The tasks that follow the servers' events.
+    pub(super) following: Vec<AbortHandle>,
 }
 
 impl Actor {
@@ -119,6 +122,32 @@ impl Actor {
             }
             self.machine.tick(self.now());
             self.work();
+        }
+    }
+
+    /// Follows a server's events from now on.
+    fn follow(&self, server: usize) -> AbortHandle {
+        let pool = self.servers[server].clone();
+        tokio::spawn(follow(pool, server, self.boot.clone(), self.messages.clone())).abort_handle()
+    }
+
+    /// Stops following servers that are gone, and follows those that are back.
+    pub(super) fn follow_known(&mut self) {
+        for server in 0..self.servers.len() {
+            let gone = self.machine.gone(server);
+            if gone == self.about[server].facts.gone {
+                continue;
+            }
+            self.about[server].facts.gone = gone;
+            if gone {
+                self.following[server].abort();
+                info!(
+                    gpusession_server = self.about[server].facts.name,
+                    "server {}: left", self.about[server].facts.name
+                );
+            } else {
+                self.following[server] = self.follow(server);
+            }
         }
     }
 
@@ -196,6 +225,8 @@ impl Actor {
                 }
                 let _ = reply.send(there);
             }
+            Message::Remove(server, grace) => self.machine.remove_server(now, server, grace),
+            Message::Restore(server) => self.machine.restore_server(now, server),
             Message::Warn(left, reason, reply) => {
                 let _ = reply.send(self.machine.warn(left, &reason));
             }
@@ -221,8 +252,9 @@ impl Actor {
                 for server in servers {
                     let address = server.address().to_owned();
                     let index = self.machine.add_server(now, address.clone());
-                    tokio::spawn(follow(server.clone(), index, self.boot.clone(), self.messages.clone()));
                     self.servers.push(server);
+                    let following = self.follow(index);
+                    self.following.push(following);
                     let facts = ServerFacts { name: address.clone(), address, ..ServerFacts::default() };
                     self.about.push(ServerView { facts, ..ServerView::default() });
                 }

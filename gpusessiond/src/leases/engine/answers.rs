@@ -8,6 +8,7 @@ use gpusession_proto::journal::Event;
 use tracing::{info, warn};
 
 use super::actor::Actor;
+use super::grants::data_addresses_are_valid;
 use crate::leases::{ServerGauges, Slot};
 use crate::pool::PoolError;
 
@@ -124,6 +125,9 @@ impl Actor {
         about.facts.state = description.state;
         about.facts.idle_timeout_usec = description.idle_timeout_usec;
         about.facts.lease_ttl_usec = description.lease_ttl_usec;
+        if data_addresses_are_valid(&description.data_addresses) {
+            self.machine.moved(server, &description.data_addresses);
+        }
         self.machine.described(now, server, free);
     }
 }

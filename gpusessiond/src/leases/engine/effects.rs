@@ -30,6 +30,7 @@ impl Actor {
             (self.save)(&saved);
             self.saved = saved;
         }
+        self.follow_known();
         let snapshot = Arc::new(self.snapshot());
         // Waiting processes ask again at each notification, so only a real change notifies.
         let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));

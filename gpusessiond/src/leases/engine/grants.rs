@@ -486,8 +486,12 @@ pub(super) fn valid(lease: &control::Lease) -> bool {
         && lease.ticket_key.len() == 32
         && lease.ttl_usec >= 1_000_000
         && lease.devices.len() <= 1024
-        && lease.data_addresses.len() <= 64
-        && !lease.data_addresses.is_empty()
+        && data_addresses_are_valid(&lease.data_addresses)
+}
+
+/// Returns `true` if a server names as many addresses of its data port as the daemon accepts.
+pub(super) fn data_addresses_are_valid(addresses: &[String]) -> bool {
+    (1..=64).contains(&addresses.len())
 }
 
 #[cfg(test)]

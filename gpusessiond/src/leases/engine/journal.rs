@@ -11,7 +11,8 @@ use crate::pool::Trouble;
 impl Actor {
     /// Logs servers that fall silent or return, and leases that are parked.
     pub(super) fn log_servers(&mut self, snapshot: &Snapshot) {
-        for (index, server) in snapshot.server_facts().enumerate() {
+        self.lost.retain(|index| !snapshot.servers[*index].facts.gone);
+        for (index, server) in snapshot.known_servers().map(|(index, server)| (index, &server.facts)) {
             let lost = matches!(server.state.as_str(), "suspect" | "offline" | "stopped" | "unauthorized");
             if lost && self.lost.insert(index) {
                 warn!(

@@ -33,6 +33,8 @@ pub(super) enum Message {
     Demand(Caller),
     SessionClosed(String),
     Drain(usize, Option<Duration>, oneshot::Sender<bool>),
+    Remove(usize, Duration),
+    Restore(usize),
     Warn(Duration, String, oneshot::Sender<usize>),
     Drained(oneshot::Sender<()>),
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),

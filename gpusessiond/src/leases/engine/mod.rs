@@ -99,6 +99,7 @@ impl Engine {
             lost: HashSet::new(),
             parked: HashSet::new(),
             about: Vec::new(),
+            following: Vec::new(),
         };
         tokio::spawn(actor.run(inbox));
         Self { messages, snapshot, updates }
@@ -107,6 +108,16 @@ impl Engine {
     /// Adds servers.
     pub fn connect(&self, servers: Vec<Arc<dyn PoolServer>>) {
         let _ = self.messages.send(Message::Connect(servers));
+    }
+
+    /// Drains a server that servers.toml no longer names; it is gone after its last lease.
+    pub fn remove(&self, server: usize, grace: Duration) {
+        let _ = self.messages.send(Message::Remove(server, grace));
+    }
+
+    /// Uses a removed server again.
+    pub fn restore(&self, server: usize) {
+        let _ = self.messages.send(Message::Restore(server));
     }
 
     /// Sets the reason why no server is known; it becomes the trouble of every waiting lease.

@@ -218,9 +218,9 @@ impl Machine {
             let none = Trouble::Unreachable;
             let (trouble, message) = match (&wanted.recovery, wanted.spec.servers.first()) {
                 (Some(old), _) => (none, format!("{}: no answer, and it holds lease {}", old.server, old.id)),
-                _ if self.servers.is_empty() => (Trouble::NotReady, self.notice.clone()),
+                _ if self.servers.iter().all(|s| s.removed) => (Trouble::NotReady, self.notice.clone()),
                 (None, Some(name)) => (none, format!("server {name}: not in the pool")),
-                _ if self.servers.iter().any(|s| s.drained.is_some()) => {
+                _ if self.servers.iter().any(|s| s.drained.is_some() && !s.removed) => {
                     (none, "every server is draining".into())
                 }
                 _ => (none, self.notice.clone()),

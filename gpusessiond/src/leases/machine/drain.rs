@@ -1,4 +1,4 @@
-//! Servers that this client leaves.
+//! Servers that this client drains or leaves.
 
 use std::time::Duration;
 
@@ -36,6 +36,35 @@ impl Machine {
         }
         self.tell(Change::Server { server });
         self.tick(now);
+    }
+
+    /// Drains a server that the list of servers no longer names.
+    ///
+    /// It is [`gone`](Self::gone) after its last lease.
+    pub fn remove_server(&mut self, now: Time, server: usize, grace: Duration) {
+        self.servers[server].removed = true;
+        self.drain(now, server, Some(grace));
+    }
+
+    /// Uses a server again that the list of servers names again.
+    pub fn restore_server(&mut self, now: Time, server: usize) {
+        if self.gone(server) {
+            // Its silence and its trouble are those of long ago.
+            let health = &mut self.servers[server];
+            (health.answered, health.asked, health.trouble) = (None, None, None);
+        }
+        let health = &mut self.servers[server];
+        (health.removed, health.next) = (false, now);
+        self.drain(now, server, None);
+    }
+
+    /// Returns `true` if this client has removed a server, and none of its leases is there.
+    ///
+    /// Nothing asks such a server.
+    pub fn gone(&self, server: usize) -> bool {
+        self.servers[server].removed
+            && !self.slots.values().any(|w| w.held().is_some_and(|held| held.server == server))
+            && !self.releasing.iter().any(|release| release.server == server)
     }
 
     /// Returns `true` while a server is being drained.

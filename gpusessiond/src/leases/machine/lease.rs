@@ -199,4 +199,6 @@ pub struct Health {
     pub(super) next: Time,
     /// When this client releases its leases there; `Some` excludes it from new requests.
     pub(super) drained: Option<Time>,
+    /// Whether the list of servers no longer names it.
+    pub(super) removed: bool,
 }

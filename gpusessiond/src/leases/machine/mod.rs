@@ -125,6 +125,17 @@ impl Machine {
         self.next_turn(now);
     }
 
+    /// Records a server's data addresses, which its configuration may have changed.
+    pub fn moved(&mut self, server: usize, addresses: &[String]) {
+        for wanted in self.slots.values_mut() {
+            if let Phase::Held(held) = &mut wanted.phase
+                && held.server == server
+            {
+                held.lease.data_addresses = addresses.to_vec();
+            }
+        }
+    }
+
     /// Adds a name of a server; leases that waited for a server of this name are asked for.
     pub fn name_server(&mut self, now: Time, server: usize, name: &str) {
         let names = &mut self.names[server];
@@ -216,6 +227,9 @@ impl Machine {
             self.fill(now, slot);
         }
         for server in 0..self.servers.len() {
+            if self.gone(server) {
+                continue;
+            }
             let health = &mut self.servers[server];
             if health.in_flight || health.next > now + COALESCE_WINDOW {
                 continue;
@@ -247,7 +261,8 @@ impl Machine {
                 Some(if fill { ends.min(held.take_again) } else { ends })
             }
         });
-        let servers = self.servers.iter().filter(|h| !h.in_flight).map(|h| h.next);
+        let asked = |server: &usize| !self.servers[*server].in_flight && !self.gone(*server);
+        let servers = (0..self.servers.len()).filter(asked).map(|server| self.servers[server].next);
         let releases = self.releasing.iter().filter(|r| !r.in_flight).map(|r| r.retry);
         slots.chain(servers).chain(releases).chain(lingering).chain(drains).min()
     }

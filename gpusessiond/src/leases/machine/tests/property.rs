@@ -21,6 +21,8 @@ enum Step {
     /// Exit of the process at this index.
     Ends(usize),
     Drain(usize, Option<u64>),
+    /// The list of servers names it no longer, or again.
+    List(usize, bool),
     Restart,
 }
 
@@ -48,6 +50,7 @@ fn step() -> impl Strategy<Value = Step> {
         (0u32..5, any::<bool>()).prop_map(|(n, session)| Step::Process(n, session)),
         (0usize..8).prop_map(Step::Ends),
         (0usize..2, proptest::option::of(0u64..100)).prop_map(|(server, grace)| Step::Drain(server, grace)),
+        (0usize..2, any::<bool>()).prop_map(|(server, named)| Step::List(server, named)),
         Just(Step::Restart),
     ]
 }
@@ -229,6 +232,8 @@ proptest! {
                     }
                 }
                 Step::Drain(server, grace) => m.drain(now, server, grace.map(s)),
+                Step::List(server, true) => m.restore_server(now, server),
+                Step::List(server, false) => m.remove_server(now, server, s(60)),
                 Step::Restart => {
                     let seed = u64::from(world.counter);
                     m = restart(&m, &mut world, now, seed);
@@ -241,12 +246,12 @@ proptest! {
             }
             play(&mut m, &mut world, now, network);
             check(&m);
-            // An idle machine returns its next deadline.
-            prop_assert!(m.deadline().is_some());
+            // An idle machine returns its next deadline, unless it has no server.
+            prop_assert!(m.deadline().is_some() || (0..2).all(|server| m.gone(server)));
         }
         // The pool answers again; time passes until every lease has settled.
         for server in 0..2 {
-            m.drain(now, server, None);
+            m.restore_server(now, server);
         }
         for (slot, lease) in processes.drain(..) {
             m.process_ended(now, slot, &lease, vec![1; 16]);
