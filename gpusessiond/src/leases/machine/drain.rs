@@ -60,7 +60,7 @@ impl Machine {
 
     /// Returns `true` if this client has removed a server, and none of its leases is there.
     ///
-    /// Nothing asks such a server.
+    /// This client asks such a server no more.
     pub fn gone(&self, server: usize) -> bool {
         self.servers[server].removed
             && !self.slots.values().any(|w| w.held().is_some_and(|held| held.server == server))

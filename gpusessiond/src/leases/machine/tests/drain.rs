@@ -47,7 +47,7 @@ fn a_removed_server_is_gone_after_its_last_lease_and_may_come_back() {
     m.remove_server(s(1), 0, s(60));
     m.remove_server(s(1), 1, s(60));
     assert_eq!([m.gone(0), m.gone(1)], [false, true]);
-    assert_eq!(asked(&mut m, s(59)), [0], "nothing asks a server that is gone");
+    assert_eq!(asked(&mut m, s(59)), [0], "a server that is gone gets no heartbeat");
     m.renewed(s(59), 0, &["l1".into()], Ok(vec![]));
     m.tick(s(61));
     m.tick(s(63));
