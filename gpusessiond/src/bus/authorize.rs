@@ -300,3 +300,42 @@ impl Drop for Creating<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    /// Returns the deed after another one; the compiler demands an arm for each.
+    fn after(deed: Deed) -> Option<Deed> {
+        match deed {
+            Deed::CreateLease => Some(Deed::CreateLeaseForOther),
+            Deed::CreateLeaseForOther => Some(Deed::Touch { owner: 1000 }),
+            Deed::Touch { owner: u32::MAX } => Some(Deed::Measure),
+            Deed::Touch { .. } => Some(Deed::Touch { owner: u32::MAX }),
+            Deed::Measure => Some(Deed::ManagePool),
+            Deed::ManagePool => None,
+        }
+    }
+
+    #[test]
+    fn each_deed_has_a_polkit_action_with_its_default() {
+        let file = include_str!("../../../units/polkit-1/actions/org.gpusession1.policy");
+        let actions: BTreeMap<&str, bool> = file
+            .split("<action id=\"")
+            .skip(1)
+            .filter_map(|action| {
+                Some((action.split_once('"')?.0, action.contains("<allow_any>yes</allow_any>")))
+            })
+            .collect();
+        let deeds = std::iter::successors(Some(Deed::CreateLease), |deed| after(*deed));
+        let asked: BTreeMap<&str, bool> = deeds
+            .map(|deed| {
+                let (action, default, _) = deed.policy();
+                (action, default)
+            })
+            .collect();
+        assert_eq!(actions, asked);
+    }
+}

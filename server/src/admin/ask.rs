@@ -246,7 +246,7 @@ impl Ask {
         }
     }
 
-    /// Returns the request as an event, without keys and values.
+    /// Returns the request as an event, with those of its fields that are no secret.
     pub fn event(&self, actor: String) -> audit::Event {
         let mut words = serde_json::to_value(self).unwrap_or_default();
         let mut take = |key: &str| {
@@ -254,9 +254,9 @@ impl Ask {
             taken.and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
         };
         let event = take("verb");
-        take("csr_pem");
-        take("exported");
-        take("value");
+        if let Some(fields) = words.as_object_mut() {
+            fields.retain(|field, _| RECORDED.contains(&field.as_str()));
+        }
         let client = match self {
             Self::Revoke { name } | Self::Forget { name } => name.clone(),
             _ => String::new(),
@@ -351,6 +351,12 @@ impl Ask {
     }
 }
 
+/// Fields of requests that the audit trail records: keys, certificate requests and values are none.
+const RECORDED: [&str; 15] = [
+    "client", "end", "force", "gpu", "id", "key", "lease", "name", "pattern", "reason", "ttl", "user",
+    "uses", "wanted", "worker",
+];
+
 /// Reason why verbs for the pool's authority are not answered over the network.
 pub const KEPT_HERE: &str = "a pool's authority is kept on its servers' own disks";
 
@@ -394,4 +400,29 @@ pub fn read(body: &[u8]) -> serde_json::Result<Result<serde_json::Value, Refusal
         Answer::Ok(value) => Ok(value),
         Answer::Error(refusal) => Err(refusal),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_trail_records_what_a_request_names_and_no_secret() {
+        let detail =
+            |ask: Ask| serde_json::from_str::<serde_json::Value>(&ask.event("root".into()).detail).unwrap();
+        let secret = || "secret".to_owned();
+        let key = "encryption".to_owned();
+        assert_eq!(
+            detail(Ask::ConfigSet { key: key.clone(), value: Some(secret()) }),
+            serde_json::json!({ "key": key })
+        );
+        let name = "ann".to_owned();
+        assert_eq!(
+            detail(Ask::AdministratorCreate { name: name.clone(), csr_pem: secret() }),
+            serde_json::json!({ "name": name })
+        );
+        assert_eq!(detail(Ask::RotateBegin { exported: Some(secret()) }), serde_json::json!({}));
+        let event = Ask::Park { lease: "l1".into() }.event("root".into());
+        assert_eq!((event.event.as_str(), event.lease.as_str()), ("park", "l1"));
+    }
 }

@@ -1,0 +1,71 @@
+//! Prints C++ that compiles if `calls.txt` agrees with NVIDIA's `cuda.h` (`make -C tests/programs
+//! verify`): the number of each generated call's parameters, and the width of each. A header that
+//! is older than a call says nothing about it.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+
+use gpusession_calls::{Class, Kind, calls, symbols};
+
+const PRELUDE: &str = r#"#define __CUDA_API_VERSION_INTERNAL
+#include <cuda.h>
+#include <algorithm>
+#include <tuple>
+#include <type_traits>
+template <typename F> struct call;
+template <typename... A> struct call<CUresult (*)(A...)> {
+    static constexpr size_t count = sizeof...(A);
+    template <size_t I> using at = std::tuple_element_t<I, std::tuple<A...>>;
+};
+template <typename T> constexpr size_t width() {
+    if constexpr (std::is_void_v<T>) return 0; else return sizeof(T);
+}
+// Bytes behind a pointer; 0 behind a `void *`, whose structure depends on another parameter.
+template <typename P> constexpr size_t behind = width<std::remove_cv_t<std::remove_pointer_t<P>>>();
+"#;
+
+/// Returns the bytes of a number's type.
+fn bytes(number: &str) -> usize {
+    if number.ends_with("32") { 4 } else { 8 }
+}
+
+fn main() -> std::io::Result<()> {
+    let mut out = PRELUDE.to_owned();
+    let symbols = symbols();
+    for (name, class) in calls() {
+        let Class::Generated { params, .. } = class else { continue };
+        let since = symbols.iter().filter(|s| s.call() == name).map(|s| s.version).min().unwrap_or_default();
+        writeln!(out, "#if CUDA_VERSION >= {since}").unwrap();
+        let of = format!("call<decltype(&{name})>");
+        let mut check = |condition: String, of: &str| {
+            writeln!(out, "static_assert({condition}, \"calls.txt: {name}: {of}\");").unwrap();
+        };
+        check(format!("{of}::count == {}", params.len()), "number of parameters");
+        for (index, param) in params.iter().enumerate() {
+            let at = format!("{of}::at<{index}>");
+            // A smaller number travels in a register of 32 bits.
+            let scalar = |bytes: usize| format!("std::max<size_t>(sizeof({at}), 4) == {bytes}");
+            // Behind `float *` are a few of them.
+            let pointer = |bytes: usize| {
+                format!(
+                    "std::is_pointer_v<{at}> && (behind<{at}> == {bytes} || behind<{at}> == 0 || std::is_same_v<{at}, float *> && {bytes} % 4 == 0)"
+                )
+            };
+            let condition = match param.kind {
+                Kind::Scalar("f32") => format!("std::is_same_v<{at}, float>"),
+                Kind::Scalar(number) => scalar(bytes(number)),
+                Kind::Handle(_) => format!("std::is_pointer_v<{at}>"),
+                Kind::Out(number) | Kind::OutOptional(number) => pointer(bytes(number)),
+                Kind::In(n)
+                | Kind::InOptional(n)
+                | Kind::Result(n)
+                | Kind::InOut(n)
+                | Kind::Array(n, _)
+                | Kind::ArrayOptional(n, _) => pointer(n),
+            };
+            check(condition, param.name);
+        }
+        out.push_str("#endif\n");
+    }
+    std::io::stdout().write_all(out.as_bytes())
+}
