@@ -47,8 +47,10 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_CONNECTIONS: usize = 40;
 /// Most transfers whose bytes have arrived without their frame.
 const MAX_TRANSFERS: usize = 64;
-/// Chunks that transfers to the client come from: 256 MiB, more than a processor's part of a cache.
-const SOURCE_CHUNKS: usize = 512;
+/// Most memory that transfers to the client come from: more than a processor caches.
+const MAX_SOURCE: u64 = 1 << 30;
+/// Part of the host's memory that it takes at most.
+const SOURCE_PART: u64 = 32;
 /// Most pieces that wait for a lane to the client.
 const MAX_PIECES: usize = 256;
 
@@ -112,7 +114,9 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
         supervisor.report(&FromWorker::Contained { lacking });
     }
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
-    let memory = Arc::new(vec![0x5a; SOURCE_CHUNKS * CHUNK]);
+    let host = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
+    let chunks = (host / SOURCE_PART).min(MAX_SOURCE) as usize / CHUNK;
+    let memory = Arc::new(vec![0x5a; chunks.max(DOWN_SLOTS) * CHUNK]);
     supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0 });
     Ok(Endpoint {
         supervisor: supervisor.clone(),
@@ -303,9 +307,9 @@ impl Slots {
             self.changed.wait_while(lock(&self.free), none).unwrap_or_else(PoisonError::into_inner);
         let (slots, chunks) = waited.as_mut()?;
         *slots -= 1;
-        let first = *chunks % SOURCE_CHUNKS * CHUNK;
+        let memory = self.memory.chunks_exact(CHUNK).nth(*chunks % (self.memory.len() / CHUNK));
         *chunks += 1;
-        Some(&self.memory[first..first + CHUNK])
+        memory
     }
 
     fn give(&self) {

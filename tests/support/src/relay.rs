@@ -113,8 +113,8 @@ struct State {
     out_until: Mutex<Option<Instant>>,
     /// End of the latest silence of all connections.
     silent_until: Mutex<Option<Instant>>,
-    /// Whether packets are lost.
-    lossy: AtomicBool,
+    /// End of the latest time in which packets are lost.
+    lossy_until: Mutex<Option<Instant>>,
     /// How often the clients' address has changed.
     moves: AtomicU8,
 }
@@ -193,13 +193,14 @@ impl Relay {
     /// If the kernel refuses the filter.
     pub fn loss(&self, time: Duration) {
         let state = self.state.clone();
-        state.lossy.store(true, Ordering::SeqCst);
+        *lock(&state.lossy_until) = Some(Instant::now() + time);
         state.each_socket(|socket| socket.attach_filter(&LOSS).expect("a filter"));
         std::thread::spawn(move || {
             std::thread::sleep(time);
-            state.lossy.store(false, Ordering::SeqCst);
-            // A socket that opened meanwhile may have none.
-            state.each_socket(|socket| drop(socket.detach_filter()));
+            if !state.is_lossy() {
+                // A socket that opened meanwhile may have none.
+                state.each_socket(|socket| drop(socket.detach_filter()));
+            }
         });
     }
 
@@ -229,7 +230,7 @@ impl State {
         let mut open = lock(&self.open);
         open.retain(|ends| ends.strong_count() > 0);
         open.push(Arc::downgrade(&ends));
-        if self.lossy.load(Ordering::SeqCst) {
+        if self.is_lossy() {
             ends.iter().for_each(|end| drop(SockRef::from(end).attach_filter(&LOSS)));
         }
         drop(open);
@@ -292,6 +293,10 @@ impl State {
     fn outage(&self, time: Duration) {
         *lock(&self.out_until) = Some(Instant::now() + time);
         self.cut();
+    }
+
+    fn is_lossy(&self) -> bool {
+        lock(&self.lossy_until).is_some_and(|until| Instant::now() < until)
     }
 
     fn each_socket(&self, change: impl Fn(SockRef<'_>)) {

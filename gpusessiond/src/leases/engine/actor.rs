@@ -146,6 +146,8 @@ impl Actor {
                     "server {}: left", self.about[server].facts.name
                 );
             } else {
+                // Its latest word is of long ago.
+                self.about[server].facts.state.clear();
                 self.following[server] = self.follow(server);
             }
         }
@@ -219,7 +221,9 @@ impl Actor {
             }
             Message::SessionClosed(id) => self.machine.session_closed(now, &id),
             Message::Drain(server, grace, reply) => {
-                let there = server < self.servers.len();
+                // Only the list of servers brings a removed server back.
+                let there =
+                    server < self.servers.len() && (grace.is_some() || !self.machine.is_removed(server));
                 if there {
                     self.machine.drain(now, server, grace);
                 }

@@ -120,6 +120,7 @@ impl Machine {
         health.trouble = None;
         health.next = health.next.min(now + HEARTBEAT_INTERVAL);
         self.tell(Change::Granted { slot });
+        self.drain_late(now, slot, server);
         self.fill(now, slot);
     }
 
@@ -134,7 +135,7 @@ impl Machine {
             // serve the slot.
             if error.trouble != Trouble::Unreachable || old.until <= now {
                 let (id, server) = (old.id.clone(), old.server.clone());
-                if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
+                if let Some(server) = self.server_named(&server) {
                     // A server that returns with the lease must not keep it unused.
                     self.give_back(now, server, id.clone(), now + RECOVERY_TIMEOUT * 10);
                 }

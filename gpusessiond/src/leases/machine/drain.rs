@@ -23,8 +23,7 @@ impl Machine {
             let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
             self.set_state(now, slot, state, None);
             if let Some(left) = grace {
-                let reason = "this client is leaving its server".to_owned();
-                self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
+                self.tell_leaving(slot, left);
             }
         }
         for wanted in self.slots.values_mut() {
@@ -60,11 +59,29 @@ impl Machine {
 
     /// Returns `true` if this client has removed a server, and none of its leases is there.
     ///
-    /// This client asks such a server no more.
+    /// This client asks such a server no more, but for withdrawals of requests.
     pub fn gone(&self, server: usize) -> bool {
         self.servers[server].removed
             && !self.slots.values().any(|w| w.held().is_some_and(|held| held.server == server))
-            && !self.releasing.iter().any(|release| release.server == server)
+            && !self.releasing.iter().any(|release| release.server == server && !release.waits)
+    }
+
+    /// Returns `true` if the list of servers no longer names a server.
+    pub fn is_removed(&self, server: usize) -> bool {
+        self.servers[server].removed
+    }
+
+    /// Warns of the end of a lease that a server has allocated while it was drained.
+    pub(super) fn drain_late(&mut self, now: Time, slot: Slot, server: usize) {
+        if let Some(at) = self.servers[server].drained {
+            self.set_state(now, slot, LeaseState::Draining, None);
+            self.tell_leaving(slot, at.saturating_sub(now));
+        }
+    }
+
+    fn tell_leaving(&mut self, slot: Slot, left: Duration) {
+        let reason = "this client is leaving its server".to_owned();
+        self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
     }
 
     /// Returns `true` while a server is being drained.

@@ -34,7 +34,7 @@ impl Machine {
             }
             (_, Some(old)) => {
                 self.remember(now, old.id.clone(), reason);
-                match self.names.iter().position(|names| names.contains(&old.server)) {
+                match self.server_named(&old.server) {
                     Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
                     // Released when its server is known; otherwise it expires, since this client
                     // does not renew it.

@@ -125,6 +125,12 @@ impl Machine {
         self.next_turn(now);
     }
 
+    /// Finds a server by one of its names; one that the list of servers names comes first.
+    fn server_named(&self, name: &str) -> Option<usize> {
+        let called = (0..self.names.len()).filter(|server| self.names[*server].iter().any(|n| n == name));
+        called.min_by_key(|server| self.servers[*server].removed)
+    }
+
     /// Records a server's data addresses, which its configuration may have changed.
     pub fn moved(&mut self, server: usize, addresses: &[String]) {
         for wanted in self.slots.values_mut() {

@@ -67,3 +67,33 @@ fn a_removed_server_is_gone_after_its_last_lease_and_may_come_back() {
     assert!(todo.contains(&Action::Renew { server: 1, leases: vec![] }), "{todo:?}");
     assert_eq!(request(&todo).0, [1]);
 }
+
+#[test]
+fn a_lease_of_a_server_that_was_drained_meanwhile_ends_with_a_warning() {
+    let mut m = machine(2);
+    let slot = m.want(s(0), configured("a", 1));
+    m.remove_server(s(1), 0, s(60));
+    assert!(m.gone(0));
+    actions(&mut m);
+    m.allocated(s(11), slot, Ok((0, lease("l1", 1))));
+    assert!(!m.gone(0), "the lease is there");
+    let news = told(&actions(&mut m));
+    assert!(
+        news.iter().any(|c| matches!(c, Change::PrepareForLoss { left, .. } if *left == s(50))),
+        "{news:?}"
+    );
+    assert_eq!(m.slot(slot).unwrap().held().unwrap().state, LeaseState::Draining);
+    m.tick(s(61));
+    assert!(m.slot(slot).unwrap().held().is_none());
+}
+
+#[test]
+fn a_withdrawal_brings_no_server_back() {
+    let mut m = machine(2);
+    let slot = m.want(s(0), configured("a", 1));
+    let full = PoolError::new(Trouble::NoCapacity, "all GPUs are leased");
+    m.allocated(s(0), slot, Err(full));
+    m.remove_server(s(1), 0, s(60));
+    m.release(s(2), slot, "released");
+    assert!(m.gone(0), "a withdrawal is no lease");
+}
