@@ -3,7 +3,7 @@
 mod hours;
 mod record;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -28,6 +28,8 @@ pub const UNSEEN: &str =
     "its end was not seen: the figures are those of the last minute in which a server saw it";
 /// Most orders that one transaction writes, after its first.
 const BATCH: usize = 256;
+/// Most ended leases whose late notes are recognized.
+const MAX_ENDED: usize = 1024;
 /// Most pages of the database that stay in memory, in bytes.
 const MAX_CACHE_BYTES: usize = 8 << 20;
 /// Most records that are kept, whatever their age.
@@ -260,6 +262,8 @@ fn parsed(value: Option<redb::AccessGuard<'_, &'static [u8]>>) -> Option<Record>
 }
 
 fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, most: u64) {
+    // The latest leases that have ended: a note of one was taken before its end.
+    let mut ended = VecDeque::<String>::new();
     while let Ok(first) = queue.recv() {
         let mut orders = vec![first];
         orders.extend(queue.try_iter().take(BATCH));
@@ -283,6 +287,10 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                             table.insert(key(&record), bytes(&record).as_slice())?;
                             match record.kind {
                                 Kind::Lease => {
+                                    if ended.len() == MAX_ENDED {
+                                        ended.pop_front();
+                                    }
+                                    ended.push_back(record.lease.clone());
                                     held.remove(record.lease.as_str())?;
                                     hours.ended(&record)?;
                                 }
@@ -296,6 +304,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                             let noted = running.insert(record.worker.as_str(), bytes(&record).as_slice())?;
                             hours.program(&record, parsed(noted).as_ref(), false)?;
                         }
+                        Order::NoteLease(note) if ended.contains(&note.record.lease) => {}
                         Order::NoteLease(note) => {
                             held.insert(note.record.lease.as_str(), bytes(&note.record).as_slice())?;
                             hours.lease(&note)?;
@@ -607,6 +616,24 @@ mod tests {
         assert!(
             rows[0].usage.shown().wait_p50_usec.is_some_and(|usec| (5_000_000..5_700_000).contains(&usec))
         );
+    }
+
+    #[test]
+    fn each_lease_is_counted_once_whatever_a_crash_or_the_order_of_notes_loses() {
+        let folder = tempfile::tempdir().unwrap();
+        let accounting = Accounting::open(folder.path()).unwrap();
+        let end = |lease: &str, unix| record(Kind::Lease, lease, "vm-1", unix);
+        let note = |lease: &str, unix| LeaseNote { record: end(lease, unix), gpus: 1, granted_after: None };
+        // The note of the grant is lost, or all notes.
+        accounting.note_lease(note("l1", 100));
+        accounting.note_lease(note("l1", 160));
+        accounting.add(end("l1", 200));
+        accounting.add(end("l2", 200));
+        // A note that was taken before the end.
+        accounting.note_lease(note("l2", 190));
+        assert!(accounting.held().unwrap().is_empty());
+        assert_eq!(all(&accounting)[0].usage.leases, 2);
+        assert_eq!(all(&accounting)[0].usage.gpu_usec, 100 * 1_000_000);
     }
 
     #[test]
