@@ -43,6 +43,18 @@ impl Site {
         std::fs::write(self.path("etc/servers.toml"), servers).unwrap();
     }
 
+    /// Leases, runs a program and stops the server; returns the daemon and the lease's id.
+    fn leases_and_loses_its_server(&mut self) -> (Running, String) {
+        let server = self.start_server();
+        self.configure(LEASE, &self.token());
+        let daemon = self.start_daemon();
+        let lease = self.lease();
+        self.runs_a_program();
+        assert_eq!(server.stop(), 0);
+        self.described("the stop", |d| d["servers"][0]["state"] == "stopped");
+        (daemon, lease)
+    }
+
     /// Runs a program on the machine's lease until it has shown its memory.
     fn runs_a_program(&self) {
         let mut program = self.cuda_program();
@@ -94,13 +106,7 @@ fn a_server_behind_an_address_translation_advertises_its_outer_address() {
 #[test]
 fn a_lease_follows_its_server_to_another_name_and_address() {
     let mut site = Site::with_simulated_gpus();
-    let server = site.start_server();
-    site.configure(LEASE, &site.token());
-    let daemon = site.start_daemon();
-    let lease = site.lease();
-    site.runs_a_program();
-    assert_eq!(server.stop(), 0);
-    site.described("the stop", |d| d["servers"][0]["state"] == "stopped");
+    let (daemon, lease) = site.leases_and_loses_its_server();
     site.server_listens(&format!("127.0.0.3:{}", free_port()), &free_port().to_string());
     let path = site.path("gpuserver.toml");
     let renamed = std::fs::read_to_string(&path).unwrap().replace("gpu-a", "gpu-new");
@@ -133,13 +139,7 @@ fn a_lease_follows_its_server_to_another_name_and_address() {
 #[test]
 fn programs_find_a_data_port_that_has_changed() {
     let mut site = Site::with_simulated_gpus();
-    let server = site.start_server();
-    site.configure(LEASE, &site.token());
-    let daemon = site.start_daemon();
-    let lease = site.lease();
-    site.runs_a_program();
-    assert_eq!(server.stop(), 0);
-    site.described("the stop", |d| d["servers"][0]["state"] == "stopped");
+    let (daemon, lease) = site.leases_and_loses_its_server();
     let control = site.address.clone();
     site.server_listens(&control, &free_port().to_string());
     let server = site.start_server();

@@ -143,7 +143,7 @@ impl Actor {
                 self.following[server].abort();
                 info!(
                     gpusession_server = self.about[server].facts.name,
-                    "server {}: left", self.about[server].facts.name
+                    "server {}: left: servers.toml no longer names it", self.about[server].facts.name
                 );
             } else {
                 // Its latest word is of long ago.
