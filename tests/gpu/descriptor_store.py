@@ -57,6 +57,7 @@ class DescriptorStore:
         """Replaces a server's control process, by a kill or as an upgrade of its package."""
         server.process.send_signal(how)
         server.process.wait()
+        server.change_build()
         server.start_server()
         if not self.ready.wait(60):
             raise RuntimeError("the next server did not start")

@@ -23,6 +23,8 @@ class Server:
         self.args, self.process, self.log, self.holder, self.lease = args, None, None, None, {}
         self.configuration = args.out / "gpuserver.toml"
         self.popen = subprocess.Popen
+        # Folder of the server's program, and of another build, which replaces it.
+        self.build, self.other_build = HERE / "bin", args.other_build
         # Folder of the client's identity, apart from the caller's own.
         self.client_home = args.out / "config"
         self.environment = dict(os.environ, GPUSERVER_CONF=str(self.configuration))
@@ -85,7 +87,7 @@ class Server:
 
     def start_server(self):
         """Starts the server process."""
-        command = ["./bin/gpuserver", "serve"]
+        command = [str(self.build / "gpuserver"), "serve"]
         fresh = not self.client_home.exists()
         if self.args.server_command is not None:
             command = shlex.split(self.args.server_command.format(port=self.args.port, here=HERE))
@@ -111,6 +113,11 @@ class Server:
             self.client_home.mkdir(parents=True, exist_ok=True)
             join = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{self.args.port}", "--user"]
             self.call(join, dict(os.environ, **self.client_environment()))
+
+    def change_build(self):
+        """Makes the next start one of the other build, if there is one."""
+        if self.other_build is not None:
+            self.build, self.other_build = self.other_build, self.build
 
     def write_configuration(self):
         """Writes the configuration of a server for this machine alone."""

@@ -34,7 +34,7 @@ impl Open {
     fn unsettled(&self, wanted: &impl Fn(&Detached) -> bool) -> bool {
         self.transfers.iter().any(|(seq, t)| {
             t.detached
-                && (t.status == 0 || t.writing > 0)
+                && (t.status == 0 || !t.writing.is_empty())
                 && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
         })
     }
@@ -73,12 +73,42 @@ struct Down {
     on: On,
     /// Whether no thread asks for the result, so that the entry goes when the data has landed.
     detached: bool,
-    /// Number of threads that write into the range right now.
-    writing: usize,
+    /// Pieces that threads write right now.
+    writing: Vec<Writing>,
     /// Transfers into some of the same bytes whose data is older.
     older: Vec<u64>,
     /// Addresses and lengths of bytes that have newer data already; this transfer skips them.
     newer: Vec<(usize, usize)>,
+}
+
+impl Down {
+    /// Removes the piece at an offset from those that threads write.
+    fn written(&mut self, offset: u64) {
+        if let Some(at) = self.writing.iter().position(|piece| piece.offset as u64 == offset) {
+            self.writing.swap_remove(at);
+        }
+    }
+}
+
+/// Piece that a thread writes into the program's memory.
+struct Writing {
+    /// Offset in the transfer.
+    offset: usize,
+    /// Addresses of its first byte and behind its last one.
+    start: usize,
+    end: usize,
+}
+
+impl Writing {
+    fn new(offset: usize, parts: &[Part]) -> Self {
+        let start = parts.first().map_or(0, |part| part.address);
+        let end = parts.last().map_or(0, |part| part.address + part.len);
+        Self { offset, start, end }
+    }
+
+    fn meets(&self, other: &Self) -> bool {
+        self.start < other.end && other.start < self.end
+    }
 }
 
 /// Where the bytes of a piece go.
@@ -139,7 +169,7 @@ impl DownTransfers {
     pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool, older: Vec<u64>) {
         let mut open = lock(&self.open);
         let (left, status) = (range.len, if open.lost { UNAVAILABLE } else { 0 });
-        let down = Down { range, left, status, on, detached, writing: 0, older, newer: Vec::new() };
+        let down = Down { range, left, status, on, detached, writing: Vec::new(), older, newer: Vec::new() };
         open.transfers.insert(transfer, down);
         if std::mem::take(&mut open.sleeps) {
             self.changed.notify_all();
@@ -184,7 +214,7 @@ impl DownTransfers {
         loop {
             match open.transfers.get(&transfer) {
                 None => return UNAVAILABLE,
-                Some(t) if t.writing == 0 && (t.left == 0 || t.status != 0) => {
+                Some(t) if t.writing.is_empty() && (t.left == 0 || t.status != 0) => {
                     let status = t.status;
                     open.transfers.remove(&transfer);
                     return status;
@@ -200,7 +230,7 @@ impl DownTransfers {
         let mut open = lock(&self.open);
         while let Some(t) = open.transfers.get_mut(&transfer) {
             t.status = UNAVAILABLE;
-            if t.writing == 0 {
+            if t.writing.is_empty() {
                 open.transfers.remove(&transfer);
                 return;
             }
@@ -236,7 +266,7 @@ impl DownTransfers {
     pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
         // An empty piece would count as being written for ever.
         if status != 0 || bytes.is_empty() {
-            return self.piece_done(transfer, 0, status);
+            return self.piece_done(transfer, 0, 0, status);
         }
         let parts = match self.begin_piece(transfer, 0, bytes.len()) {
             Err(_) | Ok(Place::Nowhere) => return,
@@ -246,7 +276,7 @@ impl DownTransfers {
         // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
         // stays mapped until `piece_done`.
         unsafe { write_parts(bytes, &parts) };
-        self.piece_done(transfer, bytes.len(), 0);
+        self.piece_done(transfer, 0, bytes.len(), 0);
     }
 
     /// Returns where a piece goes, and marks its transfer as being written unless that is nowhere.
@@ -262,8 +292,11 @@ impl DownTransfers {
                 return Err(BadFrame("data beyond the end of a transfer"));
             };
             let parts = t.range.parts(offset, len);
+            let piece = Writing::new(offset, &parts);
             let older = t.older.clone();
-            let writing = |seq: &u64| open.transfers.get(seq).is_some_and(|old| old.writing > 0);
+            let writing = |seq: &u64| {
+                open.transfers.get(seq).is_some_and(|old| old.writing.iter().any(|w| w.meets(&piece)))
+            };
             if older.iter().any(writing) {
                 // Its bytes must be in the memory first.
                 open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
@@ -275,35 +308,34 @@ impl DownTransfers {
                 }
             }
             let Some(t) = open.transfers.get_mut(&transfer) else { return Ok(Place::Nowhere) };
-            t.writing += 1;
+            t.writing.push(piece);
             return Ok(place(parts, &mut t.newer));
         }
     }
 
-    fn piece_done(&self, transfer: u64, len: usize, status: i32) {
+    /// Counts a piece that was written, or, without bytes, notes a transfer's failure.
+    fn piece_done(&self, transfer: u64, offset: u64, len: usize, status: i32) {
         let mut open = lock(&self.open);
         let Some(t) = open.transfers.get_mut(&transfer) else { return };
         if len > 0 {
-            t.writing -= 1;
+            t.written(offset);
             t.left -= len;
         }
         if status != 0 && t.status == 0 {
             t.status = status;
         }
-        if t.writing == 0 {
-            if t.detached && (t.left == 0 || t.status != 0) {
-                open.transfers.remove(&transfer);
-            }
-            self.changed.notify_all();
+        if t.writing.is_empty() && t.detached && (t.left == 0 || t.status != 0) {
+            open.transfers.remove(&transfer);
         }
+        self.changed.notify_all();
     }
 
     /// Gives up the writing of a piece that will come again.
-    fn piece_aborted(&self, transfer: u64) {
+    fn piece_aborted(&self, transfer: u64, offset: u64) {
         let mut open = lock(&self.open);
         if let Some(t) = open.transfers.get_mut(&transfer) {
-            t.writing -= 1;
-            let failed = t.detached && t.status != 0 && t.writing == 0;
+            t.written(offset);
+            let failed = t.detached && t.status != 0 && t.writing.is_empty();
             if failed {
                 open.transfers.remove(&transfer);
             }
@@ -322,7 +354,7 @@ impl DownTransfers {
         for t in open.transfers.values_mut() {
             t.status = UNAVAILABLE;
         }
-        open.transfers.retain(|_, t| !t.detached || t.writing > 0);
+        open.transfers.retain(|_, t| !t.detached || !t.writing.is_empty());
         self.changed.notify_all();
     }
 }
@@ -393,13 +425,14 @@ fn receive_chunk(
     let len = chunk_len(&header, number)?;
     let (transfer, status) = (header.seq.get(), header.thread.get() as i32);
     if status != 0 {
-        transfers.piece_done(transfer, 0, status);
+        transfers.piece_done(transfer, 0, 0, status);
         return Ok(());
     }
     if len == 0 {
         return Err(BadFrame("a chunk without bytes").into());
     }
-    let place = transfers.begin_piece(transfer, header.ctx.get(), len)?;
+    let offset = header.ctx.get();
+    let place = transfers.begin_piece(transfer, offset, len)?;
     let done = match &place {
         Place::Whole(address) => {
             // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
@@ -417,13 +450,13 @@ fn receive_chunk(
     };
     match (&done, &place) {
         (_, Place::Nowhere) => {}
-        (Err(_), _) => transfers.piece_aborted(transfer),
+        (Err(_), _) => transfers.piece_aborted(transfer, offset),
         (Ok(()), place) => {
             if let Place::Parts(parts) = place {
                 // SAFETY: as above.
                 unsafe { write_parts(aside, parts) };
             }
-            transfers.piece_done(transfer, len, 0);
+            transfers.piece_done(transfer, offset, len, 0);
         }
     }
     Ok(done?)
@@ -491,9 +524,27 @@ mod tests {
         assert!(matches!(transfers.begin_piece(1, 0, 8), Ok(Place::Whole(_))));
         std::thread::scope(|scope| {
             let newer = scope.spawn(|| transfers.begin_piece(2, 0, 4));
-            transfers.piece_done(1, 8, 0);
+            transfers.piece_done(1, 0, 8, 0);
             assert!(matches!(newer.join().unwrap(), Ok(Place::Whole(_))));
         });
+    }
+
+    #[test]
+    fn newer_data_does_not_wait_for_older_data_elsewhere() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 16];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        expect(&transfers, 2, &mut memory, vec![1]);
+        assert!(matches!(transfers.begin_piece(1, 8, 8), Ok(Place::Whole(_))));
+        // With a wait, this thread would never return.
+        transfers.land(2, 0, &[2; 8]);
+        transfers.land(1, 0, &[1; 8]);
+        assert_eq!(memory[..8], [2; 8], "the older bytes come too late");
+        transfers.piece_done(1, 8, 8, 0);
+        assert!(transfers.any(), "half of the newer transfer has still to come");
+        assert!(matches!(transfers.begin_piece(2, 8, 8), Ok(Place::Whole(_))));
+        transfers.piece_done(2, 8, 8, 0);
+        assert!(!transfers.any());
     }
 
     #[test]
@@ -536,7 +587,7 @@ mod tests {
             let Ok(Place::Parts(parts)) = transfers.begin_piece(1, offset, bytes.len()) else { panic!() };
             // SAFETY: as above.
             unsafe { write_parts(bytes, &parts) };
-            transfers.piece_done(1, bytes.len(), 0);
+            transfers.piece_done(1, offset, bytes.len(), 0);
         };
         piece(5, &[6, 7, 8, 9, 10, 11, 12]);
         assert!(transfers.any(), "the first five bytes have still to come");
