@@ -14,6 +14,7 @@ mod parked;
 pub mod parking;
 pub mod readings;
 mod reload;
+mod requests;
 pub mod rotation;
 mod state;
 mod status;
@@ -117,6 +118,7 @@ impl Pool {
             quiet_of_workers: LogThrottle::default(),
             allowance: Mutex::default(),
             parking: Parking::default(),
+            requests: requests::Requests::default(),
             endpoints,
             noted: AtomicU64::new(0),
             day: Mutex::default(),

@@ -23,6 +23,7 @@ use crate::limits::Rates;
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::netperf::Endpoints;
+use crate::pool::requests::Requests;
 use crate::registry::Registry;
 use crate::signer::link::Signer;
 use crate::store::Shared;
@@ -93,6 +94,8 @@ pub struct Pool {
     /// Events of the audit trail that each client may cause at will.
     pub(super) allowance: Mutex<Allowance>,
     pub(super) parking: Parking,
+    /// Requests for leases that are being answered.
+    pub(super) requests: Requests,
     pub(super) endpoints: Endpoints,
     /// Minute in which running leases were last counted.
     pub(super) noted: AtomicU64,

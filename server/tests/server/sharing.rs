@@ -81,6 +81,26 @@ async fn a_withdrawn_request_leaves_the_queue() {
     named(&mut c, "one", 1).await.unwrap();
 }
 
+/// A withdrawal may arrive while the server still answers the request.
+#[tokio::test]
+async fn a_withdrawal_during_its_request_leaves_no_lease() {
+    let server = Server::start_with("libcuda.so.1", "warm_workers = 0\nlimits.requests_per_s = 10000").await;
+    let mut client = server.client("vm-a").await;
+    let mut returned = 0;
+    for n in 0..200_u64 {
+        let id = format!("boot-{n}");
+        // The client leaves at another moment of the request each time.
+        let patience = Duration::from_micros(40 * (n % 80));
+        let asked = tokio::time::timeout(patience, named(&mut client, &id, 1)).await;
+        client.pool.release(ReleaseRequest { request_id: id, ..Default::default() }).await.unwrap();
+        returned += usize::from(asked.is_ok());
+    }
+    assert!(returned < 200, "each request was faster than its withdrawal");
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    eventually("no lease is left", async || server.json(&["leases"])["leases"] == serde_json::json!([]))
+        .await;
+}
+
 #[tokio::test]
 async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let more = "warm_workers = 0\nlend_after = 0\nlimits.gpus = 128\nlimits.max_persistent = 128";

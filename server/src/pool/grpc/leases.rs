@@ -17,6 +17,7 @@ use crate::lease::{AllocateError, Lease, Place, Request as LeaseRequest};
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::describe::{devices, limits, micros};
 use crate::pool::parking::ParkError;
+use crate::pool::requests::Call;
 use crate::pool::status::{beyond, bounded, unfit};
 use crate::pool::{Pool, RELEASED, locked, readings, run_detached};
 use crate::registry::GpuUse;
@@ -30,6 +31,10 @@ pub(super) async fn allocate(
     let reached = peer(&request).and_then(Peer::local);
     let wish = request.into_inner();
     check(&wish)?;
+    let call = pool.requests.begin(&client, &wish.request_id);
+    // The transport looks for a reset when a call waits. A call that its client has left already
+    // ends here: its withdrawal may have come before it.
+    tokio::task::yield_now().await;
     pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
     let (sharing, priority, on_idle, idle_timeout) = terms(&wish)?;
     let allowed = pool.limits_of(&client, &wish.user);
@@ -103,7 +108,7 @@ pub(super) async fn allocate(
     let task = {
         let pool = pool.clone();
         // A client that leaves meanwhile has the lease nevertheless.
-        async move { grant(&pool, &wanted, from, known).await }
+        async move { grant(&pool, &wanted, &call, from, known).await }
     };
     let (lease, gpus) = run_detached(task).await??;
     Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
@@ -135,11 +140,22 @@ fn check(wish: &wire::AllocateRequest) -> Result<(), Status> {
 async fn grant(
     pool: &Pool,
     wanted: &LeaseRequest,
+    call: &Call,
     from: Option<SocketAddr>,
     known: Option<Vec<Vec<u8>>>,
 ) -> Result<(Lease, Arc<[GpuUse]>), Status> {
     let LeaseRequest { client, encrypted, limits: allowed, .. } = wanted;
-    let (lease, fresh) = pool.allocate(wanted).await.map_err(|e| not_allocated(pool, client, e))?;
+    let (lease, fresh) = match pool.allocate(wanted).await {
+        Ok(granted) => granted,
+        Err(e) => {
+            if call.withdrawn() {
+                // It may have queued again after its withdrawal.
+                let made = pool.registry.cancel(client, &wanted.request_id).await;
+                pool.ended(made.as_slice(), RELEASED);
+            }
+            return Err(not_allocated(pool, client, e));
+        }
+    };
     let gpus = pool.registry.gpus().await;
     if fresh {
         let what: Vec<_> =
@@ -166,6 +182,13 @@ async fn grant(
         });
     }
     pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed.clone());
+    if call.withdrawn() {
+        // Its withdrawal may have come before the lease or after it.
+        let made = pool.registry.release(Some(client), &lease.id).await;
+        pool.ended(made.as_slice(), RELEASED);
+        pool.supervisor.end_lease(&lease.id, RELEASED);
+        return Err(Status::cancelled("the client has withdrawn this request"));
+    }
     if let Some(known) = known {
         pool.supervisor.end_unclaimed(&lease.id, &known);
     }
@@ -295,7 +318,11 @@ pub(super) async fn release(
     run_detached(async move {
         let made = match wish.request_id.as_str() {
             "" => None,
-            id => pool.registry.cancel(&client, id).await,
+            id => {
+                // Noted first, so that a lease made from now on is given back.
+                pool.requests.withdraw(&client, id);
+                pool.registry.cancel(&client, id).await
+            }
         };
         let named = pool.registry.release(Some(&client), &wish.lease).await;
         pool.ended(made.as_slice(), RELEASED);
