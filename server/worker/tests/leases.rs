@@ -1,11 +1,16 @@
 //! Programs with several leases: each lease has a worker, and the program sees all devices.
 
+mod fates;
+
 use std::net::TcpListener;
 use std::sync::Arc;
 
 use gpusession_proto::grant::{Endpoint, Reply};
 use gpusession_test_support::cuda::{Cuda, KERNEL, at};
+use gpusession_test_support::relay::Relay;
 use gpusession_test_worker::{MIB, Machine, Options, Worker};
+
+use fates::fate;
 
 const INVALID_VALUE: i32 = 1;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -444,9 +449,14 @@ struct Site {
 
 impl Site {
     fn new() -> Self {
+        Self::with_grace(0)
+    }
+
+    fn with_grace(resume_grace_s: u32) -> Self {
         let machines = [Machine::new(), Machine::new()];
         let worker = |which: usize, driver| {
-            let options = Options { memory_bytes: MEMORY[which], driver, ..Options::default() };
+            let options =
+                Options { memory_bytes: MEMORY[which], driver, resume_grace_s, ..Options::default() };
             Worker::start_with(&machines[which], &options)
         };
         // Addresses that the second driver chooses lie elsewhere.
@@ -509,6 +519,31 @@ fn a_lease_that_is_lost_leaves_the_others() {
     let site = Site::new();
     let said = site.succeeds("loses_one", &[("WORKER", site.workers[1].pid().to_string())]);
     assert!(said.contains("connection to gpu-b lost") && !said.contains("connection to gpu-a"), "{said}");
+}
+
+#[test]
+fn programs_on_several_leases_outlive_their_connections() {
+    const SEEDS: u64 = 4;
+    let mut cuts = 0;
+    for seed in 0..SEEDS {
+        for name in ["works_on_both", "copies_across", "waits_across", "uses_libraries_and_objects_of_both"] {
+            // The seed of a failure is the last one that this prints.
+            println!("{name}, seed {seed}");
+            let site = Site::with_grace(60);
+            let mut endpoints = site.endpoints();
+            let mut relays = Vec::new();
+            for (n, (endpoint, worker)) in endpoints.iter_mut().zip(&site.workers).enumerate() {
+                let seed = 2 * seed + n as u64;
+                let relay = Relay::start(worker.address, move |connection| fate(seed, connection));
+                endpoint.addresses = vec![relay.address.to_string()];
+                relays.push(relay);
+            }
+            succeeds(name, endpoints, &[]);
+            cuts += relays.iter().flat_map(Relay::cuts).sum::<usize>();
+        }
+    }
+    println!("{cuts} cuts");
+    assert!(cuts > 20 * SEEDS as usize, "{cuts} cuts");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! A worker whose client comes back after a break, and others that claim to be it.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other threads")]
 
+mod fates;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -12,6 +14,8 @@ use gpusession_proto::preface::FLAG_RESUME;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
 use gpusession_test_worker::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
+
+use fates::fate;
 
 fn start(machine: &std::sync::Arc<Machine>, resume_grace_s: u32) -> Worker {
     Worker::start_with(machine, &Options { resume_grace_s, ..Options::default() })
@@ -202,26 +206,6 @@ fn begin_get(client: &Client, source: u64, target: &mut [u8], older: Vec<u64>) -
         [source, len as u64, 0, 0].into_iter().for_each(|word| w.word(word));
     });
     seq.expect("a link")
-}
-
-/// Fate of each connection under a seed: more than half of the first ones break.
-fn fate(seed: u64, connection: u32) -> Fate {
-    const CUT_CONNECTIONS: u32 = 90;
-    let mut random = Random::new(seed << 16 | u64::from(connection) | 1 << 40);
-    for _ in 0..8 {
-        random.draw();
-    }
-    let place = Place::ALL[random.below(Place::ALL.len() as u64) as usize];
-    let unit = random.below(7) as u32;
-    let cut = |least: u32| Some(Cut { unit: unit.max(least), place, reset: unit.is_multiple_of(2) });
-    match (connection, random.below(5)) {
-        // Preface, greeting, acknowledgement of the greeting's reply.
-        (0, 0..3) => Fate { up: cut(3), ..Fate::default() },
-        (0, _) => Fate { down: cut(1), ..Fate::default() },
-        (CUT_CONNECTIONS.., _) | (_, 0) => Fate::default(),
-        (_, 1..3) => Fate { up: cut(0), ..Fate::default() },
-        (_, _) => Fate { down: cut(0), ..Fate::default() },
-    }
 }
 
 /// Moves bulk data both ways with random lengths, and compares every byte.
