@@ -11,7 +11,8 @@ from processes import wanted
 KINDS = ("device", "pool", "created", "array", "managed", "pinned")
 # Amounts in MiB: of the program that leaves a pattern, of others on a card, on a simulated one.
 LEFT, MOST, SIMULATED = 8192, 1 << 20, 256
-# Amount that the first one leaves on a simulated card, and of memory of the host, which `limits.staging` bounds.
+# Amount that the first one leaves on a simulated card, and of memory of the host, which
+# `limits.staging` bounds.
 FEW = 128
 
 

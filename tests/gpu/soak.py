@@ -231,9 +231,11 @@ class Soak:
     def workers(self):
         """Returns the ids of worker processes."""
         found = []
+        builds = [build for build in (self.server.build, self.server.other_build) if build is not None]
+        programs = {str(build / "gpuserver-worker") for build in builds}
         for path in pathlib.Path("/proc").glob("[0-9]*/exe"):
             with contextlib.suppress(OSError):
-                if os.readlink(path).removesuffix(" (deleted)") == str(self.here / "bin/gpuserver-worker"):
+                if os.readlink(path).removesuffix(" (deleted)") in programs:
                     found.append(int(path.parent.name))
         return found
 

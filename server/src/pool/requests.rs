@@ -4,17 +4,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Requests under way.
 ///
-/// A request may wait for another lease to be parked. Its withdrawal, which finds no lease
-/// meanwhile, is noted here, and the request gives its lease back.
+/// A request may wait for other ones. Its withdrawal, which finds no lease meanwhile, is noted
+/// here, and the request gives its lease back.
 #[derive(Debug, Clone, Default)]
-pub struct Requests(Arc<Mutex<Vec<Entry>>>);
+pub struct Requests(Arc<Mutex<Entries>>);
+
+#[derive(Debug, Default)]
+struct Entries {
+    last: u64,
+    calls: Vec<Entry>,
+}
 
 #[derive(Debug)]
 struct Entry {
+    number: u64,
     client: String,
     id: String,
-    /// Number of calls that ask for it.
-    calls: usize,
     withdrawn: bool,
 }
 
@@ -22,55 +27,57 @@ struct Entry {
 #[derive(Debug)]
 pub struct Call {
     requests: Requests,
-    client: String,
-    id: String,
+    number: u64,
 }
 
 impl Requests {
-    fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a call; a client that asks once more wants the lease again.
+    /// Notes a call.
     pub fn begin(&self, client: &str, id: &str) -> Call {
         let mut entries = self.lock();
-        match entries.iter_mut().find(|entry| entry.client == client && entry.id == id) {
-            Some(entry) => {
-                entry.calls += 1;
-                entry.withdrawn = false;
-            }
-            None => entries.push(Entry { client: client.into(), id: id.into(), calls: 1, withdrawn: false }),
-        }
-        Call { requests: self.clone(), client: client.into(), id: id.into() }
+        entries.last += 1;
+        let number = entries.last;
+        entries.calls.push(Entry { number, client: client.into(), id: id.into(), withdrawn: false });
+        Call { requests: self.clone(), number }
     }
 
     /// Notes that a client has withdrawn a request.
     pub fn withdraw(&self, client: &str, id: &str) {
-        for entry in self.lock().iter_mut().filter(|entry| entry.client == client && entry.id == id) {
+        let mut entries = self.lock();
+        for entry in entries.calls.iter_mut().filter(|entry| entry.client == client && entry.id == id) {
             entry.withdrawn = true;
         }
     }
 }
 
 impl Call {
-    fn is(&self, entry: &Entry) -> bool {
-        entry.client == self.client && entry.id == self.id
+    /// Returns `true` if the client has withdrawn the request, and has not asked again since.
+    ///
+    /// A client cannot withdraw a request without an id.
+    pub fn withdrawn(&self) -> bool {
+        let entries = self.requests.lock();
+        let Some(own) = entries.calls.iter().find(|entry| entry.number == self.number) else { return false };
+        let same = |entry: &&Entry| entry.client == own.client && entry.id == own.id;
+        !own.id.is_empty() && entries.calls.iter().filter(same).all(|entry| entry.withdrawn)
     }
 
-    /// Returns `true` if the client has withdrawn the request; one without an id it cannot.
-    pub fn withdrawn(&self) -> bool {
-        !self.id.is_empty() && self.requests.lock().iter().any(|entry| self.is(entry) && entry.withdrawn)
+    /// Notes that the client gets the lease, which earlier calls of the request then keep.
+    pub fn granted(&self) {
+        let mut entries = self.requests.lock();
+        let Some(own) = entries.calls.iter().find(|entry| entry.number == self.number) else { return };
+        let (client, id) = (own.client.clone(), own.id.clone());
+        for entry in entries.calls.iter_mut().filter(|entry| entry.client == client && entry.id == id) {
+            entry.withdrawn = false;
+        }
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        self.requests.lock().retain_mut(|entry| {
-            if self.is(entry) {
-                entry.calls -= 1;
-            }
-            entry.calls > 0
-        });
+        self.requests.lock().calls.retain(|entry| entry.number != self.number);
     }
 }
 
@@ -89,11 +96,14 @@ mod tests {
         assert!(first.withdrawn() && others.iter().all(|call| !call.withdrawn()));
         let again = requests.begin("vm-1", "a");
         assert!(!first.withdrawn() && !again.withdrawn(), "the client wants the lease again");
-        requests.withdraw("vm-1", "a");
-        drop(first);
-        assert!(again.withdrawn());
-        drop((again, others));
-        assert!(requests.lock().is_empty());
+        drop(again);
+        assert!(first.withdrawn(), "the later call has failed");
+        let again = requests.begin("vm-1", "a");
+        again.granted();
+        drop(again);
+        assert!(!first.withdrawn(), "the client has the lease");
+        drop((first, others));
+        assert!(requests.lock().calls.is_empty());
         let nameless = requests.begin("vm-1", "");
         requests.withdraw("vm-1", "");
         assert!(!nameless.withdrawn());

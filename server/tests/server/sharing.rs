@@ -86,16 +86,22 @@ async fn a_withdrawn_request_leaves_the_queue() {
 async fn a_withdrawal_during_its_request_leaves_no_lease() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0\nlimits.requests_per_s = 10000").await;
     let mut client = server.client("vm-a").await;
+    let begun = std::time::Instant::now();
+    for n in 0..8 {
+        let lease = named(&mut client, &format!("whole-{n}"), 1).await.unwrap().id;
+        client.pool.release(ReleaseRequest { lease, ..Default::default() }).await.unwrap();
+    }
+    let both = begun.elapsed() / 8;
     let mut returned = 0;
-    for n in 0..200_u64 {
+    for n in 0..200 {
         let id = format!("boot-{n}");
         // The client leaves at another moment of the request each time.
-        let patience = Duration::from_micros(40 * (n % 80));
-        let asked = tokio::time::timeout(patience, named(&mut client, &id, 1)).await;
+        let asked = tokio::time::timeout(both * (n % 50) / 60, named(&mut client, &id, 1)).await;
         client.pool.release(ReleaseRequest { request_id: id, ..Default::default() }).await.unwrap();
         returned += usize::from(asked.is_ok());
     }
-    assert!(returned < 200, "each request was faster than its withdrawal");
+    println!("{returned} of 200 requests were answered before their withdrawal");
+    assert!((1..200).contains(&returned), "{returned}");
     tokio::time::sleep(Duration::from_millis(500)).await;
     eventually("no lease is left", async || server.json(&["leases"])["leases"] == serde_json::json!([]))
         .await;

@@ -23,6 +23,8 @@ pub struct DownTransfers {
 struct Open {
     transfers: HashMap<u64, Down>,
     lost: bool,
+    /// Number of threads that wait in [`DownTransfers::begin_piece`].
+    blocked: usize,
     /// Whether a thread waits for the next transfer, in [`DownTransfers::wait_for_detached`].
     sleeps: bool,
     /// That thread shall look at the lanes to the device.
@@ -82,6 +84,16 @@ struct Down {
 }
 
 impl Down {
+    /// Returns `true` if a piece with these bytes may come now: none of them is being written.
+    fn expects(&self, offset: usize, len: usize) -> bool {
+        let written: usize = self.writing.iter().map(|piece| piece.len).sum();
+        offset.checked_add(len).is_some_and(|end| {
+            end <= self.range.len
+                && len <= self.left.saturating_sub(written)
+                && self.writing.iter().all(|piece| end <= piece.offset || piece.offset + piece.len <= offset)
+        })
+    }
+
     /// Removes the piece at an offset from those that threads write.
     fn written(&mut self, offset: u64) {
         if let Some(at) = self.writing.iter().position(|piece| piece.offset as u64 == offset) {
@@ -92,18 +104,19 @@ impl Down {
 
 /// Piece that a thread writes into the program's memory.
 struct Writing {
-    /// Offset in the transfer.
+    /// Offset in the transfer, and length.
     offset: usize,
+    len: usize,
     /// Addresses of its first byte and behind its last one.
     start: usize,
     end: usize,
 }
 
 impl Writing {
-    fn new(offset: usize, parts: &[Part]) -> Self {
+    fn new(offset: usize, len: usize, parts: &[Part]) -> Self {
         let start = parts.first().map_or(0, |part| part.address);
         let end = parts.last().map_or(0, |part| part.address + part.len);
-        Self { offset, start, end }
+        Self { offset, len, start, end }
     }
 
     fn meets(&self, other: &Self) -> bool {
@@ -286,20 +299,20 @@ impl DownTransfers {
             let Some(t) = open.transfers.get(&transfer).filter(|t| t.status == 0) else {
                 return Ok(Place::Nowhere);
             };
-            let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
-            let offset = usize::try_from(offset).ok().filter(inside).filter(|_| len <= t.left);
-            let Some(offset) = offset else {
-                return Err(BadFrame("data beyond the end of a transfer"));
+            let Some(offset) = usize::try_from(offset).ok().filter(|offset| t.expects(*offset, len)) else {
+                return Err(BadFrame("data beyond the end of a transfer, or twice"));
             };
             let parts = t.range.parts(offset, len);
-            let piece = Writing::new(offset, &parts);
+            let piece = Writing::new(offset, len, &parts);
             let older = t.older.clone();
             let writing = |seq: &u64| {
                 open.transfers.get(seq).is_some_and(|old| old.writing.iter().any(|w| w.meets(&piece)))
             };
             if older.iter().any(writing) {
                 // Its bytes must be in the memory first.
+                open.blocked += 1;
                 open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+                open.blocked -= 1;
                 continue;
             }
             for seq in older {
@@ -324,10 +337,13 @@ impl DownTransfers {
         if status != 0 && t.status == 0 {
             t.status = status;
         }
-        if t.writing.is_empty() && t.detached && (t.left == 0 || t.status != 0) {
+        let whole = t.writing.is_empty();
+        if whole && t.detached && (t.left == 0 || t.status != 0) {
             open.transfers.remove(&transfer);
         }
-        self.changed.notify_all();
+        if whole || open.blocked > 0 {
+            self.changed.notify_all();
+        }
     }
 
     /// Gives up the writing of a piece that will come again.
@@ -544,6 +560,24 @@ mod tests {
         assert!(transfers.any(), "half of the newer transfer has still to come");
         assert!(matches!(transfers.begin_piece(2, 8, 8), Ok(Place::Whole(_))));
         transfers.piece_done(2, 8, 8, 0);
+        assert!(!transfers.any());
+    }
+
+    #[test]
+    fn a_piece_that_comes_twice_is_refused() {
+        let transfers = DownTransfers::default();
+        let mut memory = [0; 16];
+        expect(&transfers, 1, &mut memory, Vec::new());
+        assert!(matches!(transfers.begin_piece(1, 4, 4), Ok(Place::Whole(_))));
+        for (offset, len) in [(4, 4), (0, 5), (7, 1), (8, 9), (u64::MAX, 2), (0, 13)] {
+            assert!(matches!(transfers.begin_piece(1, offset, len), Err(BadFrame(_))), "{offset}, {len}");
+        }
+        for (offset, len) in [(0, 4), (8, 8)] {
+            assert!(matches!(transfers.begin_piece(1, offset, len), Ok(Place::Whole(_))), "{offset}, {len}");
+        }
+        [(0, 4), (4, 4), (8, 8)]
+            .into_iter()
+            .for_each(|(offset, len)| transfers.piece_done(1, offset, len, 0));
         assert!(!transfers.any());
     }
 

@@ -189,6 +189,7 @@ async fn grant(
         pool.supervisor.end_lease(&lease.id, RELEASED);
         return Err(Status::cancelled("the client has withdrawn this request"));
     }
+    call.granted();
     if let Some(known) = known {
         pool.supervisor.end_unclaimed(&lease.id, &known);
     }
@@ -319,6 +320,8 @@ pub(super) async fn release(
         let made = match wish.request_id.as_str() {
             "" => None,
             id => {
+                // The connection's earlier calls begin first.
+                tokio::task::yield_now().await;
                 // Noted first, so that a lease made from now on is given back.
                 pool.requests.withdraw(&client, id);
                 pool.registry.cancel(&client, id).await
