@@ -15,6 +15,8 @@ use crate::supervise::WorkerId;
 
 /// Events that may wait for a client; the queue grows as needed.
 const MAX_QUEUED_EVENTS: usize = 1024;
+/// Most watches of a client: one for each connection that it may have.
+const MAX_WATCHES: usize = 256;
 
 /// Boxed, since each client's queue has room for some events from the start.
 type QueuedEvent = Result<Box<PoolEvent>, Box<Status>>;
@@ -35,11 +37,16 @@ impl Watches {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a watch for a client's events from now on.
-    pub fn begin(&self, client: &str) -> Queue {
+    /// Opens a watch for a client's events from now on; `None`: the client has as many as it may.
+    pub fn begin(&self, client: &str) -> Option<Queue> {
         let (sender, events) = mpsc::channel(MAX_QUEUED_EVENTS);
-        self.locked().entry(client.into()).or_default().push(sender);
-        Queue { all: Self(self.0.clone()), client: client.into(), events }
+        let mut all = self.locked();
+        let queues = all.entry(client.into()).or_default();
+        if queues.len() >= MAX_WATCHES {
+            return None;
+        }
+        queues.push(sender);
+        Some(Queue { all: Self(self.0.clone()), client: client.into(), events })
     }
 
     /// Sends an event to a client's watches. A watch whose queue is full ends after the queued
@@ -131,9 +138,9 @@ mod tests {
     #[tokio::test]
     async fn each_watch_gets_its_events_and_a_slow_one_is_closed() {
         let watches = Watches::default();
-        let mut one = Events::new(vec![event("first")], watches.begin("vm-1"), ());
-        let mut deaf = Events::new(Vec::new(), watches.begin("vm-1"), ());
-        let other = watches.begin("vm-2");
+        let mut one = Events::new(vec![event("first")], watches.begin("vm-1").unwrap(), ());
+        let mut deaf = Events::new(Vec::new(), watches.begin("vm-1").unwrap(), ());
+        let other = watches.begin("vm-2").unwrap();
         let lease = |said: Option<Result<PoolEvent, Status>>| said.unwrap().unwrap().lease;
         assert_eq!(lease(one.next().await), "first");
         for i in 0..=MAX_QUEUED_EVENTS {
@@ -149,5 +156,16 @@ mod tests {
         assert_eq!(one.next().await.unwrap().unwrap_err().code(), tonic::Code::PermissionDenied);
         drop(other);
         assert!(watches.locked().is_empty(), "nothing is left of watches that ended");
+    }
+
+    #[test]
+    fn a_client_has_a_bounded_number_of_watches() {
+        let watches = Watches::default();
+        let mut open: Vec<_> = (0..MAX_WATCHES).map_while(|_| watches.begin("vm-1")).collect();
+        assert_eq!(open.len(), MAX_WATCHES);
+        assert!(watches.begin("vm-1").is_none(), "one more");
+        assert!(watches.begin("vm-2").is_some(), "another client");
+        open.pop();
+        assert!(watches.begin("vm-1").is_some(), "one has ended");
     }
 }

@@ -122,10 +122,12 @@ impl Supervisor {
         inherit(&state.workers, heir, object);
     }
 
-    /// Notes the imports of a worker that an earlier server has supervised.
+    /// Notes the imports of a worker that an earlier server has supervised, from its own lease.
     pub(super) fn shares_held(&self, state: &mut State, id: &WorkerId, held: &[Holding]) {
         let State { workers, shares, .. } = state;
-        for holding in held.iter().take(MAX_HOLDINGS) {
+        let Some(lease) = workers.get(id).map(|worker| worker.lease.clone()) else { return };
+        let elsewhere = |holding: &&Holding| workers.get(&holding.worker).is_some_and(|w| w.lease != lease);
+        for holding in held.iter().take(MAX_HOLDINGS).filter(|holding| !elsewhere(holding)) {
             if shares.accounts.get(id).is_some_and(|account| account.imported >= MAX_IMPORTED) {
                 return;
             }

@@ -18,7 +18,9 @@ pub(super) async fn watch(
     let boot_id = request.into_inner().boot_id;
     bounded([&boot_id], &[])?;
     // Opened before its presence takes effect, so that no event is missed.
-    let queue = pool.watches.begin(&client);
+    let queue = pool.watches.begin(&client).ok_or_else(|| {
+        Status::resource_exhausted("this client has 256 watches open, and may have no more: end one of them")
+    })?;
     pool.present(&client, &boot_id, "").await?;
     let watching = Watching::begin(pool.clone(), client.clone());
     let leases = pool.registry.of_client(&client).await.into_iter().map(|s| s.lease.id);
