@@ -100,6 +100,7 @@ fn begin_beside_memory() -> (Cuda, bool) {
 
 gpusession_test_support::programs!(
     allocates_from_a_pool,
+    unbinds_a_context,
     asks_for_a_variable,
     copies_mapped_memory,
     copies_registered_memory,
@@ -324,6 +325,24 @@ fn copies_much_behind_large_copies() {
     let mut bytes = vec![0u8; large.len()];
     cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
     assert!(bytes[..small.len()] == small && bytes[small.len()..] == large[small.len()..]);
+}
+
+/// Makes no context current, which uncovers the one below.
+fn unbinds_a_context() {
+    let cuda = Cuda::begin();
+    let first = cuda.on(0);
+    let second = cuda.get("cuCtxCreate_v2", &[0, 0]);
+    let current = || cuda.get("cuCtxGetCurrent", &[]);
+    assert_eq!(current(), second);
+    cuda.ok("cuCtxSetCurrent", &[0]);
+    assert_eq!(current(), first);
+    cuda.ok("cuCtxSynchronize", &[]);
+    for _ in 0..2 {
+        cuda.ok("cuCtxSetCurrent", &[0]);
+        assert_eq!(current(), 0);
+    }
+    cuda.ok("cuCtxSetCurrent", &[second]);
+    assert_eq!(current(), second);
 }
 
 /// Frees memory of a pool and allocates it again, 100 times; then looks at the pool.
@@ -558,6 +577,12 @@ fn addresses_that_the_driver_picks_are_never_the_programs_own() {
             assert_eq!(told, collisions > 0, "{said}");
         }
     }
+}
+
+#[test]
+fn no_current_context_is_the_one_below() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("unbinds_a_context", vec![granted(&worker)], &[]);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
+use super::green;
 use crate::client::{Client, ContextInfo, unavailable, word};
 use crate::devices::Device;
 use crate::entry::{
@@ -74,12 +75,14 @@ fn synchronize(ctx: u64) -> Result {
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    client.link.wait_detached(|t| t.seq < seq && t.on.ctx == ctx).map_err(unavailable)?;
+    let (_, contexts) = green::meant(ctx)?;
+    let within = |on: u64| contexts.contains(&on);
+    client.link.wait_detached(|t| t.seq < seq && within(t.on.ctx)).map_err(unavailable)?;
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }
     if reply.status == 0 {
-        host_functions::forget_launches(|on, launched| on.ctx == ctx && launched < seq);
+        host_functions::forget_launches(|on, launched| within(on.ctx) && launched < seq);
     }
     client.check_status(reply.status)
 }
@@ -98,9 +101,12 @@ driver! {
 
     fn cuCtxSetCurrent(ctx: *mut c_void) {
         clients::get()?;
-        if !ctx.is_null() {
-            clients::of_context(ctx as u64)?;
+        if ctx.is_null() {
+            // As a pop, or without effect on an empty stack.
+            let _ = thread::pop();
+            return Ok(());
         }
+        clients::of_context(ctx as u64)?;
         thread::set_current(ctx as u64);
         Ok(())
     }

@@ -82,10 +82,10 @@ fn parse_resource(resource: &[u8]) -> Result<Resource> {
     resource.try_into().map_err(|_| UNKNOWN)
 }
 
-/// Contexts whose streams an event of a context means, and the context's client.
+/// Contexts whose streams a synchronization or an event of a context means, and its client.
 ///
 /// A primary context includes its green contexts.
-fn meant(ctx: u64) -> Result<(&'static Client, Vec<u64>)> {
+pub(super) fn meant(ctx: u64) -> Result<(&'static Client, Vec<u64>)> {
     let (client, device) = clients::of_context(ctx)?;
     let mut contexts = vec![ctx];
     if ctx == client.primary(device.local) {
