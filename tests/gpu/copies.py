@@ -8,28 +8,9 @@ import statistics
 import time
 
 import common
+from memcpy2d import Image, Side
 
 BYTES = 256 << 20
-
-
-class Side(ctypes.Structure):
-    """One side of `CUDA_MEMCPY2D`."""
-
-    _fields_ = [
-        ("x", ctypes.c_size_t),
-        ("y", ctypes.c_size_t),
-        ("kind", ctypes.c_int),
-        ("host", ctypes.c_void_p),
-        ("device", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-    ]
-
-
-class Image(ctypes.Structure):
-    """`CUDA_MEMCPY2D`"""
-
-    _fields_ = [("source", Side), ("target", Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
 
 
 # `CUmemorytype`

@@ -13,11 +13,15 @@ import ctypes
 import os
 import sys
 
+from memcpy2d import Image, Side
+
 PATTERN = 0x5EC2E7A5
 BLOCK = 64 << 20
 # Memory that stays free on the card, so that the driver keeps working.
 SPARE = 256 << 20
 OUT_OF_MEMORY = 2
+# Blocks of threads of a launch.
+GRID = 1024
 # Rows of an array of 32-bit words.
 WIDTH = 16384
 # CU_MEM_ATTACH_GLOBAL, CU_AD_FORMAT_UNSIGNED_INT32, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_ARRAY
@@ -73,19 +77,6 @@ class ArrayDescriptor(ctypes.Structure):
     """`CUDA_ARRAY_DESCRIPTOR`"""
 
     _fields_ = [("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("format", ctypes.c_int), ("channels", ctypes.c_uint)]
-
-
-class Side(ctypes.Structure):
-    """One side of `CUDA_MEMCPY2D`."""
-
-    _fields_ = [("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_int), ("host", ctypes.c_void_p),
-                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t)]
-
-
-class Rectangle(ctypes.Structure):
-    """`CUDA_MEMCPY2D`"""
-
-    _fields_ = [("source", Side), ("target", Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
 
 
 class AllocationProperty(ctypes.Structure):
@@ -183,7 +174,7 @@ class Card:
         there = Side(kind=ARRAY, array=array.value)
         here = Side(kind=DEVICE, device=self.aside.value, pitch=4 * WIDTH)
         both = (here, there) if into else (there, here)
-        self.call("cuMemcpy2D_v2", ctypes.byref(Rectangle(*both, 4 * WIDTH, BLOCK // 4 // WIDTH)))
+        self.call("cuMemcpy2D_v2", ctypes.byref(Image(*both, 4 * WIDTH, BLOCK // 4 // WIDTH)))
 
     def count(self, blocks):
         """Returns the words with the pattern, with another value but 0, and in all."""
@@ -197,10 +188,6 @@ class Card:
         found = (ctypes.c_uint64 * 2)()
         self.call("cuMemcpyDtoH_v2", found, self.counters, ctypes.c_size_t(16))
         return found[0], found[1], len(blocks) * BLOCK // 4
-
-
-# Blocks of a launch.
-GRID = 1024
 
 
 def main():

@@ -16,7 +16,7 @@ use crate::supervise::WorkerId;
 /// Events that may wait for a client; the queue grows as needed.
 const MAX_QUEUED_EVENTS: usize = 1024;
 /// Most watches of a client: one for each connection that it may have.
-const MAX_WATCHES: usize = 256;
+pub(super) const MAX_WATCHES: usize = 256;
 
 /// Boxed, since each client's queue has room for some events from the start.
 type QueuedEvent = Result<Box<PoolEvent>, Box<Status>>;

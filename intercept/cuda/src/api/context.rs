@@ -67,7 +67,7 @@ fn created(client: &Client, ctx: u64) -> Option<ContextInfo> {
 }
 
 fn synchronize(ctx: u64) -> Result {
-    let (client, _) = clients::of_context(ctx)?;
+    let (client, contexts) = green::meant(ctx)?;
     streams::context_sync_allowed(ctx)?;
     regions::upload_awaited(client)?;
     client.free_blocks(op::CTX_SYNC)?;
@@ -75,7 +75,6 @@ fn synchronize(ctx: u64) -> Result {
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    let (_, contexts) = green::meant(ctx)?;
     let within = |on: u64| contexts.contains(&on);
     client.link.wait_detached(|t| t.seq < seq && within(t.on.ctx)).map_err(unavailable)?;
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {

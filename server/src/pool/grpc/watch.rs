@@ -6,7 +6,7 @@ use gpusession_proto::control as wire;
 use tonic::{Request, Response, Status};
 
 use crate::pool::status::bounded;
-use crate::pool::watch::{Events, workers_ready};
+use crate::pool::watch::{Events, MAX_WATCHES, workers_ready};
 use crate::pool::{Pool, locked};
 
 pub(super) async fn watch(
@@ -19,7 +19,7 @@ pub(super) async fn watch(
     bounded([&boot_id], &[])?;
     // Opened before its presence takes effect, so that no event is missed.
     let queue = pool.watches.begin(&client).ok_or_else(|| {
-        Status::resource_exhausted("this client has 256 watches open, and may have no more: end one of them")
+        Status::resource_exhausted(format!("this client has {MAX_WATCHES} watches open: end one of them"))
     })?;
     pool.present(&client, &boot_id, "").await?;
     let watching = Watching::begin(pool.clone(), client.clone());
