@@ -1,5 +1,6 @@
 //! Graphs and the nodes they are made of.
 
+use crate::capture;
 use crate::driver::config;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::memory::Allocation;
@@ -386,7 +387,20 @@ impl Exec {
         Ok(())
     }
 
+    /// Returns a graph of the same nodes, one after the other in the order of a launch.
+    fn as_graph(&self) -> Result<Arc<Graph>> {
+        let graph = Graph::new();
+        let mut last = Vec::new();
+        for step in self.steps.lock().iter().filter(|step| step.enabled) {
+            last = vec![graph.add(snapshot(&step.kind), last)?];
+        }
+        Ok(graph)
+    }
+
     pub fn launch(&self, stream: &Arc<Stream>) -> Result {
+        if capturing(stream) {
+            return capture::capture_node(stream, NodeKind::Child(self.as_graph()?)).map(drop);
+        }
         // CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
         let mut plan = Plan { auto_free: self.flags & 1 != 0, ..Plan::default() };
         for step in self.steps.lock().iter().filter(|s| s.enabled) {

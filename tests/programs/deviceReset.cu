@@ -1,5 +1,5 @@
-// Resetting a device or destroying a context frees its memory. Afterwards copies of all sizes,
-// default streams and events work again.
+// Resetting a device or destroying a context frees its memory and ends its limits. Afterwards
+// copies of all sizes, default streams and events work again.
 #include "driver.h"
 
 #include <cstring>
@@ -42,12 +42,19 @@ int main() {
     size_t free, total;
     // More than the device has, unless each round frees its memory.
     const int rounds = 4;
+    size_t stack, now;
+    CHECK(cudaDeviceGetLimit(&stack, cudaLimitStackSize));
     for (int round = 0; round < rounds; round++) {
         void *third;
         CHECK(cudaMemGetInfo(&free, &total));
         CHECK(cudaMalloc(&third, total / 3));
+        CHECK(cudaDeviceSetLimit(cudaLimitStackSize, 2 * stack));
+        CHECK(cudaDeviceGetLimit(&now, cudaLimitStackSize));
+        EXPECT(now >= 2 * stack);
         work(round * 100);
         CHECK(cudaDeviceReset());
+        CHECK(cudaDeviceGetLimit(&now, cudaLimitStackSize));
+        EXPECT(now == stack);
     }
     std::printf("deviceReset: reset right\n");
 

@@ -31,7 +31,7 @@ pub struct Capture {
     /// Whether the capture created the graph.
     pub new_graph: bool,
     /// Host memory that its copies name.
-    pub named: Mutex<Vec<Named>>,
+    named: Mutex<Vec<Named>>,
 }
 
 impl Capture {
@@ -64,6 +64,16 @@ impl Capture {
         if self.mode != 2 {
             UNSAFE_CAPTURES.fetch_sub(1, Ordering::Relaxed);
         }
+    }
+
+    /// Notes host memory that launches of the captured graph exchange.
+    pub fn name(&self, regions: Vec<Named>) {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
+    }
+
+    /// Returns the host memory that launches of the captured graph exchange.
+    pub fn named(&self) -> Vec<Named> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Invalidates the capture after an event that it cannot contain.

@@ -200,7 +200,7 @@ fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Named>), stream: &Stream)
     };
     if let Some(capture) = stream.capture() {
         client.call(op::COPY_HOST, body)?;
-        capture.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
+        capture.name(regions);
         return Ok(());
     }
     let on_host = (0..ids.len()).filter(|side| ids[*side] != 0);
@@ -336,6 +336,9 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     let bulk = len > INLINE_MAX;
     if bulk {
         client.link.lanes().map_err(unavailable)?;
+        if wait {
+            changes_first(stream)?;
+        }
     }
     let older = older(stream, target, len);
     let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
@@ -362,13 +365,18 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         // many.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     })?;
-    if bulk && regions::any() {
-        // Earlier kernels' changes of the program's memory have not arrived yet.
-        return stream.ask(op::STREAM_SYNC);
-    }
     stream.wait_landed(seq)?;
     stream.synced(seq);
     client.check_status(0)
+}
+
+/// Waits for earlier work's changes of the program's memory before a synchronous copy whose bytes
+/// come on the lanes.
+///
+/// The program expects them at the copy's return, and a graph's older copy must not replace its
+/// bytes. The reply to a small copy follows these changes anyway.
+pub fn changes_first(stream: &Stream) -> Result {
+    if regions::any() { stream.drain_unchecked() } else { Ok(()) }
 }
 
 /// Copies into the same memory that may be under way; natively a stream's queue is full then.

@@ -1,6 +1,6 @@
 //! Facts about devices, and the selection that the program sees.
 
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU32;
 
 use gpusession_proto::frame::{BadFrame, Reader};
 use gpusession_proto::readings::uuid_text;
@@ -26,8 +26,8 @@ pub struct Device {
     pub attributes: Vec<Option<i32>>,
     /// Lowest and highest stream priority; the highest is the smaller number.
     pub priorities: (i32, i32),
-    /// Values of `CUlimit` by number; a negative value is the driver's error.
-    pub limits: Vec<AtomicU64>,
+    /// Values of `CUlimit` in a new context, by number; a negative value is the driver's error.
+    pub limits: Vec<u64>,
     /// Positions of the pairs of multiprocessors (TPCs): two arrays one after the other.
     pub tpcs: Vec<u8>,
     /// Relations to each device of the same worker, by ordinal there.
@@ -76,7 +76,7 @@ impl Device {
         }
         let priorities = (r.word()? as i32, r.word()? as i32);
         let count = r.word()?.min(64);
-        let limits = (0..count).map(|_| r.word().map(AtomicU64::new)).collect::<Result<_, _>>()?;
+        let limits = (0..count).map(|_| r.word()).collect::<Result<_, _>>()?;
         Ok(Self {
             local,
             ordinal: -1,

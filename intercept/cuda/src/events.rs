@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use gpusession_link::lanes::On;
 use gpusession_proto::handle;
 
 use crate::client::Client;
+use crate::positions::Cover;
 use crate::status::{INVALID_HANDLE, Result};
 use crate::streams::{self, Capture, Stream};
 
@@ -17,15 +17,31 @@ pub struct Event {
     /// `CUevent_flags`
     flags: u32,
     order: Mutex<()>,
-    recorded: Mutex<Option<(Arc<Stream>, u64)>>,
+    recorded: Mutex<Option<Record>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
-    covers: Mutex<Vec<(On, u64)>>,
+    covers: Mutex<Vec<Cover>>,
     /// Whether other processes may record it, so that only its worker knows its last record.
     shared: AtomicBool,
     /// Whether launches of graphs may record it.
     in_graphs: AtomicBool,
+    /// Whether launches of graphs may wait for it.
+    awaited_in_graphs: AtomicBool,
 }
+
+/// A record of an event, outside of captures.
+#[derive(Clone)]
+pub struct Record {
+    stream: Arc<Stream>,
+    /// Position of the frame that records the event.
+    pub seq: u64,
+    /// Whether the frame is a launch, whose event happens before the kernel is complete.
+    early: bool,
+}
+
+/// Whether any event is in a graph's node that waits for it: without one, a launch's check is a
+/// single load.
+static AWAITED_IN_GRAPHS: AtomicBool = AtomicBool::new(false);
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
@@ -42,6 +58,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         covers: Mutex::default(),
         shared: AtomicBool::new(false),
         in_graphs: AtomicBool::new(false),
+        awaited_in_graphs: AtomicBool::new(false),
     });
     let slot = handle::slot(new) as usize;
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -68,6 +85,19 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
     let found = find(event)?;
     EVENTS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(event) as usize] = None;
     Ok(found)
+}
+
+/// Returns the streams that a launch of a graph at a position covers by its nodes that wait for
+/// events.
+pub fn covers_of_graphs(client: &Client, seq: u64) -> Vec<Cover> {
+    if !AWAITED_IN_GRAPHS.load(Ordering::SeqCst) {
+        return Vec::new();
+    }
+    let events = EVENTS.read().unwrap_or_else(PoisonError::into_inner);
+    let awaited = events.iter().flatten().filter(|event| {
+        event.client.number == client.number && event.awaited_in_graphs.load(Ordering::SeqCst)
+    });
+    awaited.flat_map(|event| event.covers_before(seq)).collect()
 }
 
 /// `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`
@@ -105,6 +135,14 @@ impl Event {
         self.in_graphs.store(true, Ordering::SeqCst);
     }
 
+    /// Notes that a node of a graph waits for the event from now on.
+    ///
+    /// A launch of any graph then counts as one that waits for it.
+    pub fn await_in_graphs(&self) {
+        self.awaited_in_graphs.store(true, Ordering::SeqCst);
+        AWAITED_IN_GRAPHS.store(true, Ordering::SeqCst);
+    }
+
     /// Returns `true` if launches of graphs may record the event.
     pub fn is_in_graphs(&self) -> bool {
         self.in_graphs.load(Ordering::SeqCst)
@@ -127,19 +165,29 @@ impl Event {
 
     /// Notes that the frame at this position records the event.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
-        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) =
-            if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
-        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((stream.clone(), seq));
+        let covers = if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
+        self.note(Record { stream: stream.clone(), seq, early: false }, covers);
+    }
+
+    /// Notes that the launch at this position records the event before its kernel is complete.
+    ///
+    /// The work before the launch is complete by then, so that its copies count as covered.
+    pub fn record_in_launch(&self, stream: &Arc<Stream>, seq: u64) {
+        let covers = if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
+        self.note(Record { stream: stream.clone(), seq, early: true }, covers);
+    }
+
+    fn note(&self, record: Record, covers: Vec<Cover>) {
+        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = covers;
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Notes that the frame at this position records the event for all streams of contexts.
     ///
     /// `together` stands for these streams, and `covers` names them.
-    pub fn record_all(&self, together: Arc<Stream>, seq: u64, covers: Vec<(On, u64)>) {
-        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = covers;
-        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((together, seq));
-        *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    pub fn record_all(&self, together: Arc<Stream>, seq: u64, covers: Vec<Cover>) {
+        self.note(Record { stream: together, seq, early: false }, covers);
     }
 
     /// Notes that the event was recorded in a capture.
@@ -152,7 +200,7 @@ impl Event {
     ///
     /// `seq` is the position of the call that waits. A launch of a graph may have recorded the
     /// event on any stream before it.
-    pub fn covers_before(&self, seq: u64) -> Vec<(On, u64)> {
+    pub fn covers_before(&self, seq: u64) -> Vec<Cover> {
         if self.is_in_graphs() && streams::tracking(self.client) {
             return streams::all(self.client).iter().flat_map(|stream| stream.covers(seq)).collect();
         }
@@ -169,11 +217,11 @@ impl Event {
         self.captured.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns stream and position of the last record, unless it is known to have happened.
-    pub fn pending(&self) -> Option<(Arc<Stream>, u64)> {
+    /// Returns the last record, unless it is known to have happened.
+    pub fn pending(&self) -> Option<Record> {
         let recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
-        let known = self.happened.load(Ordering::Relaxed) >= recorded.1 || recorded.0.done(recorded.1);
-        (!known).then_some(recorded)
+        let happened = self.happened.load(Ordering::Relaxed) >= recorded.seq;
+        (!happened && !recorded.stream.done(recorded.seq)).then_some(recorded)
     }
 
     /// Notes that the record at this position was complete at once.
@@ -181,10 +229,12 @@ impl Event {
         self.happened.fetch_max(seq, Ordering::Relaxed);
     }
 
-    /// Notes that the record at this position has happened, and all earlier work of its stream.
-    pub fn has_happened(&self, stream: &Stream, seq: u64) {
-        self.happened.fetch_max(seq, Ordering::Relaxed);
-        stream.synced(seq);
+    /// Notes that a record has happened, and all earlier work of its stream.
+    pub fn has_happened(&self, record: &Record) {
+        self.is_past(record.seq);
+        if !record.early {
+            record.stream.synced(record.seq);
+        }
     }
 }
 
@@ -206,18 +256,30 @@ mod tests {
         let (event, stream) = setup(0);
         assert!(event.pending().is_none(), "never recorded");
         event.record(&stream, 5);
-        assert!(event.recorded() && event.pending().is_some_and(|(_, seq)| seq == 5));
+        assert!(event.recorded() && event.pending().is_some_and(|record| record.seq == 5));
         stream.synced(4);
         assert!(event.pending().is_some());
         stream.synced(5);
         assert!(event.pending().is_none(), "the stream was synchronized behind it");
         event.record(&stream, 8);
         assert!(event.pending().is_some());
-        event.has_happened(&stream, 8);
+        event.has_happened(&event.pending().unwrap());
         assert!(event.pending().is_none() && stream.done(8), "the stream's earlier work is done, too");
         event.record(&stream, 9);
         event.is_past(9);
         assert!(event.pending().is_none() && !stream.done(9));
+    }
+
+    #[test]
+    fn event_of_a_launch_says_nothing_about_the_end_of_the_kernel() {
+        let (event, stream) = setup(DISABLE_TIMING);
+        stream.worked(5);
+        event.record_in_launch(&stream, 5);
+        event.has_happened(&event.pending().unwrap());
+        assert!(event.pending().is_none() && !stream.done(5));
+        event.record_in_launch(&stream, 7);
+        stream.synced(7);
+        assert!(event.pending().is_none(), "the end of the kernel is behind its event");
     }
 
     #[test]

@@ -31,6 +31,7 @@ mod host_functions;
 mod images;
 mod jit;
 mod libraries;
+mod limits;
 mod linker;
 mod mapped;
 mod modules;

@@ -295,8 +295,13 @@ impl Stream {
     /// That is more than [`Self::synchronize`] waits for: work of the default stream precedes later
     /// work of this one, but a synchronization of this one does not wait for it.
     pub fn drain(&self) -> Result {
-        let client = self.client;
         self.not_captured()?;
+        self.drain_unchecked()
+    }
+
+    /// Waits as [`Self::drain`] does, for a call that has checked what captures forbid.
+    pub fn drain_unchecked(&self) -> Result {
+        let client = self.client;
         client.free_blocks(op::STREAM_SYNC)?;
         let begun = client
             .link

@@ -213,7 +213,8 @@ export! {
             return Err(errors::NOT_SUPPORTED);
         }
         (*params).errNode = 0;
-        let made = instantiate(to, g, (*params).flags);
+        // CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD does not stay with the executable graph.
+        let made = instantiate(to, g, (*params).flags & !2);
         (*params).result = u32::from(made.is_err());
         made
     }

@@ -90,6 +90,7 @@ export! {
         let c = &*config;
         let (s, ctx) = target(c.stream, PER_THREAD)?;
         let mut cooperative = false;
+        let mut events = Vec::new();
         for attribute in slice(c.attrs, c.numAttrs as usize)? {
             match attribute.id {
                 2 => cooperative = attribute.value[0] as u32 != 0,
@@ -100,10 +101,25 @@ export! {
                         return Err(errors::INVALID_CLUSTER_SIZE);
                     }
                 }
+                // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT and _LAUNCH_COMPLETION_EVENT
+                7 | 12 => {
+                    let event = super::stream::event(attribute.value[0] as usize)?;
+                    if event.flags & super::stream::DISABLE_TIMING == 0 || event.context != s.context {
+                        return Err(INVALID_VALUE);
+                    }
+                    events.push(event);
+                }
                 _ => {}
             }
         }
-        submit_launch(Launch::new(&ctx, f, c.grid, c.block, c.shared, cooperative, params, extra)?, &s)
+        let launch = Launch::new(&ctx, f, c.grid, c.block, c.shared, cooperative, params, extra)?;
+        // The events happen when the kernel begins; in a capture its node is what others wait for.
+        if crate::capture::capturing(&s) {
+            submit_launch(launch, &s)?;
+            return events.iter().try_for_each(|event| super::stream::record_on(event, &s));
+        }
+        events.iter().try_for_each(|event| super::stream::record_on(event, &s))?;
+        submit_launch(launch, &s)
     }
 
     fn cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz (

@@ -68,19 +68,24 @@ fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Resul
     if capture::capturing(&s) && flags == 1 {
         return capture::capture_node(&s, NodeKind::EventRecord(h)).map(drop);
     }
-    if capture::record(&s, &e)? {
+    record_on(&e, &s)
+}
+
+/// Records an event behind the stream's work so far.
+pub(super) fn record_on(e: &Arc<Event>, s: &Arc<Stream>) -> Result {
+    if capture::record(s, e)? {
         return Ok(());
     }
     let time = Arc::new(OnceLock::new());
     // The event refers to this recording before its entry can run.
-    let point = submit::submit(&s, Op::Record(time.clone()))?;
+    let point = submit::submit(s, Op::Record(time.clone()))?;
     if let Some(point) = point {
         let mut state = e.state.lock();
         state.captured = None;
         state.recorded = Some(Recorded { point, time });
         if let Some(counter) = &e.shared {
             let number = counter.begin();
-            submit::submit(&s, Op::Complete(counter.clone(), number))?;
+            submit::submit(s, Op::Complete(counter.clone(), number))?;
         }
     }
     Ok(())

@@ -16,7 +16,7 @@ use crate::entry::{
     driver, give, give_optional, take,
 };
 use crate::thread::named;
-use crate::{clients, handles, host_functions, private_tables, regions, streams, thread};
+use crate::{clients, handles, host_functions, limits, private_tables, regions, streams, thread};
 
 fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
     let (client, device) = clients::device(device)?;
@@ -234,7 +234,8 @@ driver! {
 
     fn cuCtxGetLimit(value: *mut usize, limit: i32) {
         let (_, device) = current()?;
-        match usize::try_from(limit).ok().and_then(|i| device.limits.get(i)).map(|l| l.load(Ordering::Relaxed)) {
+        let default = || usize::try_from(limit).ok().and_then(|limit| device.limits.get(limit)).copied();
+        match limits::get(thread::context()?, limit).or_else(default) {
             // A negative value is the driver's error.
             Some(known) if (known as i64) < 0 => Err(-(known as i64) as i32),
             Some(known) => give(value, known as usize),
@@ -243,16 +244,13 @@ driver! {
     }
 
     fn cuCtxSetLimit(limit: i32, value: usize) {
-        let (client, device) = current()?;
+        let (client, _) = current()?;
         streams::allowed()?;
         let reply = client.call(op::CTX_SET_LIMIT, |w| {
             w.word(limit as u32 as u64);
             w.word(value as u64);
         })?;
-        let now = word(&mut reply.reader())?;
-        if let Some(known) = usize::try_from(limit).ok().and_then(|i| device.limits.get(i)) {
-            known.store(now, Ordering::Relaxed);
-        }
+        limits::note(thread::context()?, limit, word(&mut reply.reader())?);
         Ok(())
     }
 

@@ -368,6 +368,7 @@ fn download(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait
     let bulk = len > INLINE_MAX;
     if bulk {
         client.link.lanes().map_err(unavailable)?;
+        copies::changes_first(stream)?;
     }
     let down = &client.link.down;
     let target = packed.as_mut_ptr() as usize;

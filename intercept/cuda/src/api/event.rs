@@ -87,10 +87,10 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         // The last record may be a graph's on another stream than the one that this process knows.
         streams::settle_covered(client, &event.covers_before(seq))?;
     } else if reply.status == 0
-        && let Some((stream, recorded)) = pending.filter(|_| own)
+        && let Some(record) = pending.filter(|_| own)
     {
         streams::settle_covered(client, &covers)?;
-        event.has_happened(&stream, recorded);
+        event.has_happened(&record);
     }
     client.check_status(reply.status)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
@@ -11,11 +11,11 @@ use super::graph_nodes::{
     AllocNode, Content, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, Shape,
     child_graphs, regions_of,
 };
-use crate::client::word;
+use crate::client::{Client, word};
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_CONTEXT, INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::ranges::{self, Kind};
-use crate::streams::{self, find};
+use crate::streams::{self, Stream, find};
 use crate::{clients, events, functions, handles, host_functions, mapped, objects, regions, thread};
 
 /// `CUgraphExecUpdateResultInfo`
@@ -201,6 +201,20 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     }
 }
 
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`, which `cuGraphExecGetFlags` does not return.
+const UPLOAD: u64 = 2;
+
+/// Puts the upload of an executable graph on a stream.
+fn upload(exec: *mut c_void, (client, stream): (&Client, Arc<Stream>)) -> Result {
+    client.same(clients::by_object(exec as u64)?)?;
+    let seq = client.post(op::cuGraphUpload, |w| {
+        w.word(exec as u64);
+        w.word(stream.handle);
+    })?;
+    stream.worked(seq);
+    Ok(())
+}
+
 /// Returns the graph inside a node.
 pub(super) fn child_of(node: u64) -> Result<u64> {
     let client = clients::by_object(node)?;
@@ -282,11 +296,19 @@ driver! {
     }
 
     /// `CUDA_GRAPH_INSTANTIATE_PARAMS`: flags, upload stream, node that failed, result.
-    fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz [_default] (
+    fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz [default] (
         exec: *mut *mut c_void, graph: *mut c_void, params: *mut [u64; 4],
     ) {
         let mut known = take(params)?;
-        let done = instantiate(exec, graph, known[0]);
+        let make = || match known[0] & UPLOAD {
+            0 => instantiate(exec, graph, known[0]),
+            _ => {
+                let on = find(known[1] as *mut c_void, default)?;
+                instantiate(exec, graph, known[0] & !UPLOAD)?;
+                upload(take(exec)?, on)
+            }
+        };
+        let done = make();
         known[2] = 0;
         // CUDA_GRAPH_INSTANTIATE_SUCCESS or CUDA_GRAPH_INSTANTIATE_ERROR
         known[3] = u64::from(done.is_err());
@@ -309,6 +331,14 @@ driver! {
             w.word(exec as u64);
             w.word(stream.handle);
         })?;
+        match stream.capture() {
+            // Launches of the graph that the capture makes exchange the same memory.
+            Some(capture) => capture.name(mapped::graph_regions(exec as u64)),
+            None if streams::tracking(client) => {
+                stream.positions.covers_also(&events::covers_of_graphs(client, seq), seq);
+            }
+            None => {}
+        }
         host_functions::appended(&stream, seq);
         stream.worked(seq);
         client.take_late_error()
@@ -381,7 +411,7 @@ driver! {
     }
 
     fn cuGraphAddEventWaitNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, event: *mut c_void) {
-        add(node, graph, after, count, &Content::Wait(events::find(event as u64)?.handle))
+        add(node, graph, after, count, &Content::wait(event as u64)?)
     }
 
     fn cuGraphAddChildGraphNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, child: *mut c_void) {
@@ -485,7 +515,7 @@ driver! {
     }
 
     fn cuGraphEventWaitNodeSetEvent(node: u64, event: *mut c_void) {
-        set(std::ptr::null_mut(), node, &Content::Wait(events::find(event as u64)?.handle))
+        set(std::ptr::null_mut(), node, &Content::wait(event as u64)?)
     }
 
     fn cuGraphExecEventRecordNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {
@@ -493,7 +523,7 @@ driver! {
     }
 
     fn cuGraphExecEventWaitNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {
-        set(exec, node, &Content::Wait(events::find(event as u64)?.handle))
+        set(exec, node, &Content::wait(event as u64)?)
     }
 
     fn cuGraphExecKernelNodeSetParams_v2(exec: *mut c_void, node: u64, kernel: *const KernelNode) {

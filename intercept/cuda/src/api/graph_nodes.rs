@@ -261,6 +261,13 @@ impl Content {
         Ok(Self::Record(event.handle))
     }
 
+    /// A node that waits for an event, which every launch of a graph then may wait for.
+    pub fn wait(event: u64) -> Result<Self> {
+        let event = events::find(event)?;
+        event.await_in_graphs();
+        Ok(Self::Wait(event.handle))
+    }
+
     pub fn child(graph: *mut c_void, moved: bool) -> Result<Self> {
         let graph = graph as u64;
         clients::by_object(graph)?;
@@ -288,7 +295,7 @@ impl Content {
                 _ => Err(INVALID_VALUE),
             },
             5 => Ok(Self::Empty),
-            6 => Ok(Self::Wait(events::find(body[0])?.handle)),
+            6 => Self::wait(body[0]),
             7 => Self::record(body[0]),
             10 => Self::alloc(body.as_ptr().cast()),
             11 => Ok(Self::Free(body[0])),
@@ -364,6 +371,7 @@ impl Content {
                 ids.iter().for_each(|id| w.word(*id));
             }
             Self::Set(set, ctx) => {
+                mapped::named(client, set.address)?;
                 let words = [
                     set.address,
                     set.pitch as u64,
@@ -377,6 +385,9 @@ impl Content {
             }
             Self::Empty => {}
             Self::MemOps { ctx, flags, items } => {
+                for item in items.chunks_exact(MEM_OP) {
+                    mapped::named(client, item[8..16].try_into().map_or(0, u64::from_le_bytes))?;
+                }
                 w.word(handle::local(*ctx));
                 w.word(u64::from(*flags));
                 w.bytes(items);

@@ -17,7 +17,7 @@ use crate::entry::{
 use crate::stream::Stream;
 use crate::streams::{self, find};
 use crate::thread::named;
-use crate::{clients, events, handles, private_tables, ranges, thread};
+use crate::{clients, events, handles, limits, private_tables, ranges, thread};
 
 /// Bytes of a `CUdevResource`.
 const RESOURCE: usize = 144;
@@ -289,6 +289,7 @@ driver! {
         thread::forget(ctx);
         private_tables::forget_context(ctx);
         super::core_dump::forget_context(ctx);
+        limits::forget_context(ctx);
         ranges::adopt(ctx, client.primary(device));
         client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx);
         let destroyed = client.call(op::GREEN_DESTROY, |w| w.word(handle::local(handle as u64)));

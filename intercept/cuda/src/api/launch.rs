@@ -4,20 +4,27 @@
 
 use std::ffi::c_void;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use gpusession_proto::frame::{Writer, op};
 
 use crate::client::{Client, unavailable};
 use crate::entry::{
-    INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, Result, bytes, driver, give, give_optional, take,
+    INVALID_HANDLE, INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, NOT_SUPPORTED, Result, bytes, driver, give,
+    give_optional, take,
 };
+use crate::events::Event;
 use crate::functions::{self, Function};
 use crate::streams::{self, find};
-use crate::{clients, mapped, ranges, regions, thread};
+use crate::{clients, events, mapped, ranges, regions, thread, trace};
 
 /// Bytes of a `CUlaunchAttribute`.
 const ATTRIBUTE: usize = 72;
+/// `CU_LAUNCH_ATTRIBUTE_*`
 const COOPERATIVE: u32 = 2;
+const PROGRAMMATIC_EVENT: u32 = 7;
+const COMPLETION_EVENT: u32 = 12;
+const DEVICE_UPDATABLE: u32 = 13;
 /// `CU_LAUNCH_PARAM_*`
 const PARAM_END: usize = 0;
 const PARAM_BUFFER: usize = 1;
@@ -157,6 +164,32 @@ impl Params {
     }
 }
 
+/// Returns the events that a launch records by its attributes, each once and in one order for all
+/// threads.
+///
+/// Refuses a node that device code updates: its handle on the device would have to outlive a
+/// replaced worker.
+fn recorded_by(client: &Client, attributes: &[u8]) -> Result<Vec<Arc<Event>>> {
+    let mut recorded = Vec::new();
+    for attribute in attributes.chunks_exact(ATTRIBUTE) {
+        let word = |at: usize| attribute[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+        match word(0) as u32 {
+            PROGRAMMATIC_EVENT | COMPLETION_EVENT => recorded.push(events::find(word(8))?),
+            DEVICE_UPDATABLE if word(8) as u32 != 0 => {
+                trace::why("launches: a kernel node that device code updates");
+                return Err(NOT_SUPPORTED);
+            }
+            _ => {}
+        }
+    }
+    if recorded.iter().any(|event| event.client.number != client.number) {
+        return Err(INVALID_HANDLE);
+    }
+    recorded.sort_by_key(|event| event.handle);
+    recorded.dedup_by_key(|event| event.handle);
+    Ok(recorded)
+}
+
 fn launch(
     function: *mut c_void,
     shape: Shape,
@@ -180,6 +213,16 @@ fn launch(
     // The key contains the client, because a kernel is on several workers. It is never zero, which
     // marks an empty place.
     let key = hasher.finish() ^ u64::from(client.number) << 32 | 1;
+    let recorded = recorded_by(client, attributes)?;
+    let orders: Vec<_> = recorded.iter().map(|event| event.order()).collect();
+    let note = |seq: u64| {
+        for event in &recorded {
+            match stream.capture() {
+                Some(capture) => event.captured_in(&capture),
+                None => event.record_in_launch(&stream, seq),
+            }
+        }
+    };
     let mut failed = Ok(());
     let body = |w: &mut Writer<'_>| {
         w.word(function.handle);
@@ -189,10 +232,13 @@ fn launch(
         w.bytes(attributes);
         failed = params.write(&function, w);
     };
-    if functions::accepted(key) {
+    // A process that learns of the record by other means finds it: it has arrived.
+    if functions::accepted(key) && !recorded.iter().any(|event| event.is_shared()) {
         let seq = client.post(op::LAUNCH, body)?;
         failed?;
         stream.worked(seq);
+        note(seq);
+        drop(orders);
         return client.take_late_error();
     }
     function.reach(client)?;
@@ -202,6 +248,7 @@ fn launch(
     failed?;
     stream.worked(seq);
     client.check_status(reply.status)?;
+    note(seq);
     functions::accept(key);
     Ok(())
 }

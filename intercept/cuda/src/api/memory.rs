@@ -16,7 +16,7 @@ use crate::freed_blocks::Block;
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
-use crate::{clients, mapped, modules, private_tables, thread};
+use crate::{clients, limits, mapped, modules, private_tables, thread};
 
 /// Allocates device memory in the current context; the caller adds it to `ranges`.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
@@ -150,6 +150,7 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
     super::core_dump::forget_context(ctx);
+    limits::forget_context(ctx);
     modules::forget_context(ctx);
     streams::forget_context(ctx);
     let gone = ranges::forget_context(ctx, wait);

@@ -1,7 +1,6 @@
 //! Streams and capture.
 
 use std::ffi::c_void;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use gpusession_proto::frame::op;
@@ -34,6 +33,7 @@ fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8
         if route::elsewhere(client, address).is_some() {
             return Err(cross_lease_error("memory of a wait or write on a stream"));
         }
+        mapped::named(client, address)?;
     }
     regions::upload(client)?;
     let seq = client.post(op::STREAM_BATCH, |w| {
@@ -270,6 +270,7 @@ driver! {
         })?;
         match captured {
             Some(capture) => stream.join(&capture),
+            None if external => event.await_in_graphs(),
             None if own.is_some() => {}
             None => {
                 let waits = event.pending().is_some() || event.is_in_graphs();
@@ -473,7 +474,7 @@ driver! {
             give_optional(graph, NULL);
             return Err(status);
         }
-        mapped::graph_names(new, &capture.named.lock().unwrap_or_else(PoisonError::into_inner));
+        mapped::graph_names(new, &capture.named());
         give_optional(graph, new as *mut c_void);
         Ok(())
     }
