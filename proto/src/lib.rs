@@ -5,6 +5,7 @@
 //! * [`grant`]: requests of `libcuda.so.1` to the client daemon on its Unix socket.
 //! * [`login`]: requests of `pam_gpusession.so` to the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
+//! * [`launch`]: attributes of launches.
 //! * [`measure`]: frames of `gpusession netperf`.
 //! * [`journal`]: message ids of the daemons' journal entries.
 //! * [`readings`]: NVML's facts about GPUs, on the grant socket and between `gpuserver` and its
@@ -24,6 +25,7 @@ pub mod isolation;
 #[cfg(feature = "control")]
 pub mod join;
 pub mod journal;
+pub mod launch;
 pub mod log_throttle;
 pub mod measure;
 pub mod message;

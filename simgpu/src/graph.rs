@@ -1,6 +1,5 @@
 //! Graphs and the nodes they are made of.
 
-use crate::capture;
 use crate::driver::config;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::memory::Allocation;
@@ -312,6 +311,8 @@ pub struct Exec {
     pub flags: u64,
     pub steps: Mutex<Vec<Step>>,
     shape: Shape,
+    /// Handles of the original nodes by position; an update does not change them.
+    originals: Vec<usize>,
     _objects: Vec<Held>,
 }
 
@@ -357,6 +358,7 @@ impl Exec {
             flags,
             steps: Mutex::new(steps),
             shape: shape(graph),
+            originals: graph.nodes.lock().iter().map(handle).collect(),
             _objects: graph.objects.lock().clone(),
         });
         EXECS.insert(exec.clone());
@@ -380,27 +382,16 @@ impl Exec {
             return Err(3);
         }
         let sorted = graph.sorted().ok_or(1u32)?;
+        let nodes: HashMap<usize, usize> =
+            graph.nodes.lock().iter().map(handle).zip(self.originals.iter().copied()).collect();
         *self.steps.lock() = sorted
             .iter()
-            .map(|n| Step { node: handle(n), kind: snapshot(&n.kind.lock()), enabled: true })
+            .map(|n| Step { node: nodes[&handle(n)], kind: snapshot(&n.kind.lock()), enabled: true })
             .collect();
         Ok(())
     }
 
-    /// Returns a graph of the same nodes, one after the other in the order of a launch.
-    fn as_graph(&self) -> Result<Arc<Graph>> {
-        let graph = Graph::new();
-        let mut last = Vec::new();
-        for step in self.steps.lock().iter().filter(|step| step.enabled) {
-            last = vec![graph.add(snapshot(&step.kind), last)?];
-        }
-        Ok(graph)
-    }
-
     pub fn launch(&self, stream: &Arc<Stream>) -> Result {
-        if capturing(stream) {
-            return capture::capture_node(stream, NodeKind::Child(self.as_graph()?)).map(drop);
-        }
         // CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
         let mut plan = Plan { auto_free: self.flags & 1 != 0, ..Plan::default() };
         for step in self.steps.lock().iter().filter(|s| s.enabled) {

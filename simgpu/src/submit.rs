@@ -119,18 +119,37 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
     let to_host = is_host(&copy.dst.place)?;
     let on_device = known(&copy.src.place) && !is_host(&copy.src.place)? && !to_host;
     if from_pageable && !graph::capturing(s) {
+        // CUDA synchronizes the stream first, so that its work may write the source.
+        if wait && let Some(point) = submit(s, Op::Empty)? {
+            point.wait();
+        }
         copy.stage()?;
     }
+    let between = if wait && on_device { contexts_between(&copy)? } else { Vec::new() };
+    between.iter().try_for_each(|ctx| ctx.synchronize())?;
     let point = submit(s, Op::Copy(Arc::new(copy)))?;
     // Between device addresses, even synchronous calls return before the copy is complete. From
     // pageable memory to the device, they return once the bytes are staged.
-    let must_wait = to_pageable || (wait && !on_device && (to_host || !from_pageable));
+    let must_wait = to_pageable || !between.is_empty() || (wait && !on_device && (to_host || !from_pageable));
     if let Some(point) = point.filter(|_| must_wait) {
         point.wait();
         s.life.flush();
         s.life.check()?;
     }
     Ok(())
+}
+
+/// Returns both contexts of a copy between two; all their work is serialized with it.
+fn contexts_between(copy: &Copy) -> Result<Vec<Arc<Context>>> {
+    let space = &crate::driver::driver()?.space;
+    let context = |place: &Place| match place {
+        Place::Known(at) => space.find(*at).and_then(|a| CONTEXTS.find(a.context)),
+        _ => None,
+    };
+    Ok(match (context(&copy.dst.place), context(&copy.src.place)) {
+        (Some(to), Some(from)) if !Arc::ptr_eq(&to, &from) => vec![to, from],
+        _ => Vec::new(),
+    })
 }
 
 fn reachable(copy: &Copy, device: u32) -> Result {

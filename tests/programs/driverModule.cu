@@ -85,6 +85,9 @@ int main() {
     DRIVER(cuLibraryGetKernel);
     DRIVER(cuLibraryUnload);
     DRIVER(cuKernelGetFunction);
+    DRIVER(cuKernelSetAttribute);
+    DRIVER(cuFuncSetAttribute);
+    DRIVER(cuFuncGetModule);
     DRIVER(cuFuncGetAttribute);
     DRIVER(cuOccupancyMaxActiveBlocksPerMultiprocessor);
     DRIVER(cuLaunchKernel);
@@ -193,6 +196,19 @@ int main() {
     CHECK_DRIVER(cuKernelGetFunction_(&transform, kernel));
     CHECK_DRIVER(cuLaunchKernel_(transform, 8, 1, 1, 128, 1, 1, 0, nullptr, parameters, nullptr));
     check(out, 1000, 11);
+    CUmodule inside_library;
+    CHECK_DRIVER(cuFuncGetModule_(&inside_library, transform));
+    CHECK_DRIVER(cuModuleGetGlobal_(&base, &size, inside_library, "base"));
+    EXPECT(size == 4);
+    // The kernel and its function have one setting.
+    for (int bytes : {20000, 30000, 20000}) {
+        CHECK_DRIVER(cuKernelSetAttribute_(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes, kernel, device));
+        CHECK_DRIVER(cuFuncGetAttribute_(&value, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, transform));
+        std::printf("kernel %d: function %d\n", bytes, value);
+        CHECK_DRIVER(cuFuncSetAttribute_(transform, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 10000));
+        CHECK_DRIVER(cuFuncGetAttribute_(&value, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, transform));
+        std::printf("function 10000: function %d\n", value);
+    }
     SHOW_DRIVER(cuLibraryGetKernel_(&kernel, library, "absent"));
     CHECK_DRIVER(cuLibraryUnload_(library));
     std::printf("driverModule: library interface right\n");

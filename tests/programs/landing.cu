@@ -1,6 +1,9 @@
 // Host memory is right as soon as the program may look at it. That is after events that launches
-// record, graphs that wait for events, launches inside captures, and older copies of graphs.
+// record, graphs that wait for events, and older copies of graphs.
 #include "driver.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <vector>
@@ -105,6 +108,133 @@ static void events_of_launches(unsigned char *host, unsigned char *device) {
     std::printf("landing: events of launches right\n");
 }
 
+// Another stream copies what an upload writes that is still on its way when the copy is posted.
+static void uploads_before_events(unsigned char *host, unsigned char *device, unsigned char *copied) {
+    cudaStream_t stream = new_stream(), other = new_stream();
+    cudaEvent_t event = new_event();
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
+    attribute.val.launchCompletionEvent.event = event;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = config.blockDim = dim3(1);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int *out;
+    CHECK(cudaMalloc(&out, sizeof(int)));
+    CHECK(cudaLaunchKernelEx(&config, late, out, 1));  // the shape is known from now on
+    CHECK(cudaStreamSynchronize(stream));
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddEventRecordNode(&node, graph, nullptr, 0, event));
+    cudaGraphExec_t records = instantiate(graph);
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddEventWaitNode(&node, graph, nullptr, 0, event));
+    cudaGraphExec_t waits = instantiate(graph);
+    for (int round = 0; round < 4 * ROUNDS; round++) {
+        std::memset(host, round + 1, BYTES);
+        CHECK(cudaMemcpyAsync(device, host, BYTES, cudaMemcpyHostToDevice, stream));
+        if (round % 4 == 0) {
+            CHECK(cudaGraphLaunch(records, stream));
+            CHECK(cudaStreamWaitEvent(other, event, 0));
+        } else if (round % 4 == 1) {
+            CHECK(cudaEventRecord(event, stream));
+            CHECK(cudaGraphLaunch(waits, other));
+        } else {
+            CHECK(cudaLaunchKernelEx(&config, late, out, 1));
+            if (round % 4 == 2) {
+                CHECK(cudaStreamWaitEvent(other, event, 0));
+            } else {
+                CHECK(cudaEventSynchronize(event));
+            }
+        }
+        CHECK(cudaMemcpyAsync(copied, device, BYTES, cudaMemcpyDeviceToDevice, other));
+        CHECK(cudaStreamSynchronize(other));
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaMemcpy(host, copied, BYTES, cudaMemcpyDeviceToHost));
+        EXPECT(all(host, round + 1));
+    }
+    CHECK(cudaGraphExecDestroy(records));
+    CHECK(cudaGraphExecDestroy(waits));
+    std::printf("landing: uploads before events right\n");
+}
+
+// Each round has another source, and the one before is unmapped.
+static void changed_nodes(unsigned char *device) {
+    const size_t size = 16 << 20;
+    const auto map = [&] {
+        void *mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        EXPECT(mapped != MAP_FAILED);
+        return static_cast<unsigned char *>(mapped);
+    };
+    std::vector<unsigned char> result(size);
+    cudaStream_t stream = new_stream();
+    cudaGraph_t graph, other;
+    cudaGraphNode_t node, copy;
+    unsigned char *source = map(), *before = nullptr;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddMemcpyNode1D(&node, graph, nullptr, 0, device, source, size, cudaMemcpyHostToDevice));
+    cudaGraphExec_t executable;
+    CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    for (int round = 0; round < 40; round++) {
+        std::memset(source, round + 1, size);
+        CHECK(cudaGraphLaunch(executable, stream));
+        CHECK(cudaMemcpyAsync(result.data(), device, size, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        EXPECT(result[0] == round + 1 && std::memcmp(&result[0], &result[1], size - 1) == 0);
+        if (before) EXPECT(munmap(before, size) == 0);
+        before = source;
+        source = map();
+        if (round % 2 == 0) {
+            CHECK(cudaGraphExecMemcpyNodeSetParams1D(executable, node, device, source, size, cudaMemcpyHostToDevice));
+        } else {
+            cudaGraphExecUpdateResultInfo info;
+            CHECK(cudaGraphCreate(&other, 0));
+            CHECK(cudaGraphAddMemcpyNode1D(&copy, other, nullptr, 0, device, source, size, cudaMemcpyHostToDevice));
+            CHECK(cudaGraphExecUpdate(executable, other, &info));
+            CHECK(cudaGraphDestroy(other));
+        }
+    }
+    CHECK(cudaGraphExecDestroy(executable));
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("landing: changed nodes right\n");
+}
+
+static void CUDART_CB fill_slowly(void *data) {
+    usleep(100000);
+    std::memset(data, 7, BYTES);
+}
+
+// A copy from pageable memory that is not asynchronous reads it when the stream's work is complete.
+static void copies_behind_host_work(unsigned char *device) {
+    std::vector<unsigned char> host(BYTES), result(BYTES);
+    cudaStream_t capturing = new_stream();
+    CHECK(cudaLaunchHostFunc(0, fill_slowly, host.data()));
+    CHECK(cudaMemcpy(device, host.data(), BYTES, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(result.data(), device, BYTES, cudaMemcpyDeviceToHost));
+    EXPECT(all(result.data(), 7));
+    std::memset(host.data(), 1, BYTES);
+    CHECK(cudaLaunchHostFunc(0, fill_slowly, host.data()));
+    const size_t width = 1 << 16;
+    CHECK(cudaMemcpy2D(device, width, host.data(), width, width, BYTES / width, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(result.data(), device, BYTES, cudaMemcpyDeviceToHost));
+    EXPECT(all(result.data(), 7));
+    cudaGraph_t graph;
+    CHECK(cudaMemset(device, 3, BYTES));
+    CHECK(cudaStreamBeginCapture(capturing, cudaStreamCaptureModeThreadLocal));
+    CHECK(cudaMemcpyAsync(host.data(), device, BYTES, cudaMemcpyDeviceToHost, capturing));
+    CHECK(cudaStreamEndCapture(capturing, &graph));
+    cudaGraphExec_t executable = instantiate(graph);
+    CHECK(cudaGraphLaunch(executable, 0));
+    CHECK(cudaMemset(device, 4, BYTES));
+    CHECK(cudaMemcpy(device, host.data(), BYTES, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(result.data(), device, BYTES, cudaMemcpyDeviceToHost));
+    EXPECT(all(result.data(), 3));
+    CHECK(cudaGraphExecDestroy(executable));
+    std::printf("landing: copies behind host work right\n");
+}
+
 // The event is that of a copy on another stream.
 static void graphs_that_wait(unsigned char *host, unsigned char *device, bool captured) {
     cudaStream_t stream = new_stream(), other = new_stream();
@@ -133,35 +263,21 @@ static void graphs_that_wait(unsigned char *host, unsigned char *device, bool ca
     std::printf("landing: graphs that wait for events%s right\n", captured ? ", from captures," : "");
 }
 
-// The outer graph contains the inner one, and with it the inner one's host memory.
+// No graph contains a launch.
 static void launches_in_captures() {
-    const int count = 5000;
-    std::vector<int> from(count), to(count);
-    int *work;
-    CHECK(cudaMalloc(&work, count * sizeof(int)));
     cudaStream_t stream = new_stream();
     cudaGraph_t graph;
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    CHECK(cudaMemcpyAsync(work, from.data(), count * sizeof(int), cudaMemcpyHostToDevice, stream));
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t inner = instantiate(graph);
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    CHECK(cudaGraphLaunch(inner, stream));
-    CHECK(cudaMemcpyAsync(to.data(), work, count * sizeof(int), cudaMemcpyDeviceToHost, stream));
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    size_t nodes = 0;
-    CHECK(cudaGraphGetNodes(graph, nullptr, &nodes));
-    EXPECT(nodes == 2);
-    cudaGraphExec_t outer = instantiate(graph);
-    CHECK(cudaGraphExecDestroy(inner));
-    for (int round = 0; round < ROUNDS; round++) {
-        for (int i = 0; i < count; i++) from[i] = i * 7 + round;
-        CHECK(cudaGraphLaunch(outer, stream));
-        CHECK(cudaStreamSynchronize(stream));
-        EXPECT(to == from);
-    }
-    CHECK(cudaGraphExecDestroy(outer));
-    std::printf("landing: launches in captures right\n");
+    cudaGraphNode_t node;
+    CHECK(cudaGraphCreate(&graph, 0));
+    CHECK(cudaGraphAddEmptyNode(&node, graph, nullptr, 0));
+    cudaGraphExec_t executable = instantiate(graph);
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    SHOW(cudaGraphLaunch(executable, stream));
+    SHOW(cudaStreamEndCapture(stream, &graph));
+    cudaGetLastError();
+    CHECK(cudaGraphLaunch(executable, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaGraphExecDestroy(executable));
 }
 
 // The program's own copy comes last.
@@ -239,6 +355,9 @@ int main() {
     graphs_that_wait(host, device, false);
     graphs_that_wait(host, device, true);
     launches_in_captures();
+    uploads_before_events(host, device, other);
+    changed_nodes(device);
+    copies_behind_host_work(device);
     older_copies_of_graphs(device, other);
     first_uses_of_pinned_memory();
     return 0;

@@ -53,6 +53,25 @@ int main() {
         CHECK(cudaDeviceCanAccessPeer(&access, device, device + 1));
         EXPECT(access == 0 || access == 1);
     }
+    // A copy that is not asynchronous waits for both devices, and both wait for it.
+    for (int device = 0; device + 1 < devices; device++) {
+        const int next = device + 1, current = device == 0 ? next : device;
+        for (int round = 1; round <= 4; round++) {
+            CHECK(cudaSetDevice(device));
+            for (int i = 0; i < 20; i++) fill<<<(count + 255) / 256, 256, 0, stream[device]>>>(memory[device], count, i * round);
+            CHECK(cudaSetDevice(current));
+            if (round % 2) {
+                CHECK(cudaMemcpyPeer(memory[next], next, memory[device], device, bytes));
+            } else {
+                CHECK(cudaMemcpy(memory[next], memory[device], bytes, cudaMemcpyDeviceToDevice));
+            }
+            CHECK(cudaSetDevice(next));
+            add<<<(count + 255) / 256, 256, 0, stream[next]>>>(memory[next], memory[next], count);
+            CHECK(cudaStreamSynchronize(stream[next]));
+            CHECK(cudaMemcpy(host.data(), memory[next], bytes, cudaMemcpyDeviceToHost));
+            for (int i = 0; i < count; i++) EXPECT(host[i] == 2 * (19 * round + i));
+        }
+    }
     // Orders two devices' streams by an event: the copy waits for the kernel, and the next kernel
     // for the copy.
     for (int device = 0; device + 1 < devices; device++) {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::regions::Named;
+use crate::graph_uses::Uses;
 use crate::status::{Result, STREAM_CAPTURE_UNSUPPORTED};
 use crate::thread;
 
@@ -30,8 +30,8 @@ pub struct Capture {
     pub graph: u64,
     /// Whether the capture created the graph.
     pub new_graph: bool,
-    /// Host memory that its copies name.
-    named: Mutex<Vec<Named>>,
+    /// Host memory and events that its nodes use.
+    uses: Mutex<Uses>,
 }
 
 impl Capture {
@@ -47,7 +47,7 @@ impl Capture {
             invalid: AtomicBool::new(false),
             graph,
             new_graph,
-            named: Mutex::default(),
+            uses: Mutex::default(),
         });
         OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(capture.clone());
         CAPTURES.fetch_add(1, Ordering::Relaxed);
@@ -66,14 +66,14 @@ impl Capture {
         }
     }
 
-    /// Notes host memory that launches of the captured graph exchange.
-    pub fn name(&self, regions: Vec<Named>) {
-        self.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
+    /// Notes what a captured node uses.
+    pub fn note(&self, uses: &Uses) {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner).add(uses);
     }
 
-    /// Returns the host memory that launches of the captured graph exchange.
-    pub fn named(&self) -> Vec<Named> {
-        self.named.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// Returns what the captured nodes use.
+    pub fn uses(&self) -> Uses {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Invalidates the capture after an event that it cannot contain.

@@ -251,6 +251,13 @@ impl Client {
         named ^ u64::from(self.number) << 48
     }
 
+    /// Returns the primary contexts of the devices, and those that the program has created.
+    pub fn contexts(&self) -> Vec<u64> {
+        let created = self.created.read().unwrap_or_else(PoisonError::into_inner);
+        let primaries = (0..).zip(&self.devices).map(|(local, _)| self.primary(local));
+        primaries.chain(created.keys().copied()).collect()
+    }
+
     /// Returns an error if `other`, the client of a further argument, is another one.
     pub fn same(&self, other: &Self) -> Result {
         if self.number == other.number { Ok(()) } else { Err(cross_lease_error("an argument")) }

@@ -10,6 +10,7 @@ use gpusession_proto::frame::{INLINE_MAX, ability, op};
 use crate::client::{Client, string, unavailable};
 use crate::cuboid::{Cuboid, DEVICE, HOST};
 use crate::deferred_uploads::{Source, try_defer};
+use crate::graph_uses::Uses;
 use crate::host_functions::Due;
 use crate::positions::is_covered;
 use crate::ranges::Range;
@@ -91,6 +92,9 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     regions::upload(client)?;
     if regions::any() && ranges::on_host(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
+    }
+    if wait {
+        written_first(source, len, stream)?;
     }
     // SAFETY: for pageable memory and synchronous calls, the post waits until the bytes are sent.
     // Pinned memory must not change before the program has synchronized, and a free synchronizes.
@@ -200,7 +204,7 @@ fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Named>), stream: &Stream)
     };
     if let Some(capture) = stream.capture() {
         client.call(op::COPY_HOST, body)?;
-        capture.name(regions);
+        capture.note(&Uses { regions, ..Uses::default() });
         return Ok(());
     }
     let on_host = (0..ids.len()).filter(|side| ids[*side] != 0);
@@ -368,6 +372,20 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     stream.wait_landed(seq)?;
     stream.synced(seq);
     client.check_status(0)
+}
+
+/// Waits for the stream before a synchronous copy reads pageable memory that the stream may write.
+///
+/// A host function may, and a graph's copy. Natively such a copy synchronizes the stream first.
+pub fn written_first(source: usize, len: usize, stream: &Stream) -> Result {
+    let client = stream.client;
+    if ranges::on_host(client, source, len).is_some() {
+        return Ok(());
+    }
+    if stream.due() > Due::Nothing || mapped::named_by_graphs(client, source, len) {
+        stream.drain_unchecked()?;
+    }
+    Ok(())
 }
 
 /// Waits for earlier work's changes of the program's memory before a synchronous copy whose bytes

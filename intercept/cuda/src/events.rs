@@ -25,8 +25,6 @@ pub struct Event {
     shared: AtomicBool,
     /// Whether launches of graphs may record it.
     in_graphs: AtomicBool,
-    /// Whether launches of graphs may wait for it.
-    awaited_in_graphs: AtomicBool,
 }
 
 /// A record of an event, outside of captures.
@@ -38,10 +36,6 @@ pub struct Record {
     /// Whether the frame is a launch, whose event happens before the kernel is complete.
     early: bool,
 }
-
-/// Whether any event is in a graph's node that waits for it: without one, a launch's check is a
-/// single load.
-static AWAITED_IN_GRAPHS: AtomicBool = AtomicBool::new(false);
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
@@ -58,7 +52,6 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         covers: Mutex::default(),
         shared: AtomicBool::new(false),
         in_graphs: AtomicBool::new(false),
-        awaited_in_graphs: AtomicBool::new(false),
     });
     let slot = handle::slot(new) as usize;
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -87,17 +80,9 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
     Ok(found)
 }
 
-/// Returns the streams that a launch of a graph at a position covers by its nodes that wait for
-/// events.
-pub fn covers_of_graphs(client: &Client, seq: u64) -> Vec<Cover> {
-    if !AWAITED_IN_GRAPHS.load(Ordering::SeqCst) {
-        return Vec::new();
-    }
-    let events = EVENTS.read().unwrap_or_else(PoisonError::into_inner);
-    let awaited = events.iter().flatten().filter(|event| {
-        event.client.number == client.number && event.awaited_in_graphs.load(Ordering::SeqCst)
-    });
-    awaited.flat_map(|event| event.covers_before(seq)).collect()
+/// Returns the streams that a wait at a position for all of these events covers.
+pub fn covers_of(events: &[u64], seq: u64) -> Vec<Cover> {
+    events.iter().filter_map(|event| find(*event).ok()).flat_map(|event| event.covers_before(seq)).collect()
 }
 
 /// `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`
@@ -133,14 +118,6 @@ impl Event {
     /// Notes that a node of a graph records the event from now on.
     pub fn record_in_graphs(&self) {
         self.in_graphs.store(true, Ordering::SeqCst);
-    }
-
-    /// Notes that a node of a graph waits for the event from now on.
-    ///
-    /// A launch of any graph then counts as one that waits for it.
-    pub fn await_in_graphs(&self) {
-        self.awaited_in_graphs.store(true, Ordering::SeqCst);
-        AWAITED_IN_GRAPHS.store(true, Ordering::SeqCst);
     }
 
     /// Returns `true` if launches of graphs may record the event.

@@ -315,11 +315,27 @@ impl Function {
             w.word(value as u32 as u64);
             w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
         })?;
-        lock().insert(setting, value);
         // A setting may change attributes and occupancy.
+        self.forget_answers();
+        lock().insert(setting, value);
+        if self.how != How::Function {
+            // A kernel and its functions share the driver's settings.
+            let kernel = |f: &Self| if f.how == How::OfKernel { f.parent } else { f.handle };
+            let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
+            let others =
+                functions.iter().flatten().filter(|f| f.how != How::Function && f.handle != self.handle);
+            for function in others.filter(|f| kernel(f) == kernel(self)) {
+                function.settings.lock().unwrap_or_else(PoisonError::into_inner).clear();
+                function.forget_answers();
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets what the driver has said about the function.
+    fn forget_answers(&self) {
         self.attributes.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.occupancy.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        Ok(())
     }
 
     /// Returns the driver's answer about occupancy; only the first call with a question asks the

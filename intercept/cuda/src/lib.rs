@@ -26,6 +26,7 @@ mod fake_worker;
 mod foreign_addresses;
 mod freed_blocks;
 mod functions;
+mod graph_uses;
 mod handles;
 mod host_functions;
 mod images;

@@ -4,7 +4,6 @@
 //! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name
 //! goes up before launches of those graphs, because the program promises its life only for these.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{mirror, op};
@@ -28,6 +27,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Returns `true` if pinned or managed memory has a mirror, which streams then work with.
 pub fn there(client: &Client, address: usize, len: usize) -> bool {
     any() && find(client, address, len).is_some()
+}
+
+/// Returns `true` if graphs name some of this pageable memory.
+pub fn named_by_graphs(client: &Client, address: usize, len: usize) -> bool {
+    let named = |region: &Arc<Region>| {
+        region.client.number == client.number && region.pageable && region.overlaps(address, len)
+    };
+    any() && all().iter().any(named)
 }
 
 /// Serializes the creation of regions, so that no memory gets two.
@@ -152,14 +159,19 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Named
 }
 
 /// Discards regions of pageable memory that no graph names any more; `true` if there were any.
-fn reap(client: &Client) -> Result<bool> {
+///
+/// Not during a capture, which forbids to wait for their last use.
+pub fn reap(client: &Client) -> Result<bool> {
     let dead: Vec<_> =
         all().into_iter().filter(|r| r.client.number == client.number && r.unnamed()).collect();
     if dead.is_empty() || capture::capturing() {
         return Ok(false);
     }
-    // A destroyed graph may still run.
-    client.call(op::CTX_SYNC, |_| {})?;
+    // A destroyed graph may still run, in any context.
+    client
+        .contexts()
+        .into_iter()
+        .try_for_each(|ctx| thread::within(ctx, || client.call(op::CTX_SYNC, |_| {})).map(drop))?;
     dead.iter().try_for_each(discard)?;
     Ok(true)
 }
@@ -169,56 +181,4 @@ fn reap(client: &Client) -> Result<bool> {
 pub fn unmap(base: u64) -> Result {
     let gone: Vec<_> = all().into_iter().filter(|r| r.base == base as usize && !r.pageable).collect();
     gone.iter().try_for_each(discard)
-}
-
-/// Regions that graphs and executable graphs name, by handle.
-static BY_GRAPH: Mutex<Option<HashMap<u64, Vec<Named>>>> = Mutex::new(None);
-/// Graph of each node that the library has returned, for changes of a node's copy.
-static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
-
-/// Notes that a graph, executable or not, names these regions.
-pub fn graph_names(graph: u64, named: &[Named]) {
-    if named.is_empty() {
-        return;
-    }
-    let mut graphs = lock(&BY_GRAPH);
-    let known = graphs.get_or_insert_default().entry(graph).or_default();
-    for region in named {
-        if !known.iter().any(|r| r.same(region)) {
-            known.push(region.clone());
-        }
-    }
-}
-
-/// Returns the regions that a graph names.
-pub fn graph_regions(graph: u64) -> Vec<Named> {
-    lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph).cloned()).unwrap_or_default()
-}
-
-/// Removes a destroyed graph.
-pub fn forget_graph(graph: u64) {
-    if let Some(graphs) = lock(&BY_GRAPH).as_mut() {
-        graphs.remove(&graph);
-    }
-    if let Some(nodes) = lock(&GRAPH_OF).as_mut() {
-        nodes.retain(|_, of| *of != graph);
-    }
-}
-
-/// Notes that a node belongs to a graph.
-pub fn node_of(node: u64, graph: u64) {
-    lock(&GRAPH_OF).get_or_insert_default().insert(node, graph);
-}
-
-/// Returns the graph of a node.
-pub fn graph_of(node: u64) -> Option<u64> {
-    lock(&GRAPH_OF).as_ref().and_then(|nodes| nodes.get(&node).copied())
-}
-
-/// Sends the program's changes in memory that an executable graph's copies name.
-pub fn upload_for_graph(exec: u64) -> Result {
-    if !any() {
-        return Ok(());
-    }
-    graph_regions(exec).iter().try_for_each(|region| region.upload())
 }

@@ -232,8 +232,19 @@ impl Region {
         self.upload_read(offset, len, Reading::Promised)
     }
 
+    /// Sends the program's changes before a launch of a graph whose copies name the memory.
+    ///
+    /// Pageable memory may be unmapped, if the program has changed the nodes that named it.
+    pub fn upload_for_graph(&self) -> Result {
+        self.upload_read(0, self.len, if self.pageable { Reading::Guarded } else { Reading::Promised })
+    }
+
     fn upload_read(&self, offset: usize, len: usize, reading: Reading) -> Result {
         let _order = lock(&SENDING);
+        // The notes of writes belong to the region that has replaced a discarded one.
+        if lock(&self.shadow).is_empty() {
+            return Ok(());
+        }
         let mut body = Vec::new();
         let first = offset / BLOCK * BLOCK;
         let end = offset.saturating_add(len).min(self.len);
@@ -465,10 +476,7 @@ pub fn upload_after_host_function(client: &Client) -> Result {
     if !any() {
         return Ok(());
     }
-    usable_regions(client).iter().try_for_each(|region| {
-        let reading = if region.pageable { Reading::Guarded } else { Reading::Promised };
-        region.upload_read(0, region.len, reading)
-    })
+    usable_regions(client).iter().try_for_each(|region| region.upload_for_graph())
 }
 
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {

@@ -324,14 +324,18 @@ impl Stream {
 
     /// Checks a call that makes the program wait for the stream, which a capture forbids.
     pub fn not_captured(&self) -> Result {
-        if let Some(capture) = self.capture() {
-            capture.invalidate();
-            return Err(STREAM_CAPTURE_UNSUPPORTED);
-        }
+        self.not_capturing()?;
         if self.handle == 0 {
             legacy_use(self.ctx)?;
         }
         allowed()
+    }
+
+    /// Refuses a call that no graph can contain, and invalidates the capture that it ends.
+    pub fn not_capturing(&self) -> Result {
+        let Some(capture) = self.capture() else { return Ok(()) };
+        capture.invalidate();
+        Err(STREAM_CAPTURE_UNSUPPORTED)
     }
 
     /// Checks a synchronous copy or fill.

@@ -1,6 +1,7 @@
 //! Order between client threads: objects of a frame, and frames that wait.
 
 use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, direction, op};
+use gpusession_proto::launch;
 
 use crate::calls;
 use crate::frame::Frame;
@@ -150,6 +151,11 @@ pub fn is_unfinished(query: (&Frame, &Touched), earlier: (&Frame, &Touched)) -> 
     let named = |objects: &[u64]| asked.objects.first().is_some_and(|object| objects.contains(object));
     match (query.header.op.get(), earlier.header.op.get()) {
         (op::EVENT_QUERY, op::EVENT_RECORD) => work.objects.first().is_some_and(|event| named(&[*event])),
+        (op::EVENT_QUERY, op::LAUNCH | op::GRAPH_LAUNCH) => {
+            let mut events = Touched::default();
+            recorded(earlier).into_iter().for_each(|event| events.object(event));
+            named(&events.objects)
+        }
         (op::STREAM_QUERY, op::STREAM_CREATE | op::STREAM_DESTROY) => false,
         (op::STREAM_QUERY, _) if work.only_waits => false,
         (op::STREAM_QUERY, _) if asked.default.is_some() => {
@@ -176,6 +182,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         op::LAUNCH => {
             touched.object(words[0]);
             touched.stream(streams, words[5]);
+            recorded(frame).into_iter().for_each(|event| touched.object(event));
         }
         op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(streams, words[2]),
         op::COPY_BOX => touched.stream(streams, word_behind_box(frame, STREAM)),
@@ -248,6 +255,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         op::GRAPH_LAUNCH => {
             touched.object(words[0]);
             touched.stream(streams, words[1]);
+            words_behind(frame, GRAPH_EVENTS + 1).for_each(|event| touched.object(event));
         }
         op::GRAPH_INSTANTIATE | op::GRAPH_CLONE | op::GRAPH_UPDATE => {
             touched.object(words[0]);
@@ -281,6 +289,29 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         }),
     }
     touched
+}
+
+/// Word of a `GRAPH_LAUNCH` with the number of events that the graph records.
+///
+/// These follow, and then those that it waits for. A graph without any lacks the word.
+const GRAPH_EVENTS: usize = 2;
+
+/// Returns the words of a frame from this one on.
+fn words_behind(frame: &Frame, first: usize) -> impl Iterator<Item = u64> {
+    let rest = frame.body.get(8 * first..).unwrap_or_default();
+    rest.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes))
+}
+
+/// Returns the events that a launch of a kernel or graph records.
+fn recorded(frame: &Frame) -> Vec<u64> {
+    const ATTRIBUTES: usize = 6;
+    let mut words = words_behind(frame, GRAPH_EVENTS);
+    if frame.header.op.get() == op::GRAPH_LAUNCH {
+        let count = words.next().unwrap_or(0) as usize;
+        return words.take(count).collect();
+    }
+    let attributes = frame.body.get(8 * ATTRIBUTES..).and_then(|rest| Reader::new(rest).bytes().ok());
+    launch::events(attributes.unwrap_or_default()).collect()
 }
 
 /// Stands for the addresses of all mirrors; no handle has this value.
@@ -369,6 +400,40 @@ pub mod tests {
         assert!(!behind(&wait(event(4)), &record));
         let reused = kind::make(kind::EVENT, 0, 2, 3);
         assert!(behind(&frame(op::EVENT_CREATE, 2, 2, false, &[reused]), &record), "the same slot");
+    }
+
+    /// Makes a launch with an attribute that records an event.
+    fn launch_with(id: u32, event: u64) -> Frame {
+        let mut attribute = [0u64; 9];
+        (attribute[0], attribute[1]) = (u64::from(id), event);
+        let words: Vec<u64> = [77, 0, 0, 0, 0, OTHER, 72].into_iter().chain(attribute).collect();
+        frame(op::LAUNCH, 1, 1, false, &words)
+    }
+
+    #[test]
+    fn event_of_a_launch_or_graph_orders_what_uses_it() {
+        let graph = frame(op::GRAPH_LAUNCH, 1, 1, false, &[5, OTHER, 1, event(3), event(4)]);
+        let ask = |operation, event| frame(operation, 2, 2, true, &[event]);
+        for (launch, recorded) in [(graph, 3), (launch_with(7, event(3)), 3), (launch_with(12, event(3)), 3)]
+        {
+            let wait = frame(op::STREAM_WAIT_EVENT, 2, 2, false, &[BLOCKING, event(recorded)]);
+            assert!(behind(&wait, &launch));
+            for operation in [op::EVENT_SYNC, op::EVENT_QUERY, op::EVENT_DESTROY] {
+                assert!(behind(&ask(operation, event(recorded)), &launch));
+                assert!(!behind(&ask(operation, event(9)), &launch));
+            }
+            let streams = streams();
+            let unfinished = |query: &Frame| {
+                is_unfinished((query, &touches(&streams, query)), (&launch, &touches(&streams, &launch)))
+            };
+            assert!(unfinished(&ask(op::EVENT_QUERY, event(recorded))));
+            assert!(!unfinished(&ask(op::EVENT_QUERY, event(4))), "a graph only waits for it");
+        }
+        let record = frame(op::EVENT_RECORD, 1, 1, false, &[event(4), BLOCKING]);
+        let waits = |events: &[u64]| frame(op::GRAPH_LAUNCH, 1, 1, false, &[&[5, OTHER], events].concat());
+        assert!(behind(&waits(&[0, event(4)]), &record));
+        assert!(!behind(&waits(&[]), &record) && !behind(&waits(&[9]), &record), "a count without events");
+        assert!(!behind(&launch_with(8, event(4)), &record), "a priority is no event");
     }
 
     #[test]

@@ -77,6 +77,30 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     }
 }
 
+/// Copies between device memory as a call without `Async` does.
+///
+/// Between contexts it is serialized with all work in both of them: earlier work is complete before
+/// the copy, and the copy before the return.
+fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+    let of = |address| ranges::find(address).filter(|range| range.kind.on_device()).map(|range| range.ctx);
+    match (of(target), of(source)) {
+        (Some(to), Some(from)) if to != from => {
+            serialized([to, from], stream, || device_to_device(target, source, len, stream))
+        }
+        _ => device_to_device(target, source, len, stream),
+    }
+}
+
+/// Runs a copy between two contexts behind all their work, and waits for it.
+pub(super) fn serialized(contexts: [u64; 2], stream: &Stream, copy: impl FnOnce() -> Result) -> Result {
+    for ctx in contexts {
+        let (client, _) = clients::of_context(ctx)?;
+        thread::within(ctx, || streams::wait_for_all(client))?;
+    }
+    copy()?;
+    stream.synchronize()
+}
+
 /// Returns the default stream, for a call that CUDA calls synchronous.
 pub(super) fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
     let (_, stream) = find(NULL, default)?;
@@ -92,7 +116,11 @@ pub(super) fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>
 pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
         (true, true) => {
-            device_to_device(target, source, len, stream)?;
+            if wait {
+                device_to_device_serialized(target, source, len, stream)?;
+            } else {
+                device_to_device(target, source, len, stream)?;
+            }
             // The program may read or change its own copy of managed memory at once.
             let managed = |address| ranges::find(address).is_some_and(|range| range.kind.managed());
             if wait && (managed(target) || managed(source)) { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
@@ -135,7 +163,7 @@ driver! {
     }
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds [default] (target: u64, source: u64, len: usize) {
-        device_to_device(target, source, len, &*for_synchronous(default)?)
+        device_to_device_serialized(target, source, len, &*for_synchronous(default)?)
     }
 
     fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz [default] (
@@ -155,7 +183,7 @@ driver! {
     fn cuMemcpyPeer / cuMemcpyPeer_ptds [default] (
         target: u64, _to: *mut c_void, source: u64, _from: *mut c_void, len: usize,
     ) {
-        device_to_device(target, source, len, &*for_synchronous(default)?)
+        device_to_device_serialized(target, source, len, &*for_synchronous(default)?)
     }
 
     fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz [default] (
@@ -459,6 +487,9 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         let on_lanes = client.abilities & ability::LANE_BOXES != 0;
         let later = if on_lanes { direction::UP_BY_LANES } else { to };
         let able = on_lanes || len > INLINE_MAX;
+        if wait {
+            copies::written_first(from.address, from.extent, stream)?;
+        }
         if able && try_defer(from, stream, wait, op::COPY_BOX, |w| frame(w, later))?
             || copies::done_there(host, from.address, from.extent, stream, wait)?
         {

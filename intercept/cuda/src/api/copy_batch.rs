@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use super::copy::{for_synchronous, named, run, unified};
+use super::copy::{for_synchronous, named, run, serialized, unified};
 use crate::cuboid::{Cuboid, Side};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give_optional, take};
 use crate::streams::{self, Stream};
@@ -182,10 +182,16 @@ fn boxes(
 
 fn between_devices(copy: *const Cuboid, stream: &Stream, wait: bool) -> Result {
     let mut copy = take(copy)?;
-    for ctx in copy.take_contexts().into_iter().flatten() {
+    let contexts = copy.take_contexts();
+    for ctx in contexts.into_iter().flatten() {
         clients::of_context(ctx)?;
     }
-    run(copy, stream, wait)
+    match contexts {
+        [Some(to), Some(from)] if wait && to != from => {
+            serialized([to, from], stream, || run(copy, stream, wait))
+        }
+        _ => run(copy, stream, wait),
+    }
 }
 
 /// Copies a row of bytes, of which at least one end is in an array.

@@ -8,6 +8,7 @@ use gpusession_proto::handle;
 use crate::client::{unavailable, word};
 use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, Result, alias, driver, give};
 use crate::events::{DISABLE_TIMING, Event, INTERPROCESS};
+use crate::graph_uses::Uses;
 use crate::streams::{self, find};
 use crate::{clients, events, handles, regions, thread};
 
@@ -36,7 +37,10 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
     }
     match stream.capture() {
         // A node that records the event; outside the capture its last record stays what it was.
-        Some(_) if flags & EXTERNAL != 0 => event.record_in_graphs(),
+        Some(capture) if flags & EXTERNAL != 0 => {
+            event.record_in_graphs();
+            capture.note(&Uses { recorded: vec![event.handle], ..Uses::default() });
+        }
         Some(capture) => {
             event.record(&stream, seq);
             event.captured_in(&capture);

@@ -9,14 +9,14 @@ use gpusession_proto::handle;
 
 use super::graph_nodes::{
     AllocNode, Content, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, Shape,
-    child_graphs, regions_of,
+    child_graphs, with_children,
 };
 use crate::client::{Client, word};
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_CONTEXT, INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::ranges::{self, Kind};
 use crate::streams::{self, Stream, find};
-use crate::{clients, events, functions, handles, host_functions, mapped, objects, regions, thread};
+use crate::{clients, events, functions, graph_uses, handles, host_functions, objects, regions, thread};
 
 /// `CUgraphExecUpdateResultInfo`
 #[repr(C)]
@@ -96,8 +96,10 @@ fn add_with_edges(
     })?;
     let mut r = reply.reader();
     let new = client.name(word(&mut r)?);
-    mapped::node_of(new, graph as u64);
-    mapped::graph_names(graph as u64, &content.regions());
+    graph_uses::node_of(new, graph as u64);
+    if let Some(uses) = content.uses() {
+        graph_uses::set(graph as u64, new, uses);
+    }
     if let Content::Child { graph: child, moved: true } = content {
         child_graphs().insert(*child, graph as u64, new);
     }
@@ -170,9 +172,9 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     if let Some(shape) = shape.filter(|_| !sure) {
         accepted().insert(place, shape);
     }
-    let graph = if exec.is_null() { mapped::graph_of(node) } else { Some(exec as u64) };
-    if let Some(graph) = graph {
-        mapped::graph_names(graph, &content.regions());
+    if let Some(uses) = content.uses() {
+        let graph = if exec.is_null() { graph_uses::graph_of(node) } else { Some(exec as u64) };
+        graph.into_iter().for_each(|graph| graph_uses::set(graph, node, uses.clone()));
     }
     Ok(())
 }
@@ -191,7 +193,7 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     });
     match made {
         Ok(_) => {
-            mapped::graph_names(new, &regions_of(graph as u64));
+            graph_uses::replace(new, &with_children(graph as u64));
             give(exec, new as *mut c_void)
         }
         Err(status) => {
@@ -223,7 +225,7 @@ pub(super) fn child_of(node: u64) -> Result<u64> {
     if let Some(child) = known.of_node(node) {
         return Ok(child);
     }
-    let parent = mapped::graph_of(node).ok_or(INVALID_VALUE)?;
+    let parent = graph_uses::graph_of(node).ok_or(INVALID_VALUE)?;
     let new = client.mint(handle::GRAPH);
     let made = client.call(op::GRAPH_CHILD, |w| {
         w.word(new);
@@ -232,6 +234,7 @@ pub(super) fn child_of(node: u64) -> Result<u64> {
     });
     made.inspect_err(|_| handles::retire(new))?;
     known.insert(new, parent, node);
+    graph_uses::add_captured(new, &graph_uses::of_node(parent, node));
     Ok(new)
 }
 
@@ -252,7 +255,7 @@ fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
 /// Removes graphs that the worker has destroyed.
 fn forget(graphs: impl IntoIterator<Item = u64>) {
     for graph in graphs {
-        mapped::forget_graph(graph);
+        graph_uses::forget_graph(graph);
         body_arrays().remove(&graph);
         if handle::kind(graph) == handle::EXEC {
             accepted().retain(|(exec, _), _| *exec != graph);
@@ -324,20 +327,23 @@ driver! {
         let (client, stream) = find(stream, default)?;
         client.same(clients::by_object(exec as u64)?)?;
         stream.usable()?;
+        // No graph contains a launch (H200, driver 580).
+        stream.not_capturing()?;
         regions::upload(client)?;
-        mapped::upload_for_graph(exec as u64)?;
+        let uses = graph_uses::of(exec as u64);
+        graph_uses::upload(&uses)?;
         host_functions::launching_graph(&stream)?;
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);
-        })?;
-        match stream.capture() {
-            // Launches of the graph that the capture makes exchange the same memory.
-            Some(capture) => capture.name(mapped::graph_regions(exec as u64)),
-            None if streams::tracking(client) => {
-                stream.positions.covers_also(&events::covers_of_graphs(client, seq), seq);
+            // Events, which the launch's place in the order depends on.
+            if !uses.recorded.is_empty() || !uses.awaited.is_empty() {
+                w.word(uses.recorded.len() as u64);
+                uses.recorded.iter().chain(&uses.awaited).for_each(|event| w.word(*event));
             }
-            None => {}
+        })?;
+        if streams::tracking(client) {
+            stream.positions.covers_also(&events::covers_of(&uses.awaited, seq), seq);
         }
         host_functions::appended(&stream, seq);
         stream.worked(seq);
@@ -354,7 +360,7 @@ driver! {
             w.word(new);
             w.word(graph as u64);
         })?;
-        mapped::graph_names(new, &regions_of(graph as u64));
+        graph_uses::replace(new, &with_children(graph as u64));
         give(clone, new as *mut c_void)
     }
 
@@ -398,7 +404,8 @@ driver! {
             w.word(clone as u64);
         })?;
         let node = client.name(word(&mut reply.reader())?);
-        mapped::node_of(node, clone as u64);
+        graph_uses::node_of(node, clone as u64);
+        graph_uses::rename(clone as u64, original, node);
         give(found, node)
     }
 
@@ -505,6 +512,7 @@ driver! {
     fn cuGraphDestroyNode(node: u64) {
         let client = clients::by_object(node)?;
         client.call(op::cuGraphDestroyNode, |w| w.word(client.own(node)))?;
+        graph_uses::forget_node(node);
         let gone = child_graphs().destroy_node(node);
         forget(gone);
         Ok(())
@@ -599,7 +607,7 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
     let mut r = reply.reader();
     let told = client.check_status(reply.status);
     if told.is_ok() {
-        mapped::graph_names(exec as u64, &regions_of(graph as u64));
+        graph_uses::replace(exec as u64, &with_children(graph as u64));
     }
     let (result, from, node) =
         (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));

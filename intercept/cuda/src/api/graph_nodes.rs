@@ -12,9 +12,10 @@ use crate::client::Client;
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, take};
 use crate::functions;
+use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
 use crate::regions::Named;
-use crate::{clients, events, mapped, objects, route};
+use crate::{clients, events, graph_uses, mapped, objects, route};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -261,11 +262,8 @@ impl Content {
         Ok(Self::Record(event.handle))
     }
 
-    /// A node that waits for an event, which every launch of a graph then may wait for.
     pub fn wait(event: u64) -> Result<Self> {
-        let event = events::find(event)?;
-        event.await_in_graphs();
-        Ok(Self::Wait(event.handle))
+        Ok(Self::Wait(events::find(event)?.handle))
     }
 
     pub fn child(graph: *mut c_void, moved: bool) -> Result<Self> {
@@ -307,12 +305,18 @@ impl Content {
         }
     }
 
-    /// Returns the host memory that launches of a graph with this node exchange.
-    pub fn regions(&self) -> Vec<Named> {
+    /// Returns what launches of a graph with this node use; `None` if its type uses nothing.
+    pub fn uses(&self) -> Option<Uses> {
         match self {
-            Self::Copy { regions, .. } => regions.clone(),
-            Self::Child { graph, .. } => regions_of(*graph),
-            _ => Vec::new(),
+            Self::Copy { regions, .. } => Some(Uses { regions: regions.clone(), ..Uses::default() }),
+            Self::Record(event) => Some(Uses { recorded: vec![*event], ..Uses::default() }),
+            Self::Wait(event) => Some(Uses { awaited: vec![*event], ..Uses::default() }),
+            Self::Child { graph, .. } => {
+                let mut sum = Uses::default();
+                with_children(*graph).into_iter().for_each(|graph| sum.add(&graph_uses::of(graph)));
+                Some(sum)
+            }
+            _ => None,
         }
     }
 
@@ -418,10 +422,9 @@ pub fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
     CHILD_GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the host memory that copies of a graph and of its child graphs name.
-pub fn regions_of(graph: u64) -> Vec<Named> {
-    let below = child_graphs().below(graph);
-    let mut regions = mapped::graph_regions(graph);
-    regions.extend(below.into_iter().flat_map(mapped::graph_regions));
-    regions
+/// Returns a graph and its child graphs whose handles the program has.
+pub fn with_children(graph: u64) -> Vec<u64> {
+    let mut graphs = child_graphs().below(graph);
+    graphs.push(graph);
+    graphs
 }

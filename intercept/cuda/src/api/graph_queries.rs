@@ -6,7 +6,7 @@ use gpusession_proto::frame::op;
 
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, OPERATING_SYSTEM, Result, UNKNOWN, driver, give, name, take};
-use crate::{clients, mapped};
+use crate::{clients, graph_uses};
 
 /// Selections of `GRAPH_NODES`.
 mod which {
@@ -69,7 +69,7 @@ fn nodes(
     };
     let known = |node| {
         if let Some(graph) = graph {
-            mapped::node_of(node, graph);
+            graph_uses::node_of(node, graph);
         }
         node
     };
@@ -107,7 +107,7 @@ fn of_node(node: u64, which: u64, arrays: &Arrays, count: *mut usize) -> Result 
     if node == 0 {
         return Err(INVALID_VALUE);
     }
-    nodes(client, client.own(node), mapped::graph_of(node), which, arrays, count)
+    nodes(client, client.own(node), graph_uses::graph_of(node), which, arrays, count)
 }
 
 /// Fetches the driver's drawing of a graph.
@@ -165,7 +165,7 @@ driver! {
 
     fn cuGraphNodeGetContainingGraph(node: u64, graph: *mut *mut c_void) {
         clients::by_object(node)?;
-        give(graph, mapped::graph_of(node).ok_or(INVALID_VALUE)? as *mut c_void)
+        give(graph, graph_uses::graph_of(node).ok_or(INVALID_VALUE)? as *mut c_void)
     }
 
     fn cuGraphDebugDotPrint(graph: *mut c_void, path: *const c_char, flags: u32) {

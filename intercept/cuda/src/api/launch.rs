@@ -7,6 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use gpusession_proto::frame::{Writer, op};
+use gpusession_proto::launch::{self, ATTRIBUTE, COOPERATIVE, DEVICE_UPDATABLE};
 
 use crate::client::{Client, unavailable};
 use crate::entry::{
@@ -18,13 +19,6 @@ use crate::functions::{self, Function};
 use crate::streams::{self, find};
 use crate::{clients, events, mapped, ranges, regions, thread, trace};
 
-/// Bytes of a `CUlaunchAttribute`.
-const ATTRIBUTE: usize = 72;
-/// `CU_LAUNCH_ATTRIBUTE_*`
-const COOPERATIVE: u32 = 2;
-const PROGRAMMATIC_EVENT: u32 = 7;
-const COMPLETION_EVENT: u32 = 12;
-const DEVICE_UPDATABLE: u32 = 13;
 /// `CU_LAUNCH_PARAM_*`
 const PARAM_END: usize = 0;
 const PARAM_BUFFER: usize = 1;
@@ -170,18 +164,11 @@ impl Params {
 /// Refuses a node that device code updates: its handle on the device would have to outlive a
 /// replaced worker.
 fn recorded_by(client: &Client, attributes: &[u8]) -> Result<Vec<Arc<Event>>> {
-    let mut recorded = Vec::new();
-    for attribute in attributes.chunks_exact(ATTRIBUTE) {
-        let word = |at: usize| attribute[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-        match word(0) as u32 {
-            PROGRAMMATIC_EVENT | COMPLETION_EVENT => recorded.push(events::find(word(8))?),
-            DEVICE_UPDATABLE if word(8) as u32 != 0 => {
-                trace::why("launches: a kernel node that device code updates");
-                return Err(NOT_SUPPORTED);
-            }
-            _ => {}
-        }
+    if launch::attributes(attributes).any(|(id, value)| id == DEVICE_UPDATABLE && value as u32 != 0) {
+        trace::why("launches: a kernel node that device code updates");
+        return Err(NOT_SUPPORTED);
     }
+    let mut recorded = launch::events(attributes).map(events::find).collect::<Result<Vec<_>>>()?;
     if recorded.iter().any(|event| event.client.number != client.number) {
         return Err(INVALID_HANDLE);
     }

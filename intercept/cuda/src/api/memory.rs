@@ -71,11 +71,9 @@ fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>)
 ///
 /// Returns the first error, after all waits.
 fn host_memory_unused(owner: &'static Client) -> Result {
-    let created: Vec<u64> =
-        owner.created.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect();
-    let primaries = (0..).zip(&owner.devices).map(|(local, _)| owner.primary(local));
-    let synced = primaries
-        .chain(created)
+    let synced = owner
+        .contexts()
+        .into_iter()
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
     let before = owner.link.position() + 1;
@@ -233,7 +231,8 @@ fn host_allocate(client: &'static Client, size: usize, flags: u32) -> Result<u64
 /// Returns the size of a pool's attribute: `CU_MEMPOOL_ATTR_REUSE_*` are `int`, others
 /// `cuuint64_t`.
 fn pool_attribute_size(attribute: i32) -> usize {
-    if matches!(attribute, 1..=3) { 4 } else { 8 }
+    // Switches, kinds of memory and of handles, the location, and decompression by hardware.
+    if matches!(attribute, 1..=3 | 9..=12 | 14) { 4 } else { 8 }
 }
 
 driver! {
@@ -518,6 +517,11 @@ driver! {
         clients::get()?;
         if data.is_null() {
             return Err(INVALID_VALUE);
+        }
+        // The program may pass the address on without another call that names it. In questions
+        // about several attributes, which runtimes ask about every pointer, that costs too much.
+        if attribute == attribute::DEVICE_POINTER {
+            mapped::named(clients::get()?, address)?;
         }
         pointer_attribute(data, attribute, address)
     }

@@ -16,7 +16,7 @@ use crate::modules::{
     client_of, forget_library, global, load, load_data, load_library, names, of_library, unload,
 };
 use crate::signatures::Signatures;
-use crate::{clients, images, streams, thread};
+use crate::{clients, images, modules, streams, thread};
 
 fn load_file(path: *const c_char) -> Result<Vec<u8>> {
     let path = name(path)?.to_str().map_err(|_| INVALID_VALUE)?;
@@ -198,7 +198,13 @@ driver! {
     }
 
     fn cuFuncGetModule(module: *mut *mut c_void, function: *mut c_void) {
-        give(module, functions::own(function as u64)?.parent as *mut c_void)
+        let function = functions::own(function as u64)?;
+        let module_of = match functions::find(function.parent) {
+            // The function of a library's kernel.
+            Ok(kernel) => modules::of_library(kernel.parent)?,
+            Err(_) => function.parent,
+        };
+        give(module, module_of as *mut c_void)
     }
 
     fn cuKernelGetName(text: *mut *const c_char, kernel: *mut c_void) {

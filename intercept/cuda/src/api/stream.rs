@@ -12,9 +12,10 @@ use crate::entry::{
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
     STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
+use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
 use crate::streams::{self, find, find_even_in_host_function};
-use crate::{capture, clients, events, handles, mapped, objects, regions, route, thread};
+use crate::{capture, clients, events, graph_uses, handles, mapped, objects, regions, route, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
@@ -89,6 +90,8 @@ fn begin(
         client.same(clients::by_object(graph)?)?;
     }
     let nodes = objects::own(client, nodes)?;
+    // The captured copies may need their room.
+    mapped::reap(client)?;
     // A new graph has its handle from the start: the program may ask for it during the capture.
     let new = if graph == 0 { client.mint(handle::GRAPH) } else { 0 };
     let begun = client.call(op::CAPTURE_BEGIN, |w| {
@@ -162,7 +165,7 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
         let (_, _, count) = (word(&mut r)?, word(&mut r)?, word(&mut r)?);
         for _ in 0..count {
             let node = client.name(word(&mut r)?);
-            mapped::node_of(node, capture.graph);
+            graph_uses::node_of(node, capture.graph);
             nodes.push(node);
         }
         // Older servers, and edges without data, have none.
@@ -270,7 +273,10 @@ driver! {
         })?;
         match captured {
             Some(capture) => stream.join(&capture),
-            None if external => event.await_in_graphs(),
+            None if external => {
+                let uses = Uses { awaited: vec![event.handle], ..Uses::default() };
+                own.iter().for_each(|own| own.note(&uses));
+            }
             None if own.is_some() => {}
             None => {
                 let waits = event.pending().is_some() || event.is_in_graphs();
@@ -461,20 +467,20 @@ driver! {
                 if reply.status == 0 {
                     client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
                 }
-                mapped::forget_graph(new);
+                graph_uses::forget_graph(new);
                 handles::retire(new);
             }
             return Err(if wrong_thread { STREAM_CAPTURE_WRONG_THREAD } else { STREAM_CAPTURE_INVALIDATED });
         }
         if let Err(status) = client.check_status(reply.status) {
             if capture.new_graph {
-                mapped::forget_graph(new);
+                graph_uses::forget_graph(new);
                 handles::retire(new);
             }
             give_optional(graph, NULL);
             return Err(status);
         }
-        mapped::graph_names(new, &capture.named());
+        graph_uses::add_captured(new, &capture.uses());
         give_optional(graph, new as *mut c_void);
         Ok(())
     }

@@ -181,7 +181,7 @@ impl Mark {
 
     /// Returns `true` if the work in front of the copy is complete, or has failed.
     ///
-    /// An event, since a query of a default stream leaves out streams that it waits for.
+    /// An event, since a query of a stream leaves out the default stream's work that it waits for.
     pub fn reached(&mut self) -> bool {
         let call = &self.driver.call;
         if self.event.is_null() && !self.passed {

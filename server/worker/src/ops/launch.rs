@@ -3,16 +3,13 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::Reader;
+use gpusession_proto::launch::{ATTRIBUTE, COMPLETION_EVENT, PROGRAMMATIC_EVENT};
 
 use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
 use crate::session::Session;
 
-/// `CUlaunchAttribute`: id, padding, 64 bytes of value.
-const ATTRIBUTE: usize = 72;
 const MAX_ATTRIBUTES: usize = 64;
-const PROGRAMMATIC_EVENT: u32 = 7;
-const LAUNCH_COMPLETION_EVENT: u32 = 12;
 /// `CU_LAUNCH_PARAM_END`, `_BUFFER_POINTER`, `_BUFFER_SIZE`.
 const PARAM_END: usize = 0;
 pub const PARAM_BUFFER: usize = 1;
@@ -87,7 +84,7 @@ pub fn own_attributes(session: &Session, bytes: &[u8]) -> Result<Vec<u64>, Statu
     let mut words: Vec<u64> =
         bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect();
     for attribute in words.chunks_exact_mut(ATTRIBUTE / 8) {
-        if matches!(attribute[0] as u32, PROGRAMMATIC_EVENT | LAUNCH_COMPLETION_EVENT) {
+        if matches!(attribute[0] as u32, PROGRAMMATIC_EVENT | COMPLETION_EVENT) {
             attribute[1] = session.events.get(attribute[1])?.0 as u64;
         }
     }

@@ -1,0 +1,202 @@
+//! Host memory and events that nodes of graphs use, by graph.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::regions::{self, Named};
+use crate::status::Result;
+
+/// Things of the program that nodes use.
+#[derive(Clone, Default)]
+pub struct Uses {
+    /// Memory that copies name.
+    pub regions: Vec<Named>,
+    /// Handles of events that launches record.
+    pub recorded: Vec<u64>,
+    /// Handles of events that launches wait for.
+    pub awaited: Vec<u64>,
+}
+
+impl Uses {
+    /// Adds what other nodes use.
+    pub fn add(&mut self, other: &Self) {
+        for region in &other.regions {
+            if !self.regions.iter().any(|known| known.same(region)) {
+                self.regions.push(region.clone());
+            }
+        }
+        for (events, more) in [(&mut self.recorded, &other.recorded), (&mut self.awaited, &other.awaited)] {
+            for event in more {
+                if !events.contains(event) {
+                    events.push(*event);
+                }
+            }
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.regions.is_empty() && self.recorded.is_empty() && self.awaited.is_empty()
+    }
+}
+
+/// Uses of one graph by node; those of nodes that a capture made have the key [`CAPTURED`].
+type ByNode = HashMap<u64, Uses>;
+
+/// Key of all nodes whose handles the library does not know; no node has this handle.
+const CAPTURED: u64 = 0;
+
+/// Uses of graphs and executable graphs, by handle; a graph without any has no entry.
+static BY_GRAPH: Mutex<Option<HashMap<u64, ByNode>>> = Mutex::new(None);
+/// Graph of each node that the library has returned, for changes of a node.
+static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes what a node of a graph uses, in place of what it used before.
+///
+/// An executable graph has the nodes of its graph.
+pub fn set(graph: u64, node: u64, uses: Uses) {
+    let mut graphs = lock(&BY_GRAPH);
+    if !uses.is_empty() {
+        graphs.get_or_insert_default().entry(graph).or_default().insert(node, uses);
+    } else if let Some(nodes) = graphs.as_mut().and_then(|graphs| graphs.get_mut(&graph)) {
+        nodes.remove(&node);
+    }
+}
+
+/// Notes what the nodes use that a capture has added to a graph.
+pub fn add_captured(graph: u64, uses: &Uses) {
+    if !uses.is_empty() {
+        let mut graphs = lock(&BY_GRAPH);
+        let nodes = graphs.get_or_insert_default().entry(graph).or_default();
+        nodes.entry(CAPTURED).or_default().add(uses);
+    }
+}
+
+/// Lets a graph use what these graphs use, and no more what it used before.
+pub fn replace(graph: u64, sources: &[u64]) {
+    let mut graphs = lock(&BY_GRAPH);
+    let Some(graphs) = graphs.as_mut() else { return };
+    let mut sum = ByNode::new();
+    for (node, uses) in sources.iter().filter_map(|source| graphs.get(source)).flatten() {
+        sum.entry(*node).or_default().add(uses);
+    }
+    if sum.is_empty() {
+        graphs.remove(&graph)
+    } else {
+        graphs.insert(graph, sum)
+    };
+}
+
+/// Returns what all nodes of a graph use.
+pub fn of(graph: u64) -> Uses {
+    let mut sum = Uses::default();
+    if let Some(nodes) = lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph)) {
+        nodes.values().for_each(|uses| sum.add(uses));
+    }
+    sum
+}
+
+/// Returns what a node of a graph uses, or may use.
+pub fn of_node(graph: u64, node: u64) -> Uses {
+    let mut sum = Uses::default();
+    if let Some(nodes) = lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph)) {
+        [CAPTURED, node].iter().filter_map(|node| nodes.get(node)).for_each(|uses| sum.add(uses));
+    }
+    sum
+}
+
+/// Notes the handle of a clone's node, whose uses were those of the original.
+pub fn rename(graph: u64, original: u64, node: u64) {
+    if let Some(nodes) = lock(&BY_GRAPH).as_mut().and_then(|graphs| graphs.get_mut(&graph))
+        && let Some(uses) = nodes.remove(&original)
+    {
+        nodes.insert(node, uses);
+    }
+}
+
+/// Removes a destroyed graph.
+pub fn forget_graph(graph: u64) {
+    if let Some(graphs) = lock(&BY_GRAPH).as_mut() {
+        graphs.remove(&graph);
+    }
+    if let Some(nodes) = lock(&GRAPH_OF).as_mut() {
+        nodes.retain(|_, of| *of != graph);
+    }
+}
+
+/// Removes a destroyed node.
+pub fn forget_node(node: u64) {
+    let graph = lock(&GRAPH_OF).as_mut().and_then(|nodes| nodes.remove(&node));
+    if let Some(graph) = graph {
+        set(graph, node, Uses::default());
+    }
+}
+
+/// Notes that a node belongs to a graph.
+pub fn node_of(node: u64, graph: u64) {
+    lock(&GRAPH_OF).get_or_insert_default().insert(node, graph);
+}
+
+/// Returns the graph of a node.
+pub fn graph_of(node: u64) -> Option<u64> {
+    lock(&GRAPH_OF).as_ref().and_then(|nodes| nodes.get(&node).copied())
+}
+
+/// Sends the program's changes in memory that an executable graph's copies name.
+///
+/// The program may have freed memory of nodes that it has changed since.
+pub fn upload(uses: &Uses) -> Result {
+    if !regions::any() {
+        return Ok(());
+    }
+    uses.regions.iter().try_for_each(|region| region.upload_for_graph())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn awaits(event: u64) -> Uses {
+        Uses { awaited: vec![event], ..Uses::default() }
+    }
+
+    fn awaited(graph: u64) -> Vec<u64> {
+        let mut events = of(graph).awaited;
+        events.sort_unstable();
+        events
+    }
+
+    #[test]
+    fn node_uses_what_it_was_set_to_last() {
+        let [graph, exec, clone] = [0x1_0001, 0x1_0002, 0x1_0003];
+        set(graph, 11, awaits(1));
+        set(graph, 12, awaits(2));
+        add_captured(graph, &awaits(3));
+        replace(exec, &[graph]);
+        replace(clone, &[graph]);
+        set(exec, 11, awaits(4));
+        set(graph, 12, Uses::default());
+        assert_eq!(awaited(graph), [1, 3]);
+        assert_eq!(awaited(exec), [2, 3, 4], "an executable graph keeps what its graph had");
+        rename(clone, 12, 22);
+        set(clone, 22, awaits(5));
+        assert_eq!(awaited(clone), [1, 3, 5]);
+        replace(exec, &[clone]);
+        assert_eq!(awaited(exec), [1, 3, 5], "an update");
+        [graph, exec, clone].into_iter().for_each(forget_graph);
+        assert!(awaited(exec).is_empty());
+    }
+
+    #[test]
+    fn destroyed_node_uses_nothing() {
+        let graph = 0x2_0001;
+        node_of(0x2_1111, graph);
+        set(graph, 0x2_1111, awaits(1));
+        assert_eq!(graph_of(0x2_1111), Some(graph));
+        forget_node(0x2_1111);
+        assert!(graph_of(0x2_1111).is_none() && awaited(graph).is_empty());
+    }
+}
