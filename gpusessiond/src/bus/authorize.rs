@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use tokio::time::Instant;
 use tracing::{debug, warn};
 use zbus::Connection;
 use zbus::DBusError as _;
@@ -140,6 +141,16 @@ impl<'a> Call<'a> {
             *count += 1;
         }
         Ok(Self { uid, shared: shared.clone(), connection, header })
+    }
+
+    /// Waits for the caller's turn to ask servers.
+    ///
+    /// A user's loop thus leaves the client's rate at the servers to programs and other users.
+    pub async fn turn(&self) {
+        let wait = self.shared.turns.take(self.uid, Instant::now());
+        if !wait.is_zero() {
+            tokio::time::sleep(wait).await;
+        }
     }
 
     /// Returns `false` if the caller has left the bus; `true` also if the bus cannot tell.

@@ -34,11 +34,12 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Returns the lease as last shown, if the caller may change it.
+    /// Returns the lease as last shown, in the caller's turn, if the caller may change it.
     async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<Arc<LeaseView>> {
         let view = self.view.get();
         let call = Call::begin(&self.shared, connection, header).await?;
         call.may(Deed::Touch { owner: view.facts.uid }).await?;
+        call.turn().await;
         Ok(view)
     }
 

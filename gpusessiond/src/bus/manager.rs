@@ -74,10 +74,11 @@ fn silence(server: &ServerFacts) -> Option<PoolError> {
 }
 
 impl Manager {
-    /// Finds a lease that the caller may change.
+    /// Finds a lease that the caller may change, in the caller's turn.
     async fn touch(&self, call: &Call<'_>, id: &str) -> Result<LeaseFacts> {
         let view = lease(&self.shared.snapshot(), id)?.clone();
         call.may(Deed::Touch { owner: view.uid }).await?;
+        call.turn().await;
         Ok(view)
     }
 
@@ -308,6 +309,7 @@ impl Manager {
         }
         let owner = self.owner(&mut request, uid)?;
         call.may(Self::deed(uid, owner)).await?;
+        call.turn().await;
         let creating = Creating::begin(&self.shared, uid, owner, persistent)?;
         let mut spec = request.spec;
         spec.persistent = persistent;
@@ -349,6 +351,7 @@ impl Manager {
         if answer == "no" || !Creating::could(&self.shared, call.uid, owner) {
             return Ok("no".into());
         }
+        call.turn().await;
         Ok(if self.has_room(&request.spec).await { answer } else { "busy" }.into())
     }
 
@@ -387,6 +390,7 @@ impl Manager {
         let call = Call::begin(&self.shared, connection, &header).await?;
         let session = self.session(session)?;
         call.may(Deed::Touch { owner: session.uid }).await?;
+        call.turn().await;
         let snapshot = self.shared.leases.snapshot().borrow().clone();
         let bound: Vec<Slot> = snapshot
             .lease_facts()
@@ -460,7 +464,9 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
-        let uid = Call::begin(&self.shared, connection, &header).await?.uid;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.turn().await;
+        let uid = call.uid;
         let snapshot = self.shared.snapshot();
         let addresses = snapshot.server_facts().map(|s| s.address.clone()).collect();
         let known: Vec<_> = snapshot.known_servers().map(|(index, s)| (index, silence(&s.facts))).collect();
@@ -489,6 +495,7 @@ impl Manager {
     ) -> Result<String> {
         let call = Call::begin(&self.shared, connection, &header).await?;
         call.may(Deed::Measure).await?;
+        call.turn().await;
         let snapshot = self.shared.snapshot();
         let named = |s: &ServerFacts| match server {
             "" => s.state == "online",

@@ -18,6 +18,7 @@ mod request;
 mod server;
 mod shared;
 mod shown;
+mod turns;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -74,6 +75,7 @@ impl Bus {
             store,
             identity,
             calls: Mutex::default(),
+            turns: turns::Turns::default(),
             boot_complete: Mutex::new(false),
             creating: Mutex::default(),
             polkit_trouble: Mutex::default(),

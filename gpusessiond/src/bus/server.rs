@@ -56,7 +56,8 @@ impl Server {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<u64> {
-        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.turn().await;
         let (round_trip, _) = self.shared.leases.ask(self.index, None).await?;
         Ok(usec(round_trip))
     }
@@ -66,7 +67,8 @@ impl Server {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.turn().await;
         self.shared.leases.ask(self.index, None).await?;
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::sync::watch;
 
+use super::turns::Turns;
 use crate::handover::Store;
 use crate::leases::{Leases, Snapshot};
 use crate::login::Sessions;
@@ -21,6 +22,8 @@ pub struct Shared {
     pub(crate) identity: watch::Receiver<Option<Standing>>,
     /// Number of calls in progress per uid.
     pub(crate) calls: Mutex<HashMap<u32, usize>>,
+    /// Turns of the calls that ask servers.
+    pub(super) turns: Turns,
     /// Latest published snapshot: replies wait for it, so that the objects that they name exist.
     pub(crate) published: watch::Sender<Arc<Snapshot>>,
     /// Whether every lease of class boot was held at the same time since the start.
