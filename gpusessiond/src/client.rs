@@ -1,12 +1,15 @@
 //! Network client of a GPU server: gRPC over mutual TLS.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self, enrolment_client::EnrolmentClient, pool_client::PoolClient};
+use gpusession_proto::join;
 use hyper_util::rt::TokioIo;
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::TcpUserTimeout;
@@ -20,6 +23,7 @@ use tonic::{Code, Status};
 
 use crate::identity::{self, Identity};
 use crate::pool::{PoolError, PoolServer, Trouble};
+use crate::trust::Fingerprint;
 
 /// Time to establish a connection, including TLS.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,6 +44,8 @@ const SLOW_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 const MOVE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Longest details of a refusal in bytes.
 const MAX_DETAILS: usize = 4096;
+/// Longest name of a server in messages, in characters.
+const MAX_NAME: usize = 64;
 /// Largest message that is accepted, in bytes.
 const MAX_ANSWER: usize = 4 << 20;
 
@@ -47,27 +53,62 @@ const MAX_ANSWER: usize = 4 << 20;
 pub struct Remote {
     address: String,
     identity: Identity,
-    /// The connection, and the certificate that it shows.
-    connection: Mutex<([u8; 32], PoolClient<Channel>)>,
+    connection: Mutex<Connection>,
+}
+
+#[derive(Clone)]
+struct Connection {
+    /// SHA-256 of the certificate that this client shows.
+    certificate: Fingerprint,
+    client: PoolClient<Channel>,
+    peer: Arc<Peer>,
+}
+
+/// The server at the other end of a channel, by its certificate.
+#[derive(Debug, Default)]
+struct Peer {
+    /// DNS names of the certificate, the same for each connection of the channel.
+    names: OnceLock<Vec<String>>,
+    /// A later connection led to a server with other names.
+    replaced: AtomicBool,
+}
+
+impl Peer {
+    /// Takes the certificate of a new connection.
+    ///
+    /// A channel whose server gets another name ends, so that each answer has one possible sender.
+    fn shows(&self, certificate: &[u8]) -> io::Result<()> {
+        let names = identity::dns_names(certificate);
+        if *self.names.get_or_init(|| names.clone()) == names {
+            return Ok(());
+        }
+        self.replaced.store(true, Ordering::Relaxed);
+        Err(io::Error::other("another server of the pool answers at this address now: connecting again"))
+    }
+
+    /// Returns `true` if the certificate names the server so.
+    fn is(&self, name: &str) -> bool {
+        self.names.get().is_some_and(|names| names.contains(&join::server(name)))
+    }
 }
 
 impl Remote {
     /// Creates a client that connects at the first call; must be called on a runtime.
     pub fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
-        let connection = Mutex::new((identity.facts().certificate, pool_client(address, identity)?));
+        let connection = Mutex::new(Connection::new(address, identity)?);
         Ok(Self { address: address.to_owned(), identity: identity.clone(), connection })
     }
 
-    /// Returns the connection, after a renewal a new one.
+    /// Returns the connection; a new one after a renewal, or if the server has got another name.
     ///
     /// Calls in progress finish on the earlier connection.
-    fn client(&self) -> Result<PoolClient<Channel>, PoolError> {
-        let certificate = self.identity.facts().certificate;
+    fn connection(&self) -> Result<Connection, PoolError> {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        if connection.0 != certificate {
-            *connection = (certificate, pool_client(&self.address, &self.identity)?);
+        let renewed = connection.certificate != self.identity.facts().certificate;
+        if renewed || connection.peer.replaced.load(Ordering::Relaxed) {
+            *connection = Connection::new(&self.address, &self.identity)?;
         }
-        Ok(connection.1.clone())
+        Ok(connection.clone())
     }
 
     async fn call<T>(
@@ -75,7 +116,29 @@ impl Remote {
         limit: Duration,
         call: impl AsyncFnOnce(PoolClient<Channel>) -> Result<tonic::Response<T>, Status>,
     ) -> Result<T, PoolError> {
-        answered(&self.address, limit, call(self.client()?)).await
+        answered(&self.address, limit, call(self.connection()?.client)).await
+    }
+
+    /// Calls for an answer in which the server says its `name`, which its certificate must have.
+    async fn call_named<T>(
+        &self,
+        limit: Duration,
+        call: impl AsyncFnOnce(PoolClient<Channel>) -> Result<tonic::Response<T>, Status>,
+        name: impl FnOnce(&T) -> &str,
+    ) -> Result<T, PoolError> {
+        let Connection { client, peer, .. } = self.connection()?;
+        let answer = answered(&self.address, limit, call(client)).await?;
+        let name = name(&answer);
+        if peer.is(name) {
+            return Ok(answer);
+        }
+        let message = format!(
+            "{}: answer refused: the server calls itself {}, and its certificate names another one; \
+             `systemctl restart gpuserver` there makes a certificate of its present name",
+            self.address,
+            name.chars().take(MAX_NAME).collect::<String>()
+        );
+        Err(PoolError::new(Trouble::Protocol, message))
     }
 
     /// Asks for a newer certificate.
@@ -94,11 +157,15 @@ impl Remote {
     }
 }
 
-fn pool_client(address: &str, identity: &Identity) -> Result<PoolClient<Channel>, PoolError> {
-    let identity = identity.clone();
-    // A later connection trusts the authorities of its own time.
-    let channel = channel(address, move || identity.tls())?;
-    Ok(PoolClient::new(channel).max_decoding_message_size(MAX_ANSWER))
+impl Connection {
+    fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
+        let certificate = identity.facts().certificate;
+        let (identity, peer) = (identity.clone(), Arc::new(Peer::default()));
+        // A later connection trusts the authorities of its own time.
+        let channel = channel(address, move || identity.tls(), peer.clone())?;
+        let client = PoolClient::new(channel).max_decoding_message_size(MAX_ANSWER);
+        Ok(Self { certificate, client, peer })
+    }
 }
 
 async fn answered<T>(
@@ -120,6 +187,7 @@ async fn answered<T>(
 fn channel(
     address: &str,
     tls: impl Fn() -> Arc<ClientConfig> + Send + 'static,
+    peer: Arc<Peer>,
 ) -> Result<Channel, PoolError> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
@@ -130,17 +198,24 @@ fn channel(
         .user_agent(concat!("gpusession/", env!("CARGO_PKG_VERSION")))
         .map_err(|e| PoolError::new(Trouble::Invalid, e.to_string()))?;
     let target = address.to_owned();
-    Ok(endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-        let (target, tls) = (target.clone(), tls());
-        async move { tokio::time::timeout(CONNECT_TIMEOUT, connect(&target, tls)).await?.map(TokioIo::new) }
-    })))
+    Ok(
+        endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+            let (target, tls, peer) = (target.clone(), tls(), peer.clone());
+            async move {
+                tokio::time::timeout(CONNECT_TIMEOUT, connect(&target, tls, &peer)).await?.map(TokioIo::new)
+            }
+        })),
+    )
 }
 
-async fn connect(address: &str, tls: Arc<ClientConfig>) -> std::io::Result<TlsStream<TcpStream>> {
+async fn connect(address: &str, tls: Arc<ClientConfig>, peer: &Peer) -> io::Result<TlsStream<TcpStream>> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     setsockopt(&stream, TcpUserTimeout, &(ARRIVAL_TIMEOUT.as_millis() as u32))?;
-    TlsConnector::from(tls).connect(identity::server_name(), stream).await
+    let stream = TlsConnector::from(tls).connect(identity::server_name(), stream).await?;
+    let certificates = stream.get_ref().1.peer_certificates();
+    peer.shows(certificates.and_then(<[_]>::first).map_or(&[], |certificate| certificate))?;
+    Ok(stream)
 }
 
 /// Returns the innermost source of an error: tonic's own text is "transport error".
@@ -216,7 +291,8 @@ impl PoolServer for Remote {
     }
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
-        self.call(SLOW_CALL_TIMEOUT, async |mut c| c.allocate(request).await).await
+        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.allocate(request).await, |lease| &lease.server)
+            .await
     }
 
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError> {
@@ -276,12 +352,13 @@ impl PoolServer for Remote {
 
     async fn measure(&self, seconds: u32) -> Result<control::MeasureReply, PoolError> {
         let request = control::MeasureRequest { seconds };
-        self.call(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await).await
+        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await, |reply| &reply.server)
+            .await
     }
 
     async fn describe(&self, usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError> {
         let request = control::DescribeRequest { usage_uid, authorities: Vec::new() };
-        self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
+        self.call_named(CALL_TIMEOUT, async |mut c| c.describe(request).await, |said| &said.name).await
     }
 
     async fn watch(
@@ -334,7 +411,7 @@ pub async fn join(
     tls: Arc<ClientConfig>,
     request: control::JoinRequest,
 ) -> Result<control::JoinReply, PoolError> {
-    let mut client =
-        EnrolmentClient::new(channel(address, move || tls.clone())?).max_decoding_message_size(MAX_ANSWER);
+    let mut client = EnrolmentClient::new(channel(address, move || tls.clone(), Arc::default())?)
+        .max_decoding_message_size(MAX_ANSWER);
     answered(address, SLOW_CALL_TIMEOUT, client.join(request)).await
 }

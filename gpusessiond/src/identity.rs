@@ -340,15 +340,21 @@ impl Facts {
         let unix = |time: x509_parser::time::ASN1Time| u64::try_from(time.timestamp()).unwrap_or(0);
         facts.begins_unix = unix(parsed.validity().not_before);
         facts.expires_unix = unix(parsed.validity().not_after);
-        if let Ok(Some(names)) = parsed.subject_alternative_name() {
-            let client = names.value.general_names.iter().find_map(|name| match name {
-                x509_parser::extensions::GeneralName::DNSName(name) => join::client_of(name),
-                _ => None,
-            });
-            facts.name = client.unwrap_or_default().to_owned();
-        }
+        let names = dns_names(der);
+        facts.name = names.iter().find_map(|name| join::client_of(name)).unwrap_or_default().to_owned();
         facts
     }
+}
+
+/// Returns the DNS names of a certificate (DER), which say whom in the pool it is of.
+pub fn dns_names(der: &[u8]) -> Vec<String> {
+    let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return Vec::new() };
+    let Ok(Some(names)) = parsed.subject_alternative_name() else { return Vec::new() };
+    let dns = names.value.general_names.iter().filter_map(|name| match name {
+        x509_parser::extensions::GeneralName::DNSName(name) => Some((*name).to_owned()),
+        _ => None,
+    });
+    dns.collect()
 }
 
 /// An identity as read from its files.

@@ -11,19 +11,23 @@ use gpuserver::signer::ca::{AuthorityKey, CLIENT_TTL, LASTING_TTL, Order, Place}
 use gpusession_proto::control::enrolment_client::EnrolmentClient;
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{
-    DescribeRequest, JoinRequest, RenewIdentityRequest, RenewRequest, WatchRequest,
+    AllocateRequest, DescribeRequest, JoinRequest, RenewIdentityRequest, RenewRequest, WatchRequest,
 };
 use gpusessiond::client::{self, Remote};
-use gpusessiond::identity::{Home, join_pool};
-use gpusessiond::pool::PoolServer as _;
+use gpusessiond::identity::{Home, join_pool, server_name};
+use gpusessiond::pool::{PoolServer as _, Trouble};
 use gpusessiond::renewal::{Renewer, Standing};
 use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
+use rustls::{ClientConfig, ServerConfig};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tonic::transport::{Channel, Identity};
 use tonic::{Code, Status};
 
-use gpusession_test_server::{LONG, Server};
+use gpusession_test_server::{LONG, Server, eventually};
 
 const DAY: u64 = 24 * 3600;
 
@@ -282,4 +286,76 @@ async fn an_updated_daemon_renews_a_lasting_certificate_at_once_and_years_later(
     let after = identity.facts();
     assert!(after.certificate != before.certificate && after.expires_unix < before.expires_unix);
     Remote::new(&server.control, &identity).unwrap().describe(None).await.unwrap();
+}
+
+/// Returns the TLS side of a server to which the pool's authority gave a certificate of this name.
+fn of_pool(server: &Server, name: &str) -> TlsAcceptor {
+    let authority = AuthorityKey::read(&server.path("state/ca"), Place::Present).unwrap();
+    let (key, csr) = wish();
+    let issued = authority.issue_server(name, &csr, unix(), &SystemRandom).unwrap();
+    let chain = vec![CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap()];
+    let key = PrivatePkcs8KeyDer::from(key.serialize_der()).into();
+    let mut config = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key).unwrap();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(config).into()
+}
+
+/// Answers with the words of the server at `to`; its own certificate may change.
+async fn repeat(
+    listener: TcpListener,
+    shown: watch::Receiver<TlsAcceptor>,
+    to: String,
+    tls: Arc<ClientConfig>,
+) {
+    loop {
+        let (stream, _) = listener.accept().await.unwrap();
+        let (mut shown, to, tls) = (shown.clone(), to.clone(), tls.clone());
+        tokio::spawn(async move {
+            let acceptor = shown.borrow_and_update().clone();
+            let repeated = async {
+                let mut client = acceptor.accept(stream).await?;
+                let behind = TcpStream::connect(to).await?;
+                let mut server = TlsConnector::from(tls).connect(server_name(), behind).await?;
+                tokio::io::copy_bidirectional(&mut client, &mut server).await
+            };
+            tokio::select! {
+                _ = repeated => {}
+                _ = shown.changed() => {}
+            }
+        });
+    }
+}
+
+#[tokio::test]
+async fn a_server_has_the_name_of_its_certificate_and_no_other() {
+    let server = Server::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let identity = identity_of(&server, folder.path(), "vm-1", unix()).load().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (show, shown) = watch::channel(of_pool(&server, "s2"));
+    let repeating = tokio::spawn(repeat(listener, shown, server.control.clone(), identity.tls()));
+
+    let remote = Remote::new(&address, &identity).unwrap();
+    let request = AllocateRequest { gpus: 1, boot_id: "b1".into(), ..Default::default() };
+    for error in [
+        remote.describe(None).await.unwrap_err(),
+        remote.allocate(request.clone()).await.unwrap_err(),
+        remote.measure(1).await.unwrap_err(),
+    ] {
+        assert_eq!(error.trouble, Trouble::Protocol, "{error}");
+        assert!(error.message.contains("answer refused: the server calls itself s1, and"), "{error}");
+    }
+    // Answers without a name are those of any server of the pool.
+    assert!(remote.renew(Vec::new(), "b1".into()).await.is_ok());
+
+    // A server that starts again under another name has another certificate.
+    show.send_replace(of_pool(&server, "s1"));
+    eventually("the new name counts", async || remote.describe(None).await.is_ok()).await;
+    show.send_replace(of_pool(&server, "s2"));
+    eventually("the old name counts no longer", async || {
+        remote.allocate(request.clone()).await.is_err_and(|error| error.trouble == Trouble::Protocol)
+    })
+    .await;
+    repeating.abort();
 }
