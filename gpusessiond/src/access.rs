@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 
 use crate::config::Access;
+use crate::subuid::{Owners, Principal};
 
 /// Time for which an answer of the user database is cached.
 const MAX_AGE: Duration = Duration::from_secs(60);
@@ -21,17 +22,25 @@ pub struct Person {
     pub name: Option<String>,
     /// Whether `[access]` allows the user to use the leases for all.
     pub access: bool,
+    /// User to whom the uid is subordinate, if it is.
+    pub principal: Option<Principal>,
 }
 
 /// The rules of `[access]`, with a cache, since the user database may be slow.
 pub struct Gate {
     access: RwLock<Access>,
+    owners: Owners,
     known: Mutex<HashMap<u32, (Instant, Person)>>,
 }
 
 impl Gate {
     pub fn new(access: Access) -> Self {
-        Self { access: RwLock::new(access), known: Mutex::new(HashMap::new()) }
+        Self::with_owners(access, Owners::system())
+    }
+
+    /// Creates a gate with these owners of subordinate uids.
+    pub fn with_owners(access: Access, owners: Owners) -> Self {
+        Self { access: RwLock::new(access), owners, known: Mutex::default() }
     }
 
     /// Replaces the rules and clears the cache.
@@ -42,6 +51,11 @@ impl Gate {
 
     fn access(&self) -> std::sync::RwLockReadGuard<'_, Access> {
         self.access.read().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Returns the uid whose limits count for a uid: that of its owner if it is a subordinate one.
+    pub fn account(&self, uid: u32) -> u32 {
+        self.owners.owner(uid)
     }
 
     /// Returns how many leases a user may hold in addition to the configured ones.
@@ -60,9 +74,11 @@ impl Gate {
             return person;
         }
         let gate = self.clone();
-        let person = tokio::task::spawn_blocking(move || gate.look_up(uid))
-            .await
-            .unwrap_or(Person { name: None, access: false });
+        let person = tokio::task::spawn_blocking(move || gate.look_up(uid)).await.unwrap_or(Person {
+            name: None,
+            access: false,
+            principal: None,
+        });
         let mut known = self.known();
         if known.len() >= MAX_CACHED_ANSWERS {
             known.clear();
@@ -80,7 +96,13 @@ impl Gate {
         let by_group = !self.access().groups.is_empty();
         let groups = user.as_ref().filter(|_| by_group).map(groups_of).unwrap_or_default();
         let name = user.map(|u| u.name);
-        Person { access: allows(&self.access(), uid, name.as_deref(), &groups), name }
+        // A user of the database is not taken for another one's subordinate.
+        let principal = Some(self.account(uid)).filter(|account| *account != uid && name.is_none());
+        let principal = principal.map(|uid| {
+            let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+            Principal { uid, name: user.map(|user| user.name) }
+        });
+        Person { access: allows(&self.access(), uid, name.as_deref(), &groups), name, principal }
     }
 }
 
@@ -128,7 +150,8 @@ mod tests {
     #[tokio::test]
     async fn root_is_known_everywhere() {
         let gate = std::sync::Arc::new(Gate::new(crate::config::Config::default().access));
-        assert_eq!(gate.person(0).await, Person { name: Some("root".into()), access: true });
+        let root = Person { name: Some("root".into()), access: true, principal: None };
+        assert_eq!(gate.person(0).await, root);
         assert_eq!(gate.person(0).await.name.as_deref(), Some("root"));
         assert!(gate.person(4_000_000_000).await.name.is_none());
     }

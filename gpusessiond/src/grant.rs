@@ -1,7 +1,7 @@
 //! The grant socket: `libcuda.so.1` uses it to request GPUs, `libnvidia-ml.so.1` to query them.
 //!
 //! Callers are untrusted: the kernel names their uid, the size and time of a message are bounded,
-//! and so is the number of connections per user.
+//! and so is the number of connections per user; subordinate uids count as their owner's.
 //!
 //! The connection stays open while the process lives. A pidfd of the process reports its exit, even
 //! if a child has inherited the connection.
@@ -91,21 +91,21 @@ struct Turn {
 
 impl Turns {
     /// Takes a turn, and returns how long the program waits for it.
-    fn take(&self, uid: u32, now: Instant) -> Duration {
+    fn take(&self, user: u32, now: Instant) -> Duration {
         let mut turns = self.0.lock().unwrap_or_else(|e| e.into_inner());
         turns.retain(|_, turn| now.saturating_duration_since(turn.seen) < SEEN_WINDOW || turn.next > now);
-        let turn = turns.entry(uid).or_insert(Turn { next: now, seen: now });
+        let turn = turns.entry(user).or_insert(Turn { next: now, seen: now });
         turn.seen = now;
         let due = turn.next.max(now);
         let ahead = due.duration_since(now).saturating_sub(TURN_INTERVAL * (MAX_BURST - 1));
         turn.next = due + TURN_INTERVAL;
         let several = turns
             .iter()
-            .any(|(other, turn)| *other != uid && now.saturating_duration_since(turn.seen) < SEEN_WINDOW);
-        if several && uid != 0 {
+            .any(|(other, turn)| *other != user && now.saturating_duration_since(turn.seen) < SEEN_WINDOW);
+        if several && user != 0 {
             return ahead;
         }
-        if let Some(turn) = turns.get_mut(&uid) {
+        if let Some(turn) = turns.get_mut(&user) {
             // A user alone does not pay later for its present programs.
             turn.next = turn.next.min(now + TURN_INTERVAL * MAX_BURST);
         }
@@ -119,7 +119,7 @@ pub struct Server {
     gate: Arc<Gate>,
     wait: RwLock<Duration>,
     limits: Limits,
-    connections: Arc<Mutex<HashMap<u32, usize>>>,
+    places: Arc<Places>,
     turns: Turns,
     programs: Arc<Programs>,
     sessions: Option<Arc<Sessions>>,
@@ -130,19 +130,41 @@ pub struct Server {
     returns: LogThrottle,
 }
 
+/// Number of connections of each user.
+#[derive(Debug, Default)]
+struct Places(Mutex<HashMap<u32, usize>>);
+
+impl Places {
+    /// Takes a place for a user; with `fair_share`, many places only while half of all are free.
+    fn take(self: &Arc<Self>, user: u32, limits: &Limits, fair_share: bool) -> Option<Place> {
+        let mut connections = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let total: usize = connections.values().sum();
+        let mine = connections.entry(user).or_default();
+        // root always gets a connection, to diagnose problems.
+        let crowded = fair_share && total >= limits.total / 2 && *mine >= GUARANTEED_CONNECTIONS;
+        if (crowded || *mine >= limits.per_uid || total >= limits.total) && user != 0 || *mine >= limits.total
+        {
+            return None;
+        }
+        *mine += 1;
+        Some(Place { user, places: self.clone() })
+    }
+}
+
 /// A slot among the connections of a user; released when dropped.
+#[derive(Debug)]
 struct Place {
-    uid: u32,
-    connections: Arc<Mutex<HashMap<u32, usize>>>,
+    user: u32,
+    places: Arc<Places>,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(count) = connections.get_mut(&self.uid) {
+        let mut connections = self.places.0.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(count) = connections.get_mut(&self.user) {
             *count -= 1;
             if *count == 0 {
-                connections.remove(&self.uid);
+                connections.remove(&self.user);
             }
         }
     }
@@ -157,7 +179,7 @@ impl Server {
             gate,
             wait,
             limits,
-            connections: Arc::default(),
+            places: Arc::default(),
             turns: Turns::default(),
             programs: Arc::default(),
             sessions: None,
@@ -222,7 +244,8 @@ impl Server {
                 return;
             }
         };
-        let Some(place) = self.place(peer.uid) else {
+        let user = self.gate.account(peer.uid);
+        let Some(place) = self.places.take(user, &self.limits, self.gate.fair_share()) else {
             warn!(
                 gpusession_user = peer.uid,
                 "grant socket: uid {}: refused: too many connections", peer.uid
@@ -237,30 +260,14 @@ impl Server {
         };
         tokio::spawn(async move {
             let uid = peer.uid;
-            if let Err(error) = self.talk(stream, peer).await {
+            if let Err(error) = self.talk(stream, peer, user).await {
                 debug!("grant socket: uid {uid}: {error}");
             }
             drop(place);
         });
     }
 
-    fn place(&self, uid: u32) -> Option<Place> {
-        let mut connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
-        let total: usize = connections.values().sum();
-        let mine = connections.entry(uid).or_default();
-        // root always gets a connection, to diagnose problems.
-        let crowded =
-            self.gate.fair_share() && total >= self.limits.total / 2 && *mine >= GUARANTEED_CONNECTIONS;
-        if (crowded || *mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
-            || *mine >= self.limits.total
-        {
-            return None;
-        }
-        *mine += 1;
-        Some(Place { uid, connections: self.connections.clone() })
-    }
-
-    async fn talk(&self, mut stream: UnixStream, peer: Peer) -> io::Result<()> {
+    async fn talk(&self, mut stream: UnixStream, peer: Peer, user: u32) -> io::Result<()> {
         let pidfd = match peer.pidfd {
             Some(fd) => Some(watched(fd)?),
             None => None,
@@ -280,6 +287,7 @@ impl Server {
             uid: peer.uid,
             pid: peer.pid,
             user: person.name,
+            principal: person.principal,
             access: person.access,
             session: session.map(|s| s.id.clone()),
             control_groups: control_groups(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
@@ -307,7 +315,7 @@ impl Server {
             return self.answer(&mut stream, &reply).await;
         }
         let turn = match self.gate.fair_share() {
-            true => self.turns.take(caller.uid, Instant::now()),
+            true => self.turns.take(user, Instant::now()),
             false => Duration::ZERO,
         };
         let Some(answer) = self.ask(&caller, &wish, turn, caller_disconnected(&stream, pidfd.as_ref())).await
@@ -736,6 +744,19 @@ async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_user_with_many_places_leaves_half_of_them_to_others() {
+        let (places, limits) = (Arc::new(Places::default()), Limits { total: 400, ..Limits::default() });
+        let take = |user| places.take(user, &limits, true);
+        let held: Vec<_> = (0..400).map_while(|_| take(1000)).collect();
+        assert_eq!(held.len(), 200);
+        let others: Vec<_> = (0..100).map_while(|_| take(1001)).collect();
+        assert_eq!(others.len(), GUARANTEED_CONNECTIONS);
+        assert!(take(0).is_some(), "root");
+        drop(held);
+        assert!(take(1001).is_some());
+    }
 
     #[test]
     fn a_users_loop_waits_in_line_while_others_start_programs_and_never_alone() {

@@ -9,7 +9,8 @@
 //! * [`bus`]: `org.gpusession1` on D-Bus;
 //! * [`handover`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
 //! * [`survey`]: the servers' descriptions now;
-//! * [`config`], [`settings`], [`access`], [`paths`], [`units`], [`arguments`]: configuration.
+//! * [`access`], [`subuid`]: users and what they may;
+//! * [`config`], [`settings`], [`paths`], [`units`], [`arguments`]: configuration.
 
 pub mod access;
 pub mod arguments;
@@ -28,6 +29,7 @@ pub mod peer;
 pub mod pool;
 pub mod renewal;
 pub mod settings;
+pub mod subuid;
 pub mod survey;
 pub mod trust;
 pub mod units;

@@ -4,6 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use gpusession_common::words::Class;
 use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
 use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
@@ -14,11 +15,13 @@ use gpusession_proto::{message, preface};
 use gpusession_test_daemon::{
     GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
 };
+use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
 use gpusessiond::grant::Limits;
 use gpusessiond::leases::sim::{KEY, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Owner, Spec, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
+use gpusessiond::subuid::{Owners, Principal};
 
 #[test]
 fn helper_process() {
@@ -482,6 +485,97 @@ async fn a_program_gets_all_leases_that_it_names_in_their_order_or_none() {
     }
 }
 
+#[tokio::test]
+async fn subordinate_uids_share_their_owners_lease_of_class_user() {
+    let sim = SimServer::new("gpu-a", 4);
+    let engine = engine(&[&sim]);
+    let user = Spec { class: Class::User, ..Spec::configured(&config(&[1]).leases[0], 0) };
+    engine.configure(vec![user]).await;
+    let alice = Principal { uid: 1000, name: Some("alice".into()) };
+    let caller = |uid, user: Option<&str>, principal, access| Caller {
+        uid,
+        pid: 5,
+        user: user.map(str::to_owned),
+        principal,
+        access,
+        session: None,
+        control_groups: Vec::new(),
+    };
+    let lease = async |caller: Caller, lease: Option<&str>| {
+        let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
+        loop {
+            match engine.grant(caller.clone(), wish.clone()).await {
+                Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
+                Answer::Denied(_, reason) => return Err(reason),
+                Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    let below = |uid, access| caller(uid, None, Some(alice.clone()), access);
+    assert!(lease(below(100_000, false), None).await.is_err(), "without access");
+    let first = lease(below(100_000, true), None).await.unwrap();
+    for uid in 100_001..100_020 {
+        assert_eq!(lease(below(uid, true), None).await.as_ref(), Ok(&first), "{uid}");
+    }
+    assert_eq!(lease(caller(1000, Some("alice"), None, true), None).await.as_ref(), Ok(&first));
+    assert!(lease(below(100_000, false), Some(&first)).await.is_err(), "without access");
+    assert_ne!(lease(caller(1001, Some("bob"), None, true), None).await.unwrap(), first);
+    let asked = sim.with(|s| s.requests.iter().map(|r| (r.user.clone(), r.uid)).collect::<Vec<_>>());
+    assert_eq!(asked, [("alice".into(), 1000), ("bob".into(), 1001)], "limits of alice count");
+    // A lease that the owner asked for is the owner's alone.
+    engine.want(Spec::requested("request/1".into(), 1000)).await;
+    until(&engine, |s| s.leases.len() == 3 && held(s)).await;
+    let own = engine.snapshot().borrow().leases[2].facts.id.clone();
+    assert!(lease(below(100_000, true), Some(&own)).await.is_err());
+    assert_eq!(lease(caller(1000, Some("alice"), None, true), Some(&own)).await, Ok(own.clone()));
+}
+
+#[tokio::test]
+async fn connections_of_subordinate_uids_count_as_their_owners() {
+    use std::os::unix::fs::PermissionsExt as _;
+    if !nix::unistd::getuid().is_root() {
+        assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "only root connects as other users");
+        return;
+    }
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let (config, folder) = (Config::default(), tempfile::tempdir().unwrap());
+    let (subuid, passwd) = (folder.path().join("subuid"), folder.path().join("passwd"));
+    std::fs::write(&subuid, "someone:2100000000:65536\n").unwrap();
+    std::fs::write(&passwd, "someone:x:2000000000:2000000000::/:\n").unwrap();
+    let gate = Gate::with_owners(config.access.clone(), Owners::of(&subuid, &passwd));
+    let limits = Limits { per_uid: 3, ..Limits::default() };
+    let socket = GrantSocket::with_gate(&engine, &config, limits, gate);
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(socket.path.parent().unwrap(), open).unwrap();
+    // Connects as a user, and returns whether a refusal arrives in time.
+    let refused = async |uid: u32, limit: Duration| {
+        let path = socket.path.clone();
+        let connect = move || {
+            // SAFETY: the call takes three numbers, and changes the uid of this thread alone.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
+            assert_eq!(changed, 0);
+            let mut stream = UnixStream::connect(path).unwrap();
+            stream.set_read_timeout(Some(limit)).unwrap();
+            let answer = read_reply(&mut stream);
+            (answer.is_ok(), stream)
+        };
+        // A thread of its own, which exits with its uid.
+        let thread = std::thread::spawn(connect);
+        tokio::task::spawn_blocking(|| thread.join().unwrap()).await.unwrap()
+    };
+    let moment = Duration::from_millis(200);
+    let mut held = Vec::new();
+    for uid in [2_000_000_000, 2_100_000_000, 2_100_065_535] {
+        let (refused, connection) = refused(uid, moment).await;
+        assert!(!refused, "{uid}");
+        held.push(connection);
+    }
+    assert!(refused(2_100_000_007, PATIENCE).await.0, "a fourth connection of one user");
+    assert!(refused(2_000_000_000, PATIENCE).await.0);
+    assert!(!refused(2_100_065_536, moment).await.0, "another user");
+}
+
 /// A lease of one job, and a process of its user in these control groups.
 fn of_job(group: &str, uid: u32) -> Spec {
     Spec { control_group: Some(group.into()), ..Spec::requested(format!("request/{group}"), uid) }
@@ -501,6 +595,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
         uid,
         pid: 5,
         user: None,
+        principal: None,
         access: true,
         session: None,
         control_groups: groups.iter().map(|group| (*group).to_owned()).collect(),

@@ -88,6 +88,8 @@ impl Deed {
 pub struct Call<'a> {
     /// Uid of the caller.
     pub uid: u32,
+    /// Uid of the user whose limits count.
+    user: u32,
     shared: Arc<Shared>,
     connection: &'a Connection,
     header: &'a Header<'a>,
@@ -96,10 +98,10 @@ pub struct Call<'a> {
 impl Drop for Call<'_> {
     fn drop(&mut self) {
         let mut calls = self.shared.calls.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(count) = calls.get_mut(&self.uid) {
+        if let Some(count) = calls.get_mut(&self.user) {
             *count -= 1;
             if *count == 0 {
-                calls.remove(&self.uid);
+                calls.remove(&self.user);
             }
         }
     }
@@ -129,25 +131,26 @@ impl<'a> Call<'a> {
             .get_connection_unix_user(sender.to_owned().into())
             .await
             .map_err(|e| BusError::access_denied(format!("the bus does not know the caller: {e}")))?;
+        let user = shared.settings.gate().account(uid);
         let most = if uid == 0 { MAX_CALLS_OF_ROOT } else { MAX_CALLS };
         {
             let mut calls = shared.calls.lock().unwrap_or_else(|e| e.into_inner());
-            let count = calls.entry(uid).or_default();
+            let count = calls.entry(user).or_default();
             if *count >= most {
                 return Err(BusError::limits_exceeded(format!(
-                    "uid {uid} has {most} calls under way already: wait for their answers"
+                    "uid {user} has {most} calls under way already: wait for their answers"
                 )));
             }
             *count += 1;
         }
-        Ok(Self { uid, shared: shared.clone(), connection, header })
+        Ok(Self { uid, user, shared: shared.clone(), connection, header })
     }
 
     /// Waits for the caller's turn to ask servers.
     ///
     /// A user's loop thus leaves the client's rate at the servers to programs and other users.
     pub async fn turn(&self) {
-        let wait = self.shared.turns.take(self.uid, Instant::now());
+        let wait = self.shared.turns.take(self.user, Instant::now());
         if !wait.is_zero() {
             tokio::time::sleep(wait).await;
         }
@@ -238,6 +241,8 @@ fn says_no_polkit(error: &zbus::Error) -> bool {
 }
 
 /// A lease being created; counts against its owner until dropped, when it exists or was refused.
+///
+/// A subordinate uid counts as its owner.
 pub struct Creating<'a> {
     shared: &'a Shared,
     owner: u32,
@@ -252,11 +257,13 @@ impl<'a> Creating<'a> {
     ///
     /// Only root may exceed `extra_leases`.
     pub fn begin(shared: &'a Shared, caller: u32, owner: u32, persistent: bool) -> Result<Self> {
+        let owner = shared.settings.gate().account(owner);
         let mut creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
         let under_way = creating.entry(owner).or_default();
         let allowed = may_hold_more(shared, caller, owner, under_way.all).and_then(|()| {
             let leases = shared.leases.snapshot();
-            let held = |l: &&LeaseFacts| l.uid == owner && l.spec.persistent && !l.devices.is_empty();
+            let held =
+                |l: &&LeaseFacts| belongs(shared, l, owner) && l.spec.persistent && !l.devices.is_empty();
             let held = leases.borrow().lease_facts().filter(held).count();
             if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
                 return Err(BusError::quota_exceeded(format!(
@@ -276,15 +283,21 @@ impl<'a> Creating<'a> {
 
     /// Returns `true` if [`Creating::begin`] would succeed for a lease that is not persistent.
     pub fn could(shared: &Shared, caller: u32, owner: u32) -> bool {
+        let owner = shared.settings.gate().account(owner);
         let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
         may_hold_more(shared, caller, owner, creating.get(&owner).map_or(0, |u| u.all)).is_ok()
     }
 }
 
+/// Returns `true` if a lease counts against the limits of a user.
+fn belongs(shared: &Shared, lease: &LeaseFacts, user: u32) -> bool {
+    shared.settings.gate().account(lease.uid) == user
+}
+
 fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> Result<()> {
     let allowed = shared.settings.gate().extra_leases(owner);
     let leases = shared.leases.snapshot();
-    let held = |l: &&LeaseFacts| l.spec.once && l.uid == owner && !l.devices.is_empty();
+    let held = |l: &&LeaseFacts| l.spec.once && belongs(shared, l, owner) && !l.devices.is_empty();
     if caller == 0 || leases.borrow().lease_facts().filter(held).count() + under_way < allowed {
         return Ok(());
     }

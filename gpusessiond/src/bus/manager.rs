@@ -19,6 +19,7 @@ use super::lease_fd::release_at_close;
 use super::project::{expires_usec, shortest, state_of};
 use super::request;
 use super::shared::Shared;
+use crate::access::Person;
 use crate::handover::Kept;
 use crate::leases::{
     Caller, LeaseFacts, LeaseState, Owner, STOPPED, ServerFacts, Session, Slot, Snapshot, Spec,
@@ -106,8 +107,8 @@ impl Manager {
         control_groups: Vec<String>,
     ) -> Vec<OwnedObjectPath> {
         let person = self.shared.settings.gate().person(uid).await;
-        let (user, access) = (person.name, person.access);
-        let caller = Caller { uid, pid, user, access, session, control_groups };
+        let Person { name: user, access, principal } = person;
+        let caller = Caller { uid, pid, user, principal, access, session, control_groups };
         let slots = self.shared.leases.default_slots(caller).await;
         let snapshot = self.shared.snapshot();
         snapshot.lease_facts().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
@@ -313,7 +314,8 @@ impl Manager {
         let creating = Creating::begin(&self.shared, uid, owner, persistent)?;
         let mut spec = request.spec;
         spec.persistent = persistent;
-        spec.user = self.shared.settings.gate().person(owner).await.name.unwrap_or_default();
+        let person = self.shared.settings.gate().person(owner).await;
+        spec.user = person.name.or(person.principal.and_then(|user| user.name)).unwrap_or_default();
         let key = spec.key.clone();
         let view = self.shared.leases.create(spec).await?;
         drop(creating);

@@ -20,7 +20,7 @@ pub struct Shared {
     pub(crate) store: Option<Store>,
     /// This client's certificate; `None` before it has joined.
     pub(crate) identity: watch::Receiver<Option<Standing>>,
-    /// Number of calls in progress per uid.
+    /// Number of calls in progress per user.
     pub(crate) calls: Mutex<HashMap<u32, usize>>,
     /// Turns of the calls that ask servers.
     pub(super) turns: Turns,

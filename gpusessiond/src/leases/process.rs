@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::spec::{Slot, Time};
+use crate::subuid::Principal;
 
 /// A process that asks for GPUs, as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,6 +12,8 @@ pub struct Caller {
     pub pid: u32,
     /// User name, if the user database knows one.
     pub user: Option<String>,
+    /// User to whom the uid is subordinate, whose leases of class `user` the process shares.
+    pub principal: Option<Principal>,
     /// Whether `[access]` lets the user have the leases for all.
     pub access: bool,
     /// Id of the login session that it belongs to.

@@ -27,6 +27,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
         uid,
         pid: 0,
         user: None,
+        principal: None,
         access: true,
         session: Some("abcdefghijkl".into()),
         control_groups: vec![],

@@ -207,10 +207,14 @@ pub struct GrantSocket {
 
 impl GrantSocket {
     pub fn start(engine: &Engine, config: &Config, limits: Limits) -> Self {
+        Self::with_gate(engine, config, limits, Gate::new(config.access.clone()))
+    }
+
+    pub fn with_gate(engine: &Engine, config: &Config, limits: Limits, gate: Gate) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("grant.sock");
         let (listener, file) = peer::bind(&path, 0o666).unwrap();
-        let gate = Arc::new(Gate::new(config.access.clone()));
+        let gate = Arc::new(gate);
         let server = Arc::new(grant::Server::new(
             Arc::new(engine.clone()),
             gate,

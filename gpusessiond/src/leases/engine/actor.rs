@@ -12,7 +12,7 @@ use tracing::{debug, info};
 
 use super::calls::{follow, tell_ended};
 use super::message::{Message, Updates};
-use crate::access::Gate;
+use crate::access::{Gate, Person};
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
 use crate::leases::{
@@ -216,9 +216,7 @@ impl Actor {
                     self.demand_for(session);
                 }
             }
-            Message::Demand(Caller { uid, user, access, session, .. }) => {
-                self.machine.demand(now, uid, user.as_deref(), access, session.as_deref());
-            }
+            Message::Demand(caller) => self.demand(&caller),
             Message::SessionClosed(id) => self.machine.session_closed(now, &id),
             Message::Drain(server, grace, reply) => {
                 // Only the list of servers brings a removed server back.
@@ -294,8 +292,8 @@ impl Actor {
             let person = gate.person(session.uid).await;
             let (uid, session) = (session.uid, Some(session.id.clone()));
             let control_groups = Vec::new();
-            let (user, access) = (person.name, person.access);
-            Message::Demand(Caller { uid, pid: 0, user, access, session, control_groups })
+            let Person { name: user, access, principal } = person;
+            Message::Demand(Caller { uid, pid: 0, user, principal, access, session, control_groups })
         });
     }
 

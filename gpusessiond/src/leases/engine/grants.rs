@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use gpusession_common::words::Class;
 use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::journal::Event;
 use gpusession_proto::ticket::{MAX_USER, Ticket};
@@ -29,15 +30,31 @@ fn of_group(spec: &Spec, caller: &Caller) -> bool {
 }
 
 /// Returns `true` if the process's user owns the lease.
-fn is_owner(owner: &Owner, caller: &Caller) -> bool {
-    match owner {
-        Owner::Uid(uid) => *uid == caller.uid,
+///
+/// A subordinate uid shares the leases of class `user` that its owner has for each CUDA program.
+fn is_owner(spec: &Spec, caller: &Caller) -> bool {
+    let shares = || spec.class == Class::User && !spec.once && caller.access;
+    match &spec.owner {
+        Owner::Uid(uid) if *uid == caller.uid => true,
+        Owner::Uid(uid) => caller.principal.as_ref().is_some_and(|user| user.uid == *uid) && shares(),
         Owner::User(name) => caller.user.as_deref() == Some(name),
         Owner::Everyone => caller.access,
     }
 }
 
 impl Actor {
+    /// Wants the leases that the configuration has for a process's session or user.
+    ///
+    /// For a subordinate uid, these are its owner's leases, so that many uids get no more of them.
+    pub(super) fn demand(&mut self, caller: &Caller) {
+        let (now, session) = (self.now(), caller.session.as_deref());
+        match &caller.principal {
+            None => self.machine.demand(now, caller.uid, caller.user.as_deref(), caller.access, session),
+            Some(_) if !caller.access => {}
+            Some(user) => self.machine.demand(now, user.uid, user.name.as_deref(), true, None),
+        }
+    }
+
     /// Selects a process's leases: the named ones, else those of its control group, its session's,
     /// its user's, those for all.
     pub(super) fn select(
@@ -45,7 +62,7 @@ impl Actor {
         caller: &Caller,
         wish: &WorkerRequest,
     ) -> Result<Vec<Slot>, (Denial, String)> {
-        let mine = |owner: &Owner| is_owner(owner, caller);
+        let mine = |spec: &Spec| is_owner(spec, caller);
         if let Some(named) = wish.lease.as_deref() {
             return self.named(named, caller, &mine);
         }
@@ -55,18 +72,17 @@ impl Actor {
             slots.sort_unstable();
             slots.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>()
         };
-        let own = all(&|spec| of_group(spec, caller) && mine(&spec.owner));
+        let own = all(&|spec| of_group(spec, caller) && mine(spec));
         if !own.is_empty() {
             return Ok(own);
         }
         let configured = |test: &dyn Fn(&Spec) -> bool| all(&|spec| !spec.once && test(spec));
         let of_session = |spec: &Spec| spec.session.is_some() && spec.session == caller.session;
-        let own = configured(&|spec| of_session(spec) && mine(&spec.owner));
+        let own = configured(&|spec| of_session(spec) && mine(spec));
         if !own.is_empty() {
             return Ok(own);
         }
-        let own =
-            configured(&|spec| spec.session.is_none() && spec.owner != Owner::Everyone && mine(&spec.owner));
+        let own = configured(&|spec| spec.session.is_none() && spec.owner != Owner::Everyone && mine(spec));
         if !own.is_empty() {
             return Ok(own);
         }
@@ -86,7 +102,7 @@ impl Actor {
         &self,
         list: &str,
         caller: &Caller,
-        mine: &dyn Fn(&Owner) -> bool,
+        mine: &dyn Fn(&Spec) -> bool,
     ) -> Result<Vec<Slot>, (Denial, String)> {
         // A name may belong to leases of several sessions: that of the caller's session comes
         // first.
@@ -96,7 +112,7 @@ impl Actor {
                 .slots()
                 .filter(|_| !id.is_empty())
                 .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
-                .filter(|(_, w)| mine(&w.spec.owner) || caller.uid == 0)
+                .filter(|(_, w)| mine(&w.spec) || caller.uid == 0)
                 .min_by_key(|(_, w)| another(w))
                 .map(|(slot, _)| slot)
         };
@@ -157,11 +173,10 @@ impl Actor {
     pub(super) fn grant(&mut self, caller: Caller, wish: WorkerRequest, reply: oneshot::Sender<Answer>) {
         let now = self.now();
         // A job has its own lease, and wants none of its user's.
-        let job = |spec: &Spec| of_group(spec, &caller) && is_owner(&spec.owner, &caller);
+        let job = |spec: &Spec| of_group(spec, &caller) && is_owner(spec, &caller);
         let of_job = || self.machine.slots().any(|(_, w)| job(&w.spec));
         if wish.lease.is_none() && !of_job() {
-            let Caller { uid, user, access, session, .. } = &caller;
-            self.machine.demand(now, *uid, user.as_deref(), *access, session.as_deref());
+            self.demand(&caller);
         }
         let slots = match self.select(&caller, &wish) {
             Ok(slots) => slots,
@@ -516,8 +531,15 @@ mod tests {
         let held = machine.slot(slot).unwrap().held().unwrap().clone();
         let worker = control::Worker { id: vec![9; 16], ..Default::default() };
         let taken = [(slot, held, worker)];
-        let caller =
-            Caller { uid: 1000, pid: 5, user: None, access: true, session: None, control_groups: vec![] };
+        let caller = Caller {
+            uid: 1000,
+            pid: 5,
+            user: None,
+            principal: None,
+            access: true,
+            session: None,
+            control_groups: vec![],
+        };
         let wish = WorkerRequest::default();
         let mint = |entropy: fn() -> Option<[u8; 16]>| mint(&caller, &wish, [1; 16], 0, &taken, entropy);
         let workers = vec![Granted { slot, lease: "abcdefghijkl".into(), worker: [9; 16] }];
