@@ -1,23 +1,32 @@
 //! Checks of a request: its own values, and the limits of its client and user.
 
 use super::placement::wanted;
-use super::{AllocateError, Gpu, Lease, Memory, OnIdle, Request, Table};
+use super::{AllocateError, Gpu, Memory, OnIdle, Request, Table};
 use crate::limits::{Bound, Entry, Exceeded, Scope};
 
 impl Table {
-    /// Lists the leases that a limit counts.
+    /// Lists the leases that a limit counts, each by its GPUs and whether it is persistent.
     ///
-    /// These are the client's, or its user's on this client or on the whole site.
-    fn counted<'a>(&'a self, request: &'a Request, entry: &Entry) -> impl Iterator<Item = &'a Lease> {
+    /// These are the client's, or its user's on this client or on the whole site, and those of the
+    /// requests `ahead`.
+    fn counted<'a>(
+        &'a self,
+        request: &'a Request,
+        entry: &Entry,
+        ahead: &'a [&Request],
+    ) -> impl Iterator<Item = (usize, bool)> {
         let (of_user, site) = (entry.of_user, request.limits.scope == Scope::Site);
-        self.held.values().map(|h| &h.lease).filter(move |l| match of_user {
-            false => l.client == request.client,
-            true => l.user == request.user && (site || l.client == request.client),
-        })
+        let counts = move |client: &str, user: &str| match of_user {
+            false => client == request.client,
+            true => user == request.user && (site || client == request.client),
+        };
+        let held = self.held.values().map(|h| &h.lease).filter(move |l| counts(&l.client, &l.user));
+        let ahead = ahead.iter().filter(move |r| counts(&r.client, &r.user));
+        held.map(|l| (l.shares.len(), l.persistent)).chain(ahead.map(|r| (wanted(r), r.persistent)))
     }
 
-    /// Checks the limits that do not depend on a GPU.
-    pub(super) fn within_limits(&self, request: &Request) -> Result<(), AllocateError> {
+    /// Checks the limits that do not depend on a GPU, as if the requests `ahead` had their leases.
+    pub(super) fn within_limits(&self, request: &Request, ahead: &[&Request]) -> Result<(), AllocateError> {
         let refuse = |e: Exceeded| Err(AllocateError::Limit(e));
         for asked in [request.on_idle.map_or("", OnIdle::as_str), if request.hold { "hold" } else { "" }] {
             let refused = request.limits.not_listed("on_idle", |allowed| allowed == asked);
@@ -29,7 +38,7 @@ impl Table {
             let Bound::Number(most) = entry.bound else { continue };
             match entry.name {
                 "gpus" => {
-                    let held: usize = self.counted(request, entry).map(|l| l.shares.len()).sum();
+                    let held: usize = self.counted(request, entry, ahead).map(|(gpus, _)| gpus).sum();
                     let more = wanted(request);
                     if (held + more) as u64 > most {
                         let why = format!("{held} held, {more} more asked for");
@@ -37,7 +46,8 @@ impl Table {
                     }
                 }
                 "max_persistent" if request.persistent => {
-                    let held = self.counted(request, entry).filter(|l| l.persistent).count();
+                    let held =
+                        self.counted(request, entry, ahead).filter(|(_, persistent)| *persistent).count();
                     if held as u64 >= most {
                         let why = format!("{held} leases already are renewed without end");
                         return refuse(entry.exceeded(why, "release one, or ask for one that ends"));

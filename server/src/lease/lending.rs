@@ -8,7 +8,7 @@ impl Table {
     /// not help.
     pub fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
         if self.draining().is_some()
-            || self.check(request).and_then(|()| self.within_limits(request)).is_err()
+            || self.check(request).and_then(|()| self.within_limits(request, &[])).is_err()
         {
             return Vec::new();
         }

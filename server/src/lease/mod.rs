@@ -27,9 +27,12 @@ pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 /// `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`: one process at a time, which can be an MPS server.
 pub const EXCLUSIVE_PROCESS: u32 = 3;
-/// Time after which a request that was not repeated leaves the queue. Clients repeat theirs at
-/// least every 30 s.
+/// Time after which a request that was not repeated leaves the queue.
 pub const QUEUE_TIMEOUT: Duration = Duration::from_secs(90);
+/// The same time for a request that could have its GPUs, so that it keeps them from no other one.
+///
+/// Clients repeat theirs at least every 30 s, and 10 s later if another server does not answer.
+pub const TURN_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// A GPU as discovery found it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

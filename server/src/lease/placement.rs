@@ -22,7 +22,7 @@ impl Table {
     }
 
     /// Lists the GPUs that could serve a request if no other lease existed.
-    fn suitable(&self, request: &Request) -> Result<Vec<&Gpu>, AllocateError> {
+    pub(super) fn suitable(&self, request: &Request) -> Result<Vec<&Gpu>, AllocateError> {
         let model = request.model.to_lowercase();
         let mut limit = None;
         let mut withdrawn = 0;

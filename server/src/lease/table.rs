@@ -230,23 +230,10 @@ impl Table {
                 request.client
             )));
         }
-        let chosen = self.check(request).and_then(|()| self.within_limits(request)).and_then(|()| match self
-            .draining()
-        {
-            None => self.choose(request),
-            Some(why) => Err(AllocateError::NoCapacity {
-                why: format!("this server makes no new leases: {why}; use another server, or retry later"),
-                position: 0,
-                waiting: 0,
-            }),
-        });
-        let shares = match chosen {
+        let possible = self.check(request).and_then(|()| self.within_limits(request, &[]));
+        let shares = match possible.and_then(|()| self.turn(request, now)) {
             Ok(shares) => shares,
-            Err(AllocateError::NoCapacity { why, .. }) => {
-                let position = self.wait(request, now);
-                let waiting = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
-                return Err(AllocateError::NoCapacity { why, position, waiting });
-            }
+            Err(waits @ AllocateError::NoCapacity { .. }) => return Err(waits),
             Err(other) => {
                 self.leave_queue(&request.client, &request.request_id);
                 return Err(other);
@@ -295,6 +282,7 @@ impl Table {
             waited: since.map_or(Duration::ZERO, |since| now.saturating_sub(since)),
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
+        self.trim(&request.client);
         Ok((lease, true))
     }
 

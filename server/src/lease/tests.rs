@@ -24,7 +24,7 @@ pub(crate) fn gpu(n: u32, memory_bytes: u64) -> Gpu {
     }
 }
 
-fn table(n: u32) -> Table {
+pub(super) fn table(n: u32) -> Table {
     Table::new((0..n).map(|i| gpu(i, 16 * GIB)).collect(), Rules::default(), Saved::default(), Duration::ZERO)
         .0
 }
@@ -60,7 +60,12 @@ pub(crate) fn request(client: &str, gpus: u32, percent: f64) -> Request {
     }
 }
 
-fn allocate(t: &mut Table, r: &Request, now: u64, random: &Counting) -> Result<Lease, AllocateError> {
+pub(super) fn allocate(
+    t: &mut Table,
+    r: &Request,
+    now: u64,
+    random: &Counting,
+) -> Result<Lease, AllocateError> {
     t.allocate(r, Duration::from_secs(now), 0, random).map(|(lease, _)| lease)
 }
 
@@ -203,7 +208,7 @@ fn the_state_file_writes_the_servers_choice_as_unset() {
     }
 }
 
-fn waits(result: Result<Lease, AllocateError>) -> (u32, u32) {
+pub(super) fn waits(result: Result<Lease, AllocateError>) -> (u32, u32) {
     match result {
         Err(AllocateError::NoCapacity { position, waiting, .. }) => (position, waiting),
         other => panic!("{other:?}"),
@@ -226,7 +231,7 @@ fn a_lease_tells_how_long_its_request_waited() {
     assert_eq!((first.waited, direct.waited), (Duration::ZERO, Duration::ZERO));
 }
 
-fn named(client: &str, gpus: u32, percent: f64) -> Request {
+pub(super) fn named(client: &str, gpus: u32, percent: f64) -> Request {
     Request { request_id: "r".into(), ..request(client, gpus, percent) }
 }
 
@@ -587,7 +592,7 @@ fn gpus_are_taken_out_and_put_back() {
     allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
 }
 
-fn limited(entries: &[(&'static str, Bound)]) -> Effective {
+pub(super) fn limited(entries: &[(&'static str, Bound)]) -> Effective {
     let layer = crate::limits::Layer::Client("a".into());
     let entries = entries.iter().map(|(name, bound)| Entry {
         name,
