@@ -65,7 +65,7 @@ pub fn day(unix: u64) -> String {
 }
 
 /// Role of a certificate's holder, other than a server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// May hold leases.
     Client,

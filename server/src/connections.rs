@@ -16,10 +16,10 @@ use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use crate::certificate::{Holder, fingerprint, holder, issuer};
+use crate::certificate::{Holder, Role, fingerprint, holder, issuer};
 use crate::peer_slots;
 
-/// Most connections with one certificate.
+/// Most connections of one client or administrator, whatever the number of its certificates.
 ///
 /// A daemon has one; each `gpusession run --server` has one while its program runs.
 const MAX_OF_ONE: usize = 256;
@@ -83,54 +83,59 @@ impl Peer {
 /// The slot of a connection.
 #[derive(Debug)]
 pub enum Place {
-    /// A peer with a certificate, without a bound on its time.
+    /// A peer with a valid certificate, without a bound on its time.
     Known(OwnedSemaphorePermit, Holding),
-    /// A peer without a certificate, for at most [`STRANGER_TIMEOUT`]; others may take its slot.
+    /// A peer without a valid certificate, for at most [`STRANGER_TIMEOUT`].
+    ///
+    /// Others may take its slot.
     Stranger(peer_slots::Place, Pin<Box<Sleep>>),
 }
 
 impl Place {
-    /// Starts the time of a peer without a certificate.
+    /// Starts the time of a peer without a valid certificate.
     pub fn stranger(place: peer_slots::Place) -> Self {
         Self::Stranger(place, Box::pin(sleep(STRANGER_TIMEOUT)))
     }
 }
 
-/// Number of connections by certificate, so that one certificate cannot take all slots.
+type Name = (Role, String);
+
+/// Number of connections of each client and administrator, so that none can take all slots.
 #[derive(Debug, Clone, Default)]
-pub struct Holders(Arc<Mutex<HashMap<Vec<u8>, usize>>>);
+pub struct Holders(Arc<Mutex<HashMap<Name, usize>>>);
 
 /// One counted connection; dropping it subtracts it.
 #[derive(Debug)]
 pub struct Holding {
     holders: Holders,
-    certificate: Vec<u8>,
+    name: Name,
 }
 
 impl Holders {
-    fn locked(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
+    fn locked(&self) -> MutexGuard<'_, HashMap<Name, usize>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more connection of a certificate; `None` if it has [`MAX_OF_ONE`].
-    pub fn enter(&self, certificate: &[u8]) -> Option<Holding> {
+    /// Counts one more connection of a certificate's holder; `None` if it has [`MAX_OF_ONE`].
+    pub fn enter(&self, holder: Holder) -> Option<Holding> {
+        let name = (holder.role, holder.name);
         let mut all = self.locked();
-        let count = all.entry(certificate.into()).or_default();
+        let count = all.entry(name.clone()).or_default();
         if *count >= MAX_OF_ONE {
             return None;
         }
         *count += 1;
-        Some(Holding { holders: self.clone(), certificate: certificate.into() })
+        Some(Holding { holders: self.clone(), name })
     }
 }
 
 impl Drop for Holding {
     fn drop(&mut self) {
         let mut all = self.holders.locked();
-        if let Some(count) = all.get_mut(&self.certificate) {
+        if let Some(count) = all.get_mut(&self.name) {
             *count -= 1;
             if *count == 0 {
-                all.remove(&self.certificate);
+                all.remove(&self.name);
             }
         }
     }
@@ -201,5 +206,32 @@ impl AsyncWrite for Guarded {
 
     fn is_write_vectored(&self) -> bool {
         self.stream.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_has_no_more_connections_with_more_certificates() {
+        let holders = Holders::default();
+        let renewed = |role, name: &str, issued_unix| Holder {
+            role,
+            name: name.into(),
+            issued_unix,
+            expires_unix: u64::MAX,
+            identity: [7; 32],
+        };
+        let enter = |nth: usize| holders.enter(renewed(Role::Client, "vm-1", nth as u64));
+        let mut held: Vec<_> = (0..MAX_OF_ONE).map_while(enter).collect();
+        assert_eq!(held.len(), MAX_OF_ONE);
+        assert!(enter(MAX_OF_ONE).is_none());
+        held.push(holders.enter(renewed(Role::Client, "vm-2", 0)).unwrap());
+        held.push(holders.enter(renewed(Role::Administrator, "vm-1", 0)).unwrap());
+        held.remove(0);
+        held.push(enter(0).unwrap());
+        drop(held);
+        assert!(holders.locked().is_empty());
     }
 }

@@ -22,7 +22,6 @@ use tracing::{error, info, warn};
 use crate::accounting::Accounting;
 use crate::audit;
 use crate::cache::{Cache, TRIM_INTERVAL};
-use crate::certificate::holder;
 use crate::cgroups::Cgroups;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
@@ -565,7 +564,7 @@ async fn accept_control(
     let serve = |socket: TcpStream, peer: SocketAddr, mut handshake| {
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
         let (clients, holders, strangers) = (clients.clone(), holders.clone(), strangers.clone());
-        let unix = pool.unix();
+        let pool = pool.clone();
         async move {
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
@@ -575,10 +574,9 @@ async fn accept_control(
             let why = match shaken {
                 Ok(Ok(stream)) => {
                     // The holder of an expired certificate may only renew it.
-                    let valid = |der: &&[u8]| holder(der).is_none_or(|h| !h.expired(unix));
-                    let place = match shown(&stream).filter(valid) {
+                    let place = match shown(&stream).and_then(|der| pool.holder(der)) {
                         None => strangers.enter(peer.ip()).await.map(Place::stranger),
-                        Some(certificate) => holders.enter(certificate).and_then(|holding| {
+                        Some(holder) => holders.enter(holder).and_then(|holding| {
                             Some(Place::Known(clients.try_acquire_owned().ok()?, holding))
                         }),
                     };

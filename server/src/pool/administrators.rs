@@ -105,16 +105,21 @@ impl Administrators {
         authority: &str,
     ) -> Result<(String, bool), NotAdmitted> {
         let holder = holder.filter(|h| h.role == Role::Administrator).ok_or(NotAdmitted::Other)?;
-        let name = holder.name.clone();
-        match self.0.get(&name) {
-            Some(known) if known.certificate == HEXLOWER.encode(certificate) && !known.revoked => {
-                Ok((name, false))
+        let new = self.is_new(certificate, holder)?;
+        if new {
+            self.put(&holder.name, certificate, holder.issued_unix, authority);
+        }
+        Ok((holder.name.clone(), new))
+    }
+
+    /// Returns whether an administrator's certificate is new here, if it was not revoked.
+    pub fn is_new(&self, certificate: &[u8; 32], holder: &Holder) -> Result<bool, NotAdmitted> {
+        match self.0.get(&holder.name) {
+            Some(known) if known.certificate == HEXLOWER.encode(certificate) && !known.revoked => Ok(false),
+            Some(known) if holder.issued_unix <= known.since_unix => {
+                Err(NotAdmitted::Revoked(holder.name.clone()))
             }
-            Some(known) if holder.issued_unix <= known.since_unix => Err(NotAdmitted::Revoked(name)),
-            _ => {
-                self.put(&name, certificate, holder.issued_unix, authority);
-                Ok((name, true))
-            }
+            _ => Ok(true),
         }
     }
 

@@ -10,7 +10,7 @@ use super::administrators::NotAdmitted;
 use super::clients::{Clients, Refusal, Seen};
 use super::status::{beyond, refused, stored};
 use super::{Pool, locked, run_detached};
-use crate::certificate::{Holder, Role, day};
+use crate::certificate::{Holder, Role, day, fingerprint, holder};
 use crate::connections::Certificate;
 pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
@@ -54,6 +54,20 @@ impl Pool {
             self.store_administrators().await.map_err(stored)?;
         }
         Ok(name)
+    }
+
+    /// Returns the holder of a certificate that TLS has verified, if its calls can succeed.
+    ///
+    /// An expired, revoked or replaced certificate has none.
+    pub fn holder(&self, der: &[u8]) -> Option<Holder> {
+        let unix = self.clock.unix();
+        let holder = holder(der).filter(|h| !h.expired(unix))?;
+        let certificate = fingerprint(der);
+        let valid = match holder.role {
+            Role::Client => locked(&self.clients).accepts(&certificate, &holder, unix),
+            Role::Administrator => locked(&self.administrators).is_new(&certificate, &holder).is_ok(),
+        };
+        valid.then_some(holder)
     }
 
     /// Returns the client of a certificate, whichever server of the pool it joined through.

@@ -269,24 +269,40 @@ impl Clients {
     ///
     /// The first call with a renewed certificate makes it the client's present one.
     pub fn identify(&mut self, certificate: &[u8; 32], unix: u64) -> Result<(String, bool), Refusal> {
-        let certificate = data_encoding::HEXLOWER.encode(certificate);
-        let name = self.by_certificate.get(&certificate).ok_or(Refusal::Unknown)?.clone();
-        let record = self.records.get_mut(&name).ok_or(Refusal::Unknown)?;
-        if record.revoked {
-            return Err(Refusal::Revoked(name));
-        }
-        if record.certificate == certificate {
-            return Ok((name, false));
-        }
-        if let Some(next) = record.next.take_if(|next| next.certificate == certificate) {
+        let (name, next) = self.known(certificate, unix)?;
+        let (name, next) = (name.to_owned(), next.cloned());
+        let changed = next.is_some();
+        if let Some(next) = next {
             self.succeed(&name, next, unix);
-            return Ok((name, true));
         }
-        match &record.previous {
-            Some(previous) if previous.certificate == certificate && unix < previous.until_unix => {
-                Ok((name, false))
-            }
-            _ => Err(Refusal::Unknown),
+        Ok((name, changed))
+    }
+
+    /// Returns the name of the client with this certificate, and the certificate if it is renewed.
+    fn known(&self, certificate: &[u8; 32], unix: u64) -> Result<(&str, Option<&Dated>), Refusal> {
+        let certificate = data_encoding::HEXLOWER.encode(certificate);
+        let name = self.by_certificate.get(&certificate).ok_or(Refusal::Unknown)?;
+        let record = self.records.get(name).ok_or(Refusal::Unknown)?;
+        if record.revoked {
+            return Err(Refusal::Revoked(name.clone()));
+        }
+        let next = record.next.as_ref().filter(|next| next.certificate == certificate);
+        let overlaps = |p: &Previous| p.certificate == certificate && unix < p.until_unix;
+        if record.certificate == certificate
+            || next.is_some()
+            || record.previous.as_ref().is_some_and(overlaps)
+        {
+            return Ok((name, next));
+        }
+        Err(Refusal::Unknown)
+    }
+
+    /// Returns `true` if [`identify`](Self::identify) or [`introduce`](Self::introduce) would
+    /// accept a certificate.
+    pub fn accepts(&self, certificate: &[u8; 32], holder: &Holder, unix: u64) -> bool {
+        match self.known(certificate, unix) {
+            Err(Refusal::Unknown) => self.may_introduce(holder).is_ok(),
+            known => known.is_ok(),
         }
     }
 
@@ -340,7 +356,18 @@ impl Clients {
     /// know it. A certificate stays invalid if a later one of the same key replaced it, if the name
     /// was forgotten here, or if another key has the name.
     pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, unix: u64) -> Result<(), Refusal> {
+        self.may_introduce(holder)?;
         let Holder { name: client, issued_unix, expires_unix, identity, .. } = holder;
+        let newer = Dated::new(certificate, *issued_unix, *expires_unix);
+        match self.records.contains_key(client) {
+            true => self.succeed(client, newer, unix),
+            false => self.join(client, newer, identity, ""),
+        }
+        Ok(())
+    }
+
+    fn may_introduce(&self, holder: &Holder) -> Result<(), Refusal> {
+        let Holder { name: client, issued_unix, identity, .. } = holder;
         let known = self.records.get(client);
         if known.is_some_and(|record| record.revoked) {
             return Err(Refusal::Revoked(client.clone()));
@@ -349,13 +376,7 @@ impl Clients {
         if newest.is_some_and(|newest| *issued_unix <= newest) {
             return Err(Refusal::Unknown);
         }
-        self.may_join(client, identity)?;
-        let newer = Dated::new(certificate, *issued_unix, *expires_unix);
-        match self.records.contains_key(client) {
-            true => self.succeed(client, newer, unix),
-            false => self.join(client, newer, identity, ""),
-        }
-        Ok(())
+        self.may_join(client, identity)
     }
 
     /// Returns an error unless a machine with this public key may join as `name`.
@@ -699,6 +720,27 @@ mod tests {
             assert_eq!(called(&mut clients, certificate, 94), Err(Refusal::Unknown));
         }
         assert_eq!(clients.by_certificate.len(), 0);
+    }
+
+    #[test]
+    fn only_certificates_that_calls_can_use_are_accepted() {
+        let mut clients = joined();
+        let accepts = |clients: &Clients, certificate: u8, issued_unix, unix| {
+            let vm = holder("vm-1", issued_unix, [11; 32]);
+            let accepted = clients.accepts(&[certificate; 32], &vm, unix);
+            let mut called =
+                Clients::new(serde_json::from_value(serde_json::to_value(clients.save()).unwrap()).unwrap());
+            let known = called.identify(&[certificate; 32], unix).is_ok();
+            assert_eq!(accepted, known || called.introduce(&[certificate; 32], &vm, unix).is_ok());
+            accepted
+        };
+        clients.renew("vm-1", dated(2, 50));
+        assert!(accepts(&clients, 1, 5, 60) && accepts(&clients, 2, 50, 60) && accepts(&clients, 3, 70, 60));
+        assert!(!clients.accepts(&[4; 32], &holder("vm-1", 70, [12; 32]), 60), "another machine's");
+        clients.identify(&[2; 32], 60).unwrap();
+        assert!(accepts(&clients, 1, 5, 61) && !accepts(&clients, 1, 5, 60 + OVERLAP_GRACE.as_secs()));
+        clients.revoke("vm-1", 62);
+        assert!([(1, 5), (2, 50), (3, 70)].iter().all(|(c, issued)| !accepts(&clients, *c, *issued, 63)));
     }
 
     #[test]
