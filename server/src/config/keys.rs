@@ -171,7 +171,7 @@ keys! {
         drain_timeout: Duration = "60s", DURATION, live;
         /// Time that the server keeps accounting records; 0: for ever.
         ///
-        /// Of more than 2 million, the server deletes the oldest before.
+        /// Of more than 2 million, the server deletes the oldest of the clients with the most.
         accounting_keep: Duration = "90d", DURATION, live;
         /// Time that the server keeps its audit trail; 0: for ever.
         audit_keep: Duration = "400d", DURATION, live;

@@ -62,6 +62,8 @@ use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
 
 const RELEASED: &str = "released by its client";
+/// Kind of the audit trail's event for a new lease.
+const LEASE_GRANTED: &str = "lease-granted";
 
 /// Time before the end of a lease at which its holder is warned, in seconds.
 const END_WARNING: u64 = 600;
@@ -320,12 +322,20 @@ impl Pool {
 
     /// Notes an event that its client can cause at will, within the client's allowance.
     fn note_of_client(&self, event: audit::Event) {
-        let taken = locked(&self.allowance).take(&event.client, self.clock.now());
-        let Some(left_out) = taken else { return };
+        let taken = locked(&self.allowance).take(&event.client, &event.event, self.clock.now());
+        let Some(left_out) = taken else {
+            if event.event == LEASE_GRANTED {
+                locked(&self.allowance).leave_out(&event.lease);
+            }
+            return;
+        };
         if left_out > 0 {
             self.audit.note(audit::Event {
                 client: event.client.clone(),
-                detail: format!("{left_out} events of this client: more than {EVENTS} an hour"),
+                detail: format!(
+                    "{left_out} events {} of this client: more than {EVENTS} an hour",
+                    event.event
+                ),
                 ..audit::own("events-left-out")
             });
         }
@@ -548,6 +558,9 @@ impl Pool {
     }
 
     fn note_lease_end(&self, lease: &str, client: &str, gpus: &[String], reason: &str) {
+        if !locked(&self.allowance).ends(lease) {
+            return;
+        }
         self.audit.note(audit::Event {
             client: client.into(),
             lease: lease.into(),
