@@ -68,6 +68,11 @@ pub enum ToWorker {
     },
     /// Answers [`FromWorker::Ended`] under MPS: the GPU work is over, the process may exit.
     Exit,
+    /// Answers [`FromWorker::Sealed`].
+    Opened {
+        /// Reason why the ticket is no good; `None` if it is genuine.
+        refused: Option<String>,
+    },
     /// Answers [`FromWorker::Presented`].
     Admission {
         /// Reason why the process is not served; `None` admits it.
@@ -96,8 +101,8 @@ pub enum ToWorker {
     MemoryRecall,
     /// Another server supervises from now on: repeat open questions.
     ///
-    /// These are a [`FromWorker::Presented`], a [`FromWorker::MemoryWanted`] or a
-    /// [`FromWorker::ShareWanted`] without an answer.
+    /// These are a [`FromWorker::Sealed`], a [`FromWorker::Presented`], a
+    /// [`FromWorker::MemoryWanted`] or a [`FromWorker::ShareWanted`] without an answer.
     TakenOver,
     /// Another worker of the lease wants an object of this one.
     ///
@@ -177,8 +182,12 @@ pub struct Start {
     pub worker: [u8; 16],
     /// Id of the lease that the worker belongs to.
     pub lease: String,
-    /// Key that opens tickets for this worker.
-    pub ticket_key: [u8; 32],
+    /// Key that opens tickets; without one the worker asks by [`FromWorker::Sealed`].
+    ///
+    /// Endpoints of measurements have one of their own, and workers of earlier releases their
+    /// lease's. A program that takes over such a worker can act for the lease's other programs.
+    #[serde(default)]
+    pub ticket_key: Option<[u8; 32]>,
     /// Absolute path of the CUDA driver library.
     pub driver: String,
     /// GPUs that the client sees, in its device order.
@@ -260,6 +269,13 @@ pub enum FromWorker {
     Failed {
         /// Reason, for the log.
         reason: String,
+    },
+    /// A process has shown this ticket, and the worker has no key to open it.
+    ///
+    /// The supervisor answers with [`ToWorker::Opened`].
+    Sealed {
+        /// The ticket as the process sent it.
+        ticket: Vec<u8>,
     },
     /// A process has presented its ticket; answered with [`ToWorker::Admission`].
     Presented(ClientProcess),
@@ -426,7 +442,7 @@ mod tests {
         let start = Start {
             worker: [1; 16],
             lease: "lease".into(),
-            ticket_key: [2; 32],
+            ticket_key: Some([2; 32]),
             driver: "/driver".into(),
             devices: vec![device],
             require_tls: true,
@@ -464,6 +480,7 @@ mod tests {
             ToWorker::ShareGranted { serial: 1000, given: Err(Unshared::Driver(801)) },
             ToWorker::ShareInherited { worker: [7; 16], object: 1050 },
             ToWorker::ShareLost { worker: [7; 16] },
+            ToWorker::Opened { refused: Some("reason".into()) },
         ];
         let usage = Usage {
             calls: 1,
@@ -493,6 +510,7 @@ mod tests {
             FromWorker::ShareEnded { object: 1400 },
             FromWorker::SharesHeld { held: vec![holding] },
             FromWorker::Outage { ms: 1500, over: true },
+            FromWorker::Sealed { ticket: vec![10; 64] },
         ];
         (to, from)
     }

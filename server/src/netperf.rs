@@ -197,7 +197,7 @@ impl Endpoints {
         let start = Start {
             worker: *id,
             lease: String::new(),
-            ticket_key: key,
+            ticket_key: Some(key),
             driver: String::new(),
             devices: Vec::new(),
             require_tls: encrypted,

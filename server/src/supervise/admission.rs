@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use gpusession_proto::supervise::{ClientProcess, ToWorker};
-use gpusession_proto::ticket;
+use gpusession_proto::ticket::{self, Ticket};
 use tokio::time::{Instant, sleep};
 use tracing::info;
 
@@ -35,6 +35,13 @@ impl Supervisor {
             // The worker asks again, since it has not received the answer.
             return answer(worker, None);
         }
+        // Its ticket says more than the worker, if this server has opened it.
+        let process = match worker.ticket.clone() {
+            Some(Ticket { uid, user, pid, program, executable, .. }) => {
+                ClientProcess { uid, user, pid, program, executable, ..process }
+            }
+            None => process,
+        };
         let process = ClientProcess {
             user: printable(&process.user),
             program: printable(&process.program),
@@ -113,6 +120,20 @@ impl Supervisor {
         worker.remember(lease.as_deref().map(|lease| &lease.ledger));
         answer(worker, None);
         Ok(())
+    }
+}
+
+impl Worker {
+    /// Answers whether the ticket that its process has shown is genuine.
+    ///
+    /// Only the server has the key: the worker could make tickets for the lease's other workers.
+    pub(super) fn open(&mut self, sealed: &[u8]) {
+        let opened = Ticket::open(sealed, &self.lease_key, &self.id);
+        let refused = opened.as_ref().err().map(ToString::to_string);
+        if let Ok(ticket) = opened {
+            self.ticket = Some(ticket);
+        }
+        let _ = self.orders.tells.send(Command::Tell(ToWorker::Opened { refused }));
     }
 }
 

@@ -85,6 +85,7 @@ impl Supervisor {
             FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
+            FromWorker::Sealed { ticket } => worker.open(&ticket),
             FromWorker::Presented(process) => self.presented(state, *id, process),
             // `heard` takes these, and a later release's worker sends unknown ones.
             FromWorker::ShareWanted { .. }

@@ -213,6 +213,7 @@ impl Supervisor {
             pausing: None,
             unadmitted: Unadmitted::default(),
             presented: false,
+            ticket: None,
             orders,
         };
         worker.stocked = false;

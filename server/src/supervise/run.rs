@@ -63,7 +63,7 @@ impl Supervisor {
         let start = Start {
             worker: id,
             lease: lease.into(),
-            ticket_key: entry.lease.ticket_key,
+            ticket_key: None,
             driver: options.driver.display().to_string(),
             devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
@@ -118,6 +118,7 @@ impl Supervisor {
                 pausing: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
+                ticket: None,
                 orders,
             },
         );

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use gpusession_proto::supervise::ToWorker;
+use gpusession_proto::ticket::Ticket;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
@@ -56,6 +57,8 @@ pub(super) struct Worker {
     pub(super) unadmitted: Unadmitted,
     /// A process has shown it a ticket, so that it may have contexts on its GPUs.
     pub(super) presented: bool,
+    /// The genuine ticket that its process has shown last.
+    pub(super) ticket: Option<Ticket>,
     pub(super) orders: Orders,
 }
 

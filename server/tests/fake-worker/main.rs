@@ -192,7 +192,7 @@ fn serve() {
                     "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
                     "lane": preface.lane.get(), "attempt": preface.attempt.get(), "require_tls": s.require_tls,
                     "staging": s.staging_bytes, "grace": s.resume_grace_s, "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
-                    "warm": s.warm, "mps": s.mps, "admin": asks_the_server(&s.driver),
+                    "key": s.ticket_key.is_some(), "warm": s.warm, "mps": s.mps, "admin": asks_the_server(&s.driver),
                     "blocking": flags & nix::libc::O_NONBLOCK == 0,
                     "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
                     "environment": std::env::vars().collect::<std::collections::BTreeMap<_, _>>(),
@@ -260,7 +260,10 @@ fn serve() {
                 tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }
-            ToWorker::Admission { refused: None } | ToWorker::Pause | ToWorker::Resume => {}
+            ToWorker::Admission { refused: None }
+            | ToWorker::Opened { .. }
+            | ToWorker::Pause
+            | ToWorker::Resume => {}
             ToWorker::Admission { refused: Some(reason) } => {
                 for mut lane in lanes {
                     let _ = writeln!(lane, "{}", serde_json::json!({ "refused": reason }));

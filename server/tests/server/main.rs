@@ -75,6 +75,7 @@ async fn join_allocate_use_release() {
         (&true.into(), &true.into(), &1.into())
     );
     assert_eq!(said["admin"], 0, "a worker is no administrator");
+    assert_eq!(said["key"], false, "a worker makes no tickets and no prefaces");
     if nix::unistd::geteuid().is_root() {
         assert_eq!(said["stack_unlimited"], true);
     }

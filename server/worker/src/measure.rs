@@ -212,7 +212,8 @@ impl Endpoint {
     /// Serves the log of a new session, which takes the place of an earlier one.
     fn hello(&self, attempt: u32, transport: Transport, header: &Header, body: &[u8]) -> io::Result<()> {
         let sealed = Reader::new(body).bytes().map_err(io::Error::other)?;
-        if let Err(e) = Ticket::open(sealed, &self.start.ticket_key, &self.start.worker) {
+        let key = self.start.ticket_key.as_ref().ok_or_else(|| io::Error::other("no key for tickets"))?;
+        if let Err(e) = Ticket::open(sealed, key, &self.start.worker) {
             return Err(refuse(&transport, e.to_string()));
         }
         let secret = secret()?;

@@ -19,7 +19,7 @@ use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::activity::Activity;
-use crate::admission::Admission;
+use crate::admission::Question;
 use crate::containment::{self, Calls};
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check, check_connected};
@@ -47,7 +47,8 @@ struct Worker {
     quota: Arc<Quota>,
     contexts: Mutex<Option<Contexts>>,
     session: OnceLock<Arc<Session>>,
-    admission: Admission,
+    seal: Question,
+    admission: Question,
     /// Restrictions of `isolation` that this host does not support.
     lacking: Vec<String>,
 }
@@ -88,8 +89,10 @@ pub fn run() -> ExitCode {
                 worker.quota.granted(device, serial, bytes, left);
             }
             Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
+            Ok(Some((ToWorker::Opened { refused }, _))) => worker.seal.answer(refused),
             Ok(Some((ToWorker::Admission { refused }, _))) => worker.admission.answer(refused),
             Ok(Some((ToWorker::TakenOver, _))) => {
+                worker.seal.ask_again(&supervisor);
                 worker.admission.ask_again(&supervisor);
                 worker.quota.ask_again();
                 if let Some(session) = worker.session.get() {
@@ -189,7 +192,8 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         output: Arc::new(output),
         contexts: Mutex::new(contexts),
         session: OnceLock::new(),
-        admission: Admission::default(),
+        seal: Question::default(),
+        admission: Question::default(),
         lacking,
     }))
 }
@@ -316,7 +320,11 @@ impl Worker {
     ) -> io::Result<()> {
         let mut r = Reader::new(body);
         let sealed = r.bytes().map_err(io::Error::other)?;
-        let ticket = match Ticket::open(sealed, &self.start.ticket_key, &self.start.worker) {
+        let read = match &self.start.ticket_key {
+            Some(key) => Ticket::open(sealed, key, &self.start.worker),
+            None => Ticket::read(sealed, &self.start.worker),
+        };
+        let ticket = match read {
             Ok(ticket) if ticket.lease == self.start.lease => ticket,
             Ok(_) => return Err(refuse(&transport, "ticket is for another lease".into())),
             Err(e) => return Err(refuse(&transport, e.to_string())),
@@ -335,6 +343,10 @@ impl Worker {
                     &transport,
                     "this worker already serves a process: ticket used twice".into(),
                 ));
+            }
+            if self.start.ticket_key.is_none() {
+                let opened = self.seal.ask(&self.supervisor, FromWorker::Sealed { ticket: sealed.into() });
+                opened.map_err(|reason| refuse(&transport, reason))?;
             }
             match contexts.take() {
                 Some(contexts) => contexts,
@@ -369,7 +381,7 @@ impl Worker {
             executable: ticket.executable,
             encrypted,
         };
-        if let Err(reason) = self.admission.ask(&self.supervisor, process) {
+        if let Err(reason) = self.admission.ask(&self.supervisor, FromWorker::Presented(process)) {
             self.supervisor.report(&FromWorker::Refused { number, reason: reason.clone() });
             session
                 .replies

@@ -41,6 +41,29 @@ fn memory_that_a_program_does_not_use_is_room_for_another() {
 }
 
 #[test]
+fn the_supervisor_opens_tickets_and_a_forged_one_disturbs_no_program() {
+    let site = Site::new(1);
+    let endpoint = site.endpoint(LEASE, 7);
+    let mut forged = endpoint.ticket.clone();
+    *forged.last_mut().expect("a seal") ^= 1;
+    let refused = |attempt, ticket: &[u8]| {
+        let mut stranger = site.stranger(endpoint.worker, attempt);
+        stranger.greet(ticket);
+        stranger.refusal()
+    };
+    assert_eq!(refused(1, &forged), "ticket was not made with this lease's key");
+    let mut program = site.stranger(endpoint.worker, 2);
+    program.greet(&endpoint.ticket);
+    let (header, _) = program.frame().expect("an answer to the greeting");
+    assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0));
+    let served = || site.supervisor.workers().into_iter().find_map(|w| w.process);
+    assert!(served().is_some_and(|process| (process.pid, &*process.user) == (7, "alice")));
+    assert_eq!(refused(3, &endpoint.ticket), "this worker already serves a process: ticket used twice");
+    assert_eq!(program.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    site.runtime.block_on(site.supervisor.close("the test ends"));
+}
+
+#[test]
 fn ready_workers_have_the_limits_that_hold_now() {
     use gpuserver::limits::{Bound, Entry, Layer, Limits};
     let site = Site::new(1);

@@ -86,7 +86,7 @@ pub fn supervision() -> Vec<Vec<u8>> {
     let start = supervise::Start {
         worker: WORKER,
         lease: "k7tgatz57mqg".into(),
-        ticket_key: KEY,
+        ticket_key: Some(KEY),
         driver: "/usr/lib/x86_64-linux-gnu/libcuda.so.1".into(),
         devices: vec![supervise::DeviceLimit {
             uuid: WORKER,

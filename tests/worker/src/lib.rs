@@ -260,7 +260,7 @@ impl Worker {
         let start = Start {
             worker: id,
             lease: LEASE.into(),
-            ticket_key: KEY,
+            ticket_key: Some(KEY),
             driver: machine.driver().to_string_lossy().into_owned(),
             devices: vec![DeviceLimit {
                 uuid: *b"simgpu\x40\x00\x80\x00gpu-0\x00",

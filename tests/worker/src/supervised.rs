@@ -1,8 +1,8 @@
 //! The server's own supervisor, and workers of one lease on the simulated driver.
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
-use std::io::Read;
-use std::net::{SocketAddr, TcpListener};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -18,8 +18,9 @@ use gpusession_proto::preface::{Key, LEN, Preface};
 use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
+use zerocopy::IntoBytes;
 
-use crate::{Client, KEY, LEASE, MIB, Machine, PATIENCE};
+use crate::{Client, KEY, LEASE, MIB, Machine, PATIENCE, Raw};
 
 pub const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
 
@@ -137,6 +138,14 @@ impl Site {
     /// Takes a worker of a lease for a real program, and returns its endpoint.
     pub fn endpoint(&self, lease: &str, pid: u32) -> Endpoint {
         endpoint(&self.take_of(lease, 1)[0], lease, pid, self.data_port())
+    }
+
+    /// Opens a connection in clear to a worker that may send anything, not yet admitted.
+    pub fn stranger(&self, worker: [u8; 16], attempt: u32) -> Raw {
+        let mut stream = TcpStream::connect(self.data_port()).expect("a connection");
+        let preface = Preface::new(worker, &Key::new(&KEY, &worker, 1000), 0, attempt, 0);
+        stream.write_all(preface.as_bytes()).expect("a preface");
+        Raw::new(stream)
     }
 
     /// Serves a data port for as long as this process runs, and returns its address.
