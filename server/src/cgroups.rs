@@ -8,7 +8,7 @@
 //! |---|---|---|
 //! | `server` | this process and its helpers | none |
 //! | `client-HASH` | none | memory of all its workers, weight of processor time |
-//! | `client-HASH/worker-ID` | one worker, from before its first instruction | memory, threads |
+//! | `client-HASH/worker-ID` | one worker or endpoint, from before its first instruction | memory, threads |
 //!
 //! In a group counts what no process's numbers have, such as a memory file that is mapped nowhere.
 //! Everywhere else the supervisor only samples what workers have.

@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 
+use crate::cgroups::Bounds;
 use crate::clock::{self, Clock, Moment, Random};
 use crate::spawn::clean_environment;
 use crate::supervise::channel::Channel;
@@ -33,6 +34,8 @@ const READY_TIMEOUT: Duration = Duration::from_secs(10);
 const RETURN_SECONDS: u32 = 3;
 /// Most connections that wait for an endpoint to take them.
 const MAX_WAITING: usize = 32;
+/// Bounds of an endpoint, well above its source of up to 1 GiB and its 40 connections.
+const BOUNDS: Bounds = Bounds { memory: 3 << 30, threads: 256 };
 
 /// Reason why no measurement begins.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -104,13 +107,14 @@ impl Table {
         self.running.insert(id, running);
     }
 
-    /// Removes a measurement; one that did not start does not count for the client.
-    fn end(&mut self, id: &WorkerId, started: bool) {
-        let Some(Running { client, .. }) = self.running.remove(id) else { return };
+    /// Removes a measurement and returns its client; one that did not start does not count for it.
+    fn end(&mut self, id: &WorkerId, started: bool) -> Option<String> {
+        let Running { client, .. } = self.running.remove(id)?;
         if !started {
             self.begun.remove(&client);
-            self.counts.entry(client).and_modify(|count| *count -= 1);
+            self.counts.entry(client.clone()).and_modify(|count| *count -= 1);
         }
+        Some(client)
     }
 }
 
@@ -134,7 +138,10 @@ struct Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        self.endpoints.table().end(&self.id, self.started);
+        let ended = self.endpoints.table().end(&self.id, self.started);
+        if let Some(client) = ended {
+            self.endpoints.0.supervisor.cgroups().remove(&client, &hex(&self.id));
+        }
     }
 }
 
@@ -212,7 +219,9 @@ impl Endpoints {
         let program = supervisor.program();
         let failed = |e: std::io::Error| format!("{}: {e}", program.display());
         let variables = clean_environment(Path::new(""));
-        let started = supervisor.spawner().start(program, &["--measure"], variables, false, None).await;
+        let group = supervisor.cgroups().create(client, &hex(id), BOUNDS).map_err(failed)?;
+        supervisor.bound_client(client);
+        let started = supervisor.spawner().start(program, &["--measure"], variables, false, group).await;
         let (child, fd) = started.map_err(failed)?;
         let pid = child.id().unwrap_or_default();
         let process = Owned(Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?);

@@ -199,7 +199,7 @@ impl Supervisor {
     }
 
     /// Sets the bounds of a client's control group.
-    pub(super) fn bound_client(&self, client: &str) {
+    pub fn bound_client(&self, client: &str) {
         let bounds = self.state().client_bounds(client, host_memory());
         self.cgroups().bound_client(client, bounds);
     }
