@@ -1,7 +1,8 @@
 //! Subordinate uids: the user who counts for a uid that `/etc/subuid` gives away (`newuidmap`).
 //!
 //! Only `/etc/subuid` and `/etc/passwd` are read, and not NSS: the answer bounds a caller before
-//! anything is awaited for it. Ranges of root are left out: its containers may have many tenants.
+//! anything is awaited for it. Ranges of root's containers are left out, because these may have
+//! many tenants: ranges of root itself, of `containers` (Podman) and of `dockremap` (Docker).
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,6 +11,9 @@ use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+
+/// Owners whose ranges root's containers have.
+const OF_ROOT: [&str; 2] = ["containers", "dockremap"];
 
 /// Most bytes of a file that are read.
 const MAX_FILE: usize = 1 << 20;
@@ -99,7 +103,7 @@ impl Known {
             let (owner, ids) = range(line)?;
             let known = users.get(owner).copied().or_else(|| owner.parse().ok());
             let counts = known.unwrap_or_else(|| *unknown.entry(owner).or_insert(*ids.start()));
-            (counts != 0).then_some((ids, counts))
+            (counts != 0 && !OF_ROOT.contains(&owner)).then_some((ids, counts))
         };
         let ranges = subuid.lines().filter_map(range).collect();
         Self { users, ranges }
@@ -159,6 +163,8 @@ mod tests {
         assert_eq!((owner(subuid, 100_009), owner(subuid, 200_009)), (100_000, 100_000));
         assert_eq!((owner(subuid, 300_007), owner(subuid, 400_000)), (300_007, 400_000));
         assert_eq!(owner(subuid, 300_004), 1000, "root's range hides none");
+        let of_root = "containers:2147483647:2147483648\ndockremap:100000:65536\n";
+        assert_eq!((owner(of_root, 2_147_490_000), owner(of_root, 100_001)), (2_147_490_000, 100_001));
     }
 
     #[test]

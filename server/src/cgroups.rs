@@ -10,6 +10,7 @@
 //! | `client-HASH` | none | memory of all its workers, weight of processor time |
 //! | `client-HASH/worker-ID` | one worker or endpoint, from before its first instruction | memory, threads |
 //!
+//! An endpoint of `netperf` is in a group beside its client's, whose bound is for workers.
 //! In a group counts what no process's numbers have, such as a memory file that is mapped nowhere.
 //! Everywhere else the supervisor only samples what workers have.
 

@@ -219,8 +219,9 @@ impl Endpoints {
         let program = supervisor.program();
         let failed = |e: std::io::Error| format!("{}: {e}", program.display());
         let variables = clean_environment(Path::new(""));
-        let group = supervisor.cgroups().create(client, &hex(id), BOUNDS).map_err(failed)?;
-        supervisor.bound_client(client);
+        // Beside the client's group, whose bound is for its workers; no client has such a name.
+        let beside = format!("{client} netperf");
+        let group = supervisor.cgroups().create(&beside, &hex(id), BOUNDS).map_err(failed)?;
         let started = supervisor.spawner().start(program, &["--measure"], variables, false, group).await;
         let (child, fd) = started.map_err(failed)?;
         let pid = child.id().unwrap_or_default();

@@ -54,6 +54,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Notes what a new node of a graph uses.
+///
+/// The driver may give it the handle of a destroyed node whose clone is in this graph.
+pub fn add(graph: u64, node: u64, uses: Uses) {
+    if !uses.is_empty() {
+        let mut graphs = lock(&BY_GRAPH);
+        let nodes = graphs.get_or_insert_default().entry(graph).or_default();
+        if let Some(before) = nodes.insert(node, uses) {
+            nodes.entry(CAPTURED).or_default().add(&before);
+        }
+    }
+}
+
 /// Notes what a node of a graph uses, in place of what it used before.
 ///
 /// An executable graph has the nodes of its graph.
@@ -188,6 +201,15 @@ mod tests {
         assert_eq!(awaited(exec), [1, 3, 5], "an update");
         [graph, exec, clone].into_iter().for_each(forget_graph);
         assert!(awaited(exec).is_empty());
+    }
+
+    #[test]
+    fn handle_of_a_clones_original_may_come_again() {
+        let [graph, clone] = [0x3_0001, 0x3_0002];
+        add(graph, 0x3_1111, awaits(1));
+        replace(clone, &[graph]);
+        add(clone, 0x3_1111, awaits(2));
+        assert_eq!(awaited(clone), [1, 2]);
     }
 
     #[test]

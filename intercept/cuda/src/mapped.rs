@@ -66,7 +66,7 @@ fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     };
     let made = match make() {
         // Regions that no graph names any more may use the room.
-        Err(OUT_OF_MEMORY) if reap(client) == Ok(true) => make(),
+        Err(OUT_OF_MEMORY) if reap(client) => make(),
         made => made,
     };
     made.inspect_err(|_| give_back(client, base, there, size))
@@ -140,40 +140,64 @@ pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Nam
 
 fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Named> {
     let _making = lock(&MAKING);
-    reap(client)?;
-    let mut overlaps = false;
-    let regions = all();
-    // A region that `reap` could not discard during a capture is as good as gone.
-    for region in regions.iter().filter(|r| r.client.number == client.number && !r.unnamed()) {
-        if region.contains(address, len) {
-            return Ok(Named::new(region.clone()));
-        }
-        overlaps |= region.overlaps(address, len);
+    let (dead, live): (Vec<_>, Vec<_>) =
+        all().into_iter().filter(|r| r.client.number == client.number).partition(|r| r.unnamed());
+    if let Some(region) = live.iter().find(|r| r.contains(address, len)) {
+        return Ok(Named::new(region.clone()));
     }
-    if overlaps {
+    if live.iter().any(|r| r.overlaps(address, len)) {
         // Two mirrors of the same bytes would miss each other's changes within a graph.
         trace::why("copies in graphs: overlapping parts of pageable memory; allocate it pinned");
         return Err(NOT_SUPPORTED);
     }
-    create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false)).map(Named::new)
+    // A program that changes nodes of a graph often returns to the same memory.
+    let alone = |region: &Region| !live.iter().any(|r| r.overlaps(region.base, region.len));
+    if let Some(region) = dead.iter().find(|r| r.contains(address, len) && alone(r)) {
+        return Ok(Named::new(region.clone()));
+    }
+    if dead.iter().any(|r| r.overlaps(address, len)) {
+        reap(client);
+    } else {
+        reap_if_many(client);
+    }
+    let make = || create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false));
+    match make() {
+        Err(OUT_OF_MEMORY) if reap(client) => make(),
+        made => made,
+    }
+    .map(Named::new)
+}
+
+/// Bytes of unnamed regions from which their mirrors are discarded, since a server bounds mirrors.
+const MANY_BYTES: usize = 32 << 20;
+
+/// Makes room for the mirrors of a capture's copies; during the capture that cannot be done.
+pub fn before_capture(client: &Client) {
+    if any() {
+        let _making = lock(&MAKING);
+        reap_if_many(client);
+    }
+}
+
+fn reap_if_many(client: &Client) {
+    let unnamed = |r: &&Arc<Region>| r.client.number == client.number && r.unnamed();
+    if all().iter().filter(unnamed).map(|r| r.len).sum::<usize>() > MANY_BYTES {
+        reap(client);
+    }
 }
 
 /// Discards regions of pageable memory that no graph names any more; `true` if there were any.
 ///
-/// Not during a capture, which forbids to wait for their last use.
-pub fn reap(client: &Client) -> Result<bool> {
+/// The caller holds [`MAKING`]. A capture, or an error of any context, leaves them.
+fn reap(client: &Client) -> bool {
     let dead: Vec<_> =
         all().into_iter().filter(|r| r.client.number == client.number && r.unnamed()).collect();
     if dead.is_empty() || capture::capturing() {
-        return Ok(false);
+        return false;
     }
     // A destroyed graph may still run, in any context.
-    client
-        .contexts()
-        .into_iter()
-        .try_for_each(|ctx| thread::within(ctx, || client.call(op::CTX_SYNC, |_| {})).map(drop))?;
-    dead.iter().try_for_each(discard)?;
-    Ok(true)
+    let wait = |ctx| thread::within(ctx, || client.call(op::CTX_SYNC, |_| {})).map(drop);
+    client.contexts().into_iter().try_for_each(wait).is_ok() && dead.iter().try_for_each(discard).is_ok()
 }
 
 /// Discards the region of memory at `base` before it is freed or unregistered; the caller has

@@ -43,10 +43,8 @@ impl Reading {
     /// Copies memory of the program to `to`; `false` if it equals `known` or cannot be read.
     fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
         if self == Self::Guarded {
-            let len = to.len();
-            let memory = RemoteIoVec { base: address, len };
-            match process_vm_readv(Pid::this(), &mut [IoSliceMut::new(to)], &[memory]) {
-                Ok(read) => return read == len && to != known,
+            match read_guarded(address, to) {
+                Ok(read) => return read == to.len() && to != known,
                 Err(Errno::EFAULT) => return false,
                 // A sandbox forbids the call.
                 Err(_) => {}
@@ -62,6 +60,19 @@ impl Reading {
         to.copy_from_slice(now);
         true
     }
+
+    /// Returns `true` if memory of the program is readable and equals `known`; a larger part at a
+    /// time costs less.
+    fn all_equal(self, address: usize, known: &[u8]) -> bool {
+        let mut now = vec![0; if self == Self::Guarded { known.len() } else { 0 }];
+        !now.is_empty() && read_guarded(address, &mut now) == Ok(known.len()) && now == known
+    }
+}
+
+/// Reads memory of the program that may not exist; returns the number of bytes.
+fn read_guarded(address: usize, to: &mut [u8]) -> nix::Result<usize> {
+    let memory = RemoteIoVec { base: address, len: to.len() };
+    process_vm_readv(Pid::this(), &mut [IoSliceMut::new(to)], &[memory])
 }
 
 /// A region of host memory with a mirror in a worker.
@@ -69,7 +80,7 @@ pub struct Region {
     pub client: &'static Client,
     id: u64,
     pub base: usize,
-    len: usize,
+    pub len: usize,
     kind: u64,
     /// The mirror's address, for kinds whose address this process chooses.
     pub there: u64,
@@ -300,6 +311,9 @@ impl Region {
 
     /// Appends the changes of some blocks to a frame's body; `shadow` is their known contents.
     fn compare_run(&self, shadow: &mut [u8], offset: usize, reading: Reading, body: &mut Vec<u8>) {
+        if reading.all_equal(self.base + offset, shadow) {
+            return;
+        }
         let mut changed = 0..0;
         let mut rest = self.rest.as_ref().map(lock);
         let take = |shadow: &[u8], changed: Range<usize>, body: &mut Vec<u8>| {
@@ -413,9 +427,15 @@ pub fn create(region: Region) -> Result<Arc<Region>> {
     }
 }
 
-fn drop_region(region: &Arc<Region>) {
-    REGIONS.write().unwrap_or_else(PoisonError::into_inner).retain(|r| !Arc::ptr_eq(r, region));
+/// Removes a region from the list; `false` if another thread has done so.
+fn drop_region(region: &Arc<Region>) -> bool {
+    let mut regions = REGIONS.write().unwrap_or_else(PoisonError::into_inner);
+    let before = regions.len();
+    regions.retain(|r| !Arc::ptr_eq(r, region));
+    let dropped = regions.len() < before;
+    drop(regions);
     lock(&region.shadow).clear();
+    dropped
 }
 
 /// Returns `true` if any region exists.
@@ -443,7 +463,9 @@ pub fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 /// Discards a region and its mirror.
 pub fn discard(region: &Arc<Region>) -> Result {
     let client = region.client;
-    drop_region(region);
+    if !drop_region(region) {
+        return Ok(());
+    }
     COUNT.fetch_sub(1, Ordering::Relaxed);
     let gone = client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ());
     give_back(client, region.base as u64, region.there, region.len as u64);

@@ -31,7 +31,8 @@ pub const EXCLUSIVE_PROCESS: u32 = 3;
 pub const QUEUE_TIMEOUT: Duration = Duration::from_secs(90);
 /// The same time for a request that could have its GPUs, so that it keeps them from no other one.
 ///
-/// Clients repeat theirs at least every 30 s, and 10 s later if another server does not answer.
+/// Clients repeat theirs within 30 s of their last answer. After a slower answer of another server,
+/// the client's next request starts at the end of the queue.
 pub const TURN_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// A GPU as discovery found it.

@@ -51,6 +51,11 @@ impl Allowance {
         self.unseen.insert(lease.into());
     }
 
+    /// Forgets left out leases that `holds` no longer has: an end may come before its beginning.
+    pub(super) fn forget_unseen(&mut self, holds: impl Fn(&str) -> bool) {
+        self.unseen.retain(|lease| holds(lease));
+    }
+
     /// Returns whether the end of a lease belongs into the trail: whether its beginning is there.
     pub(super) fn ends(&mut self, lease: &str) -> bool {
         !self.unseen.remove(lease)
@@ -74,5 +79,15 @@ mod tests {
         let left_out = 10_000 - EVENTS as u64;
         assert_eq!(take("vm-1", "lease-granted", later), Some(left_out), "their number is kept");
         assert_eq!(take("vm-1", "lease-granted", later), None);
+    }
+
+    #[test]
+    fn a_lease_whose_end_came_first_is_forgotten() {
+        let mut allowance = Allowance::default();
+        allowance.leave_out("ended");
+        allowance.leave_out("held");
+        allowance.forget_unseen(|lease| lease == "held");
+        assert!(allowance.unseen.len() == 1 && !allowance.ends("held"));
+        assert!(allowance.unseen.is_empty());
     }
 }

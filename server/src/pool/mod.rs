@@ -561,7 +561,8 @@ impl Pool {
         if !locked(&self.allowance).ends(lease) {
             return;
         }
-        self.audit.note(audit::Event {
+        // Within the allowance, too: the end of a lease may overtake the note of its beginning.
+        self.note_of_client(audit::Event {
             client: client.into(),
             lease: lease.into(),
             gpus: gpus.to_vec(),

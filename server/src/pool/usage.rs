@@ -81,7 +81,9 @@ impl Pool {
         if self.noted.swap(minute, Ordering::Relaxed) == minute {
             return;
         }
-        for standing in self.registry.leases().await {
+        let leases = self.registry.leases().await;
+        locked(&self.allowance).forget_unseen(|lease| leases.iter().any(|s| s.lease.id == lease));
+        for standing in leases {
             let holds = !self.registry.is_lent(&standing.lease.id).await;
             self.note_lease(&standing.lease, holds, false);
         }

@@ -67,6 +67,25 @@ pub struct KernelNode {
     pub context: Handle,
 }
 
+/// `CUlaunchConfig`
+#[repr(C)]
+pub struct LaunchConfig {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub stream: Handle,
+    pub attributes: *const LaunchAttribute,
+    pub count: u32,
+}
+
+/// `CUlaunchAttribute` with an event as its value.
+#[repr(C)]
+pub struct LaunchAttribute {
+    pub id: u32,
+    pub event: Handle,
+    pub rest: [u64; 7],
+}
+
 #[repr(C)]
 pub struct FillNode {
     pub to: u64,
@@ -151,6 +170,7 @@ functions! {
     cuMemsetD32_v2(u64, u32, usize);
     cuMemsetD32Async(u64, u32, usize, Handle);
     cuLaunchKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *mut *mut c_void, *mut *mut c_void);
+    cuLaunchKernelEx(*const LaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
     cuLaunchHostFunc(Handle, HostFn, *mut c_void);
     cuStreamCreate(*mut Handle, u32);
     cuStreamDestroy_v2(Handle);
@@ -173,6 +193,8 @@ functions! {
     cuGraphAddMemcpyNode(*mut Handle, Handle, *const Handle, usize, *const Copy3D, Handle);
     cuGraphAddMemsetNode(*mut Handle, Handle, *const Handle, usize, *const FillNode, Handle);
     cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const HostNode);
+    cuGraphAddEventRecordNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);
     cuGraphExecUpdate_v2(Handle, Handle, *mut UpdateResult);

@@ -208,8 +208,8 @@ impl Generator<'_> {
         match self.rng.u8(..8) {
             0..3 => self.add_by(thread, Op::SyncStream(stream), depth),
             3..6 => {
-                self.add_by(thread, Op::Record(event, stream), depth)
-                    && self.add_by(thread, Op::SyncEvent(event), depth)
+                let record = self.record(event, stream);
+                self.add_by(thread, record, depth) && self.add_by(thread, Op::SyncEvent(event), depth)
             }
             _ if self.threads == 1 => self.add_by(thread, Op::SyncContext, depth),
             _ => self.add_by(thread, Op::SyncStream(stream), depth),
@@ -237,10 +237,24 @@ impl Generator<'_> {
                     && self.add_by(thread, Op::WaitSignal(after, slot), depth)
             }
             _ => {
-                self.add_by(thread, Op::Record(event, before), depth)
-                    && self.add_by(thread, Op::WaitEvent(after, event), depth)
+                let (record, wait) = (self.record(event, before), self.wait(after, event));
+                self.add_by(thread, record, depth) && self.add_by(thread, wait, depth)
             }
         }
+    }
+
+    /// Draws a way to record an event.
+    fn record(&mut self, event: usize, stream: usize) -> Op {
+        match self.rng.u8(..8) {
+            0 => Op::GraphRecord(event, stream),
+            1 => Op::KernelRecord(event, stream),
+            _ => Op::Record(event, stream),
+        }
+    }
+
+    /// Draws a way to wait for a recorded event.
+    fn wait(&mut self, stream: usize, event: usize) -> Op {
+        if self.rng.u8(..8) == 0 { Op::GraphWait(stream, event) } else { Op::WaitEvent(stream, event) }
     }
 
     fn stream(&mut self) -> usize {
@@ -512,7 +526,7 @@ impl Generator<'_> {
                 Some(match self.rng.u8(..4) {
                     0 => Op::Query(stream),
                     1 => Op::WaitEvent(stream, event),
-                    _ => Op::Record(event, stream),
+                    _ => self.record(event, stream),
                 })
             }
             Choice::Sleep => Some(Op::Sleep(self.rng.u32(..1000))),

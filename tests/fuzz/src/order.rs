@@ -406,14 +406,17 @@ impl<'p> Order<'p> {
                 self.enqueue(thread, *stream)?;
                 self.queues[*stream].touched = Some(now);
             }
-            Op::Record(event, stream) => {
+            Op::Record(event, stream) | Op::GraphRecord(event, stream) | Op::KernelRecord(event, stream) => {
                 self.known_touch(thread, self.events[*event].touched)?;
                 let known = self.enqueue(thread, *stream)?;
                 self.push(thread, *stream, known, false);
                 self.events[*event] =
                     Event { known: Some(self.queues[*stream].known.clone()), touched: Some(now) };
             }
-            Op::WaitEvent(stream, event) => {
+            Op::GraphWait(_, event) if self.events[*event].known.is_none() => {
+                return Err(Conflict::Impossible);
+            }
+            Op::WaitEvent(stream, event) | Op::GraphWait(stream, event) => {
                 self.known_touch(thread, self.events[*event].touched)?;
                 let mut known = self.enqueue(thread, *stream)?;
                 // Of an event that was never recorded, the wait does nothing.

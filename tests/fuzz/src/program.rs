@@ -192,7 +192,13 @@ pub enum Op {
     Touch(Work),
     Sleep(u32),
     Record(EventId, usize),
+    /// Launches a graph that records the event.
+    GraphRecord(EventId, usize),
+    /// Launches a kernel that records the event by an attribute.
+    KernelRecord(EventId, usize),
     WaitEvent(usize, EventId),
+    /// Launches a graph that waits for the event, which has been recorded.
+    GraphWait(usize, EventId),
     SyncEvent(EventId),
     SyncStream(usize),
     SyncContext,

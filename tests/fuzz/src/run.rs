@@ -3,7 +3,7 @@
 mod graphs;
 mod refused;
 
-use crate::driver::{Copy2D, Driver, Handle, KERNELS, UpdateResult};
+use crate::driver::{Copy2D, Driver, Handle, KERNELS, LaunchAttribute, LaunchConfig, UpdateResult};
 use crate::generate::SIGNALS;
 use crate::oracle;
 use crate::program::{Build, Kind, Op, Plane, Program, Span, StreamKind, Work, mix};
@@ -155,6 +155,9 @@ struct Run<'d> {
     stack: *mut u8,
     streams: Vec<Handle>,
     events: Vec<Handle>,
+    /// Executable graphs that record an event each, and that wait for one.
+    recording: Vec<Handle>,
+    waiting: Vec<Handle>,
     signals: u64,
     memory: Vec<Mutex<Option<Memory>>>,
     graphs: Mutex<Vec<Option<Graph>>>,
@@ -193,6 +196,11 @@ unsafe extern "C" fn host_function(data: *mut c_void) {
     unsafe { mix_words(&*data.cast::<HostCall>()) }
 }
 
+/// Whether an event is created with `CU_EVENT_DISABLE_TIMING`.
+fn without_timing(event: usize) -> bool {
+    event.is_multiple_of(2)
+}
+
 impl<'d> Run<'d> {
     fn new(device: &'d Device, program: &'d Program, stack: *mut u8) -> Run<'d> {
         let mut run = Run {
@@ -201,6 +209,8 @@ impl<'d> Run<'d> {
             stack,
             streams: Vec::new(),
             events: vec![null_mut(); program.events],
+            recording: Vec::new(),
+            waiting: Vec::new(),
             signals: 0,
             memory: program.buffers.iter().map(|_| Mutex::new(None)).collect(),
             graphs: Mutex::default(),
@@ -230,11 +240,28 @@ impl<'d> Run<'d> {
             run.streams.push(stream);
         }
         for event in 0..program.events {
-            let flags = if event % 2 == 0 { 2 } else { 0 };
+            let flags = if without_timing(event) { 2 } else { 0 };
             let mut handle = null_mut();
             // SAFETY: the pointer is a local of the right type.
             run.note(0, "cuEventCreate", unsafe { (driver.cuEventCreate)(&raw mut handle, flags) });
             run.events[event] = handle;
+            let [recording, waiting] = [driver.cuGraphAddEventRecordNode, driver.cuGraphAddEventWaitNode]
+                .map(|add| {
+                    let (mut graph, mut node, mut executable) = (null_mut(), null_mut(), null_mut());
+                    // SAFETY: the pointers are locals of the right types; the event lives until the
+                    // program's end.
+                    unsafe {
+                        run.note(0, "cuGraphCreate", (driver.cuGraphCreate)(&raw mut graph, 0));
+                        let added = add(&raw mut node, graph, std::ptr::null(), 0, handle);
+                        run.note(0, "cuGraphAddEventNode", added);
+                        let made = (driver.cuGraphInstantiateWithFlags)(&raw mut executable, graph, 0);
+                        run.note(0, "cuGraphInstantiateWithFlags", made);
+                        run.note(0, "cuGraphDestroy", (driver.cuGraphDestroy)(graph));
+                    }
+                    executable
+                });
+            run.recording.push(recording);
+            run.waiting.push(waiting);
         }
         let mut signals = 0;
         // SAFETY: the pointer is a local; the fill lies in the memory.
@@ -263,6 +290,71 @@ impl<'d> Run<'d> {
                 self.changed.notify_all();
             }
         }
+    }
+
+    /// Records an event or waits for one.
+    fn event(&self, number: usize, op: &Op) {
+        let driver = &self.device.driver;
+        // SAFETY: the handles live until the program's end.
+        let (name, result) = unsafe {
+            match *op {
+                Op::Record(event, stream) => {
+                    ("cuEventRecord", (driver.cuEventRecord)(self.events[event], self.streams[stream]))
+                }
+                Op::GraphRecord(event, stream) => {
+                    ("cuGraphLaunch", (driver.cuGraphLaunch)(self.recording[event], self.streams[stream]))
+                }
+                Op::GraphWait(stream, event) => {
+                    ("cuGraphLaunch", (driver.cuGraphLaunch)(self.waiting[event], self.streams[stream]))
+                }
+                Op::WaitEvent(stream, event) => (
+                    "cuStreamWaitEvent",
+                    (driver.cuStreamWaitEvent)(self.streams[stream], self.events[event], 0),
+                ),
+                Op::SyncEvent(event) => {
+                    ("cuEventSynchronize", (driver.cuEventSynchronize)(self.events[event]))
+                }
+                Op::KernelRecord(event, stream) => return self.launch_recording(number, event, stream),
+                _ => return,
+            }
+        };
+        self.note(number, name, result);
+    }
+
+    /// Launches a kernel without work that records an event.
+    fn launch_recording(&self, number: usize, event: usize, stream: usize) {
+        /// `CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT`
+        const COMPLETION_EVENT: u32 = 12;
+        let driver = &self.device.driver;
+        if !without_timing(event) {
+            // SAFETY: the handles live until the program's end.
+            let recorded = unsafe { (driver.cuEventRecord)(self.events[event], self.streams[stream]) };
+            self.note(number, "cuEventRecord", recorded);
+            return;
+        }
+        let attribute = LaunchAttribute { id: COMPLETION_EVENT, event: self.events[event], rest: [0; 7] };
+        let config = LaunchConfig {
+            grid: [1; 3],
+            block: [1; 3],
+            shared: 0,
+            stream: self.streams[stream],
+            attributes: &raw const attribute,
+            count: 1,
+        };
+        let (mut to, mut from) = (self.signals, self.signals);
+        let (mut words, mut salt, mut spin) = (0u32, 0u32, 0u32);
+        let mut parameters: [*mut c_void; 5] = [
+            (&raw mut to).cast(),
+            (&raw mut from).cast(),
+            (&raw mut words).cast(),
+            (&raw mut salt).cast(),
+            (&raw mut spin).cast(),
+        ];
+        // SAFETY: the kernel has these parameters, and accesses no memory without words.
+        let launched = unsafe {
+            (driver.cuLaunchKernelEx)(&raw const config, self.device.mix, parameters.as_mut_ptr(), null_mut())
+        };
+        self.note(number, "cuLaunchKernelEx", launched);
     }
 
     fn step(&self, number: usize, op: &Op) {
@@ -296,18 +388,12 @@ impl<'d> Run<'d> {
                     }
                 }
                 Op::Sleep(time) => std::thread::sleep(Duration::from_micros((*time).into())),
-                Op::Record(event, stream) => {
-                    note("cuEventRecord", (driver.cuEventRecord)(self.events[*event], self.streams[*stream]));
-                }
-                Op::WaitEvent(stream, event) => {
-                    note(
-                        "cuStreamWaitEvent",
-                        (driver.cuStreamWaitEvent)(self.streams[*stream], self.events[*event], 0),
-                    );
-                }
-                Op::SyncEvent(event) => {
-                    note("cuEventSynchronize", (driver.cuEventSynchronize)(self.events[*event]))
-                }
+                Op::Record(..)
+                | Op::GraphRecord(..)
+                | Op::KernelRecord(..)
+                | Op::WaitEvent(..)
+                | Op::GraphWait(..)
+                | Op::SyncEvent(_) => self.event(number, op),
                 Op::SyncStream(stream) => {
                     note("cuStreamSynchronize", (driver.cuStreamSynchronize)(self.streams[*stream]))
                 }
@@ -710,6 +796,9 @@ impl<'d> Run<'d> {
         unsafe {
             for graph in self.graphs.lock().expect("no thread panics").drain(..).flatten() {
                 self.note(end, "cuGraphExecDestroy", (driver.cuGraphExecDestroy)(graph.exec));
+            }
+            for executable in self.recording.iter().chain(&self.waiting) {
+                self.note(end, "cuGraphExecDestroy", (driver.cuGraphExecDestroy)(*executable));
             }
             for event in &self.events {
                 self.note(end, "cuEventDestroy", (driver.cuEventDestroy_v2)(*event));

@@ -79,16 +79,21 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
 
 /// Copies between device memory as a call without `Async` does.
 ///
-/// Between contexts it is serialized with all work in both of them: earlier work is complete before
+/// Between devices it is serialized with all work of both contexts: earlier work is complete before
 /// the copy, and the copy before the return.
 fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
     let of = |address| ranges::find(address).filter(|range| range.kind.on_device()).map(|range| range.ctx);
     match (of(target), of(source)) {
-        (Some(to), Some(from)) if to != from => {
+        (Some(to), Some(from)) if apart(to, from)? => {
             serialized([to, from], stream, || device_to_device(target, source, len, stream))
         }
         _ => device_to_device(target, source, len, stream),
     }
+}
+
+/// Returns `true` if two contexts are on different devices.
+fn apart(to: u64, from: u64) -> Result<bool> {
+    Ok(to != from && clients::of_context(to)?.1.ordinal != clients::of_context(from)?.1.ordinal)
 }
 
 /// Runs a copy between two contexts behind all their work, and waits for it.

@@ -98,7 +98,7 @@ fn add_with_edges(
     let new = client.name(word(&mut r)?);
     graph_uses::node_of(new, graph as u64);
     if let Some(uses) = content.uses() {
-        graph_uses::set(graph as u64, new, uses);
+        graph_uses::add(graph as u64, new, uses);
     }
     if let Content::Child { graph: child, moved: true } = content {
         child_graphs().insert(*child, graph as u64, new);

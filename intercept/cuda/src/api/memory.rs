@@ -520,8 +520,14 @@ driver! {
         }
         // The program may pass the address on without another call that names it. In questions
         // about several attributes, which runtimes ask about every pointer, that costs too much.
-        if attribute == attribute::DEVICE_POINTER {
-            mapped::named(clients::get()?, address)?;
+        if attribute == attribute::DEVICE_POINTER
+            && let Some(range) = ranges::find(address).filter(|range| matches!(range.kind, Kind::Host(_)))
+        {
+            match mapped::map(clients::by_object(range.ctx)?, range.base, range.size) {
+                // A use by a kernel tries again.
+                Ok(_) | Err(OUT_OF_MEMORY) => {}
+                Err(status) => return Err(status),
+            }
         }
         pointer_attribute(data, attribute, address)
     }

@@ -90,8 +90,7 @@ fn begin(
         client.same(clients::by_object(graph)?)?;
     }
     let nodes = objects::own(client, nodes)?;
-    // The captured copies may need their room.
-    mapped::reap(client)?;
+    mapped::before_capture(client);
     // A new graph has its handle from the start: the program may ask for it during the capture.
     let new = if graph == 0 { client.mint(handle::GRAPH) } else { 0 };
     let begun = client.call(op::CAPTURE_BEGIN, |w| {
