@@ -23,6 +23,7 @@ static void copies(cudaArray_t array, size_t width, size_t height) {
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     fill(source.data(), source.size(), 11);
     CHECK(cudaMemcpy2DToArray(array, 0, 0, source.data(), bytes, bytes, height, cudaMemcpyHostToDevice));
+    CHECK(cudaDeviceSynchronize());  // the copy from pageable memory may still be under way
     CHECK(cudaLaunchHostFunc(stream, wait, &enqueued));
     CHECK(cudaMemcpy2DFromArrayAsync(pinned, bytes, array, 0, 0, bytes, height, cudaMemcpyDeviceToHost, stream));
     CHECK(cudaMemcpy2DFromArrayAsync(inner, bytes, array, x, y, part, height - y, cudaMemcpyDeviceToHost, stream));
