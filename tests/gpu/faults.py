@@ -232,7 +232,10 @@ class Faults:
         self.server.popen = self.store.popen
         self.server.start()
         begun = time.monotonic()
-        for word, kind in self.kinds.items():
+        # Programs under MPS end with their server.
+        mps = any('"mps"' in line for line in self.args.server_config)
+        kinds = {word: kind for word, kind in self.kinds.items() if not (mps and word.startswith("server-"))}
+        for word, kind in kinds.items():
             for name, program in self.programs.items():
                 if program.torch and self.args.no_torch or not wanted(self.args, name, word, f"{name}-{word}"):
                     continue

@@ -150,9 +150,9 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Named
         trace::why("copies in graphs: overlapping parts of pageable memory; allocate it pinned");
         return Err(NOT_SUPPORTED);
     }
-    // A program that changes nodes of a graph often returns to the same memory.
-    let alone = |region: &Region| !live.iter().any(|r| r.overlaps(region.base, region.len));
-    if let Some(region) = dead.iter().find(|r| r.contains(address, len) && alone(r)) {
+    // A program that changes nodes of a graph often returns to the same memory. A larger region
+    // could overlap what another copy names.
+    if let Some(region) = dead.iter().find(|r| (r.base, r.len) == (address, len)) {
         return Ok(Named::new(region.clone()));
     }
     if dead.iter().any(|r| r.overlaps(address, len)) {

@@ -84,7 +84,7 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
 fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
     let of = |address| ranges::find(address).filter(|range| range.kind.on_device()).map(|range| range.ctx);
     match (of(target), of(source)) {
-        (Some(to), Some(from)) if apart(to, from)? => {
+        (Some(to), Some(from)) if apart(to, from) => {
             serialized([to, from], stream, || device_to_device(target, source, len, stream))
         }
         _ => device_to_device(target, source, len, stream),
@@ -92,8 +92,11 @@ fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &St
 }
 
 /// Returns `true` if two contexts are on different devices.
-fn apart(to: u64, from: u64) -> Result<bool> {
-    Ok(to != from && clients::of_context(to)?.1.ordinal != clients::of_context(from)?.1.ordinal)
+///
+/// Managed variables belong to no context.
+fn apart(to: u64, from: u64) -> bool {
+    let ordinal = |ctx| clients::of_context(ctx).ok().map(|(_, device)| device.ordinal);
+    to != from && ordinal(to).zip(ordinal(from)).is_some_and(|(to, from)| to != from)
 }
 
 /// Runs a copy between two contexts behind all their work, and waits for it.
