@@ -4,7 +4,7 @@ use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
 use crate::ptx::exec::Host;
 use crate::registry::{Registry, handle};
-use crate::stream::{Role, Stream};
+use crate::stream::{Point, Role, Stream};
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -226,6 +226,12 @@ impl Context {
     pub fn idle(&self) -> bool {
         let legacy = self.state.lock().legacy.clone();
         self.streams().into_iter().chain(legacy).all(|s| s.last().reached())
+    }
+
+    /// Returns the last work of the legacy stream and of the streams that follow it.
+    pub fn last_of_default(&self) -> Vec<Point> {
+        let legacy = self.state.lock().legacy.clone();
+        self.streams().into_iter().filter(|s| s.blocking()).chain(legacy).map(|s| s.last()).collect()
     }
 
     /// Waits for all work submitted so far.

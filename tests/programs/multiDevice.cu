@@ -53,12 +53,18 @@ int main() {
         CHECK(cudaDeviceCanAccessPeer(&access, device, device + 1));
         EXPECT(access == 0 || access == 1);
     }
-    // A copy that is not asynchronous waits for both devices, and both wait for it.
+    // A copy that is not asynchronous is in order with the default streams of both devices, and so
+    // with streams that follow these.
     for (int device = 0; device + 1 < devices; device++) {
         const int next = device + 1, current = device == 0 ? next : device;
+        cudaStream_t before, behind;
+        CHECK(cudaSetDevice(device));
+        CHECK(cudaStreamCreate(&before));
+        CHECK(cudaSetDevice(next));
+        CHECK(cudaStreamCreate(&behind));
         for (int round = 1; round <= 4; round++) {
             CHECK(cudaSetDevice(device));
-            for (int i = 0; i < 20; i++) fill<<<(count + 255) / 256, 256, 0, stream[device]>>>(memory[device], count, i * round);
+            for (int i = 0; i < 20; i++) fill<<<(count + 255) / 256, 256, 0, before>>>(memory[device], count, i * round);
             CHECK(cudaSetDevice(current));
             if (round % 2) {
                 CHECK(cudaMemcpyPeer(memory[next], next, memory[device], device, bytes));
@@ -66,11 +72,14 @@ int main() {
                 CHECK(cudaMemcpy(memory[next], memory[device], bytes, cudaMemcpyDeviceToDevice));
             }
             CHECK(cudaSetDevice(next));
-            add<<<(count + 255) / 256, 256, 0, stream[next]>>>(memory[next], memory[next], count);
-            CHECK(cudaStreamSynchronize(stream[next]));
+            add<<<(count + 255) / 256, 256, 0, behind>>>(memory[next], memory[next], count);
+            CHECK(cudaStreamSynchronize(behind));
             CHECK(cudaMemcpy(host.data(), memory[next], bytes, cudaMemcpyDeviceToHost));
             for (int i = 0; i < count; i++) EXPECT(host[i] == 2 * (19 * round + i));
         }
+        CHECK(cudaStreamDestroy(behind));
+        CHECK(cudaSetDevice(device));
+        CHECK(cudaStreamDestroy(before));
     }
     // Orders two devices' streams by an event: the copy waits for the kernel, and the next kernel
     // for the copy.

@@ -16,15 +16,11 @@ use std::ffi::c_void;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
 
 use gpusession_proto::supervise::Isolation;
 
 use crate::containment::{self, Calls};
 use crate::driver::{Driver, Status, check, status};
-
-/// Time that a driver's error may last which memory of an exiting process can cause.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// `CUcheckpointLockArgs`
 #[repr(C)]
@@ -91,7 +87,6 @@ fn stay(
         }
     }
     say("parked");
-    let mut since = None;
     for _ in requests {
         // SAFETY: as above.
         match check(unsafe { (call.cuCheckpointProcessRestore)(pid, none) }) {
@@ -103,13 +98,6 @@ fn stay(
                 return Ok(());
             }
             Err(status::OUT_OF_MEMORY) => say("full"),
-            // So the driver reports a card that a process which exits still fills (H200, driver
-            // 580); the process stays parked.
-            Err(status::OPERATING_SYSTEM)
-                if since.get_or_insert_with(Instant::now).elapsed() < SETTLE_TIMEOUT =>
-            {
-                say("full");
-            }
             Err(code) => return Err(said("cuCheckpointProcessRestore")(code)),
         }
     }
@@ -137,12 +125,6 @@ mod tests {
         let (said, left) = answers(1, Some(100), 2, 9);
         assert_eq!(said, ["parked", "full", "full", "back"]);
         assert_eq!(left, -1, "no request after the answer");
-    }
-
-    #[test]
-    fn process_outlives_an_error_that_passes() {
-        let pid = fake::FAILING;
-        assert_eq!(answers(pid, None, 2, 9).0, ["parked", "full", "full", "back"]);
     }
 
     #[test]

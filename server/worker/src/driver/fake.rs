@@ -141,8 +141,6 @@ extern "C" fn init(_flags: u32) -> Status {
 
 /// Id of a process whose calls never return.
 pub const UNLOCKABLE: i32 = 77;
-/// Process whose restore fails with another error than a lack of memory.
-pub const FAILING: i32 = 3;
 
 extern "C" fn lock(pid: i32, _args: *const c_void) -> Status {
     if pid == UNLOCKABLE { status::NOT_READY } else { 0 }
@@ -154,11 +152,7 @@ extern "C" fn park(_pid: i32, _args: *const c_void) -> Status {
 
 extern "C" fn restore(pid: i32, _args: *const c_void) -> Status {
     let full = FULL[pid as usize].fetch_sub(1, Ordering::SeqCst) > 0;
-    match (full, pid) {
-        (true, FAILING) => status::OPERATING_SYSTEM,
-        (true, _) => status::OUT_OF_MEMORY,
-        (false, _) => 0,
-    }
+    if full { status::OUT_OF_MEMORY } else { 0 }
 }
 
 /// Returns the driver.
