@@ -26,7 +26,7 @@ fn each_attack_has_a_test() {
             let (file, test) =
                 name.split_once("::").unwrap_or_else(|| panic!("{name}: FILE::TEST is wanted"));
             let text = std::fs::read_to_string(root.join(file)).unwrap_or_else(|e| panic!("{file}: {e}"));
-            assert!(text.contains(&format!("fn {test}()")), "{file} has no test {test}");
+            assert!(text.contains(&format!("fn {test}(")), "{file} has no test {test}");
         }
     }
 }

@@ -192,5 +192,5 @@ fn generated_programs_use_every_operation() {
             names.insert(name.split(['(', ' ']).next().expect("a name").to_owned());
         }
     }
-    assert_eq!(names.len(), 22, "{names:?}");
+    assert_eq!(names.len(), 25, "{names:?}");
 }
