@@ -142,6 +142,9 @@ pub struct GpuReading {
     pub uuid: [u8; 16],
     /// Device memory in use by all processes of the host, in bytes.
     pub memory_used_bytes: Option<u64>,
+    /// Device memory that no process uses and the driver does not reserve, in bytes.
+    #[serde(default)]
+    pub memory_free_bytes: Option<u64>,
     /// Compute processes of the host: process id, and bytes of device memory if NVML knows.
     pub processes: Vec<(u32, Option<u64>)>,
     /// Percent of the last sample period with a kernel running.

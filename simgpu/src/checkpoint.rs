@@ -4,7 +4,9 @@
 //! processes can use the device memory, and reads of it return garbage.
 
 use crate::driver::{Driver, driver};
-use crate::errors::{Error, ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
+use crate::errors::{
+    Error, ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Result,
+};
 use crate::memory::Saved;
 use crate::usage::Mail;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -33,9 +35,15 @@ pub fn serve() {
     let Ok(driver) = driver() else { return };
     let Some(mail) = driver.space.usage().register() else { return };
     let work = move || {
-        let (mut held, mut saved) = (None, None);
+        let (mut held, mut saved, mut spoilt) = (None, None, false);
         mail.serve(|command, argument| {
-            let done = perform(driver, &mail, command, argument, &mut held, &mut saved);
+            // As on a T4 and an H200 (driver 580): after one restore without room none succeeds.
+            let done = if command == RESTORE && spoilt {
+                Err(OPERATING_SYSTEM)
+            } else {
+                perform(driver, &mail, command, argument, &mut held, &mut saved)
+            };
+            spoilt |= done == Err(OUT_OF_MEMORY);
             done.err().map_or(0, |e| u64::from(e.0))
         });
     };

@@ -8,18 +8,24 @@ use std::time::Duration;
 
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self as wire, PoolEvent};
-use tokio::time::timeout;
+use gpusession_proto::readings::uuid_bytes;
+use tokio::time::{Instant, timeout};
 use tracing::{error, info, warn};
 
 use super::parked::{Away, Stage};
 use super::state::Pool;
 use crate::clock::Moment;
-use crate::lease::Place;
+use crate::lease::{Place, Share};
+use crate::monitor::Readings;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{Cause, NotParked, Parker, Serving};
 
 /// Interval at which a lease that waits for its GPUs checks for room.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// Time after which a program returns even if NVML reports no room: the ledger may count too much.
+const ROOM_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for a reading of NVML.
+const READING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of host memory that stay free, in addition to parked device memory.
 const HOST_MARGIN: u64 = 1 << 30;
 
@@ -61,6 +67,14 @@ fn host_memory() -> (u64, u64) {
     (of("MemTotal:").unwrap_or(0) << 10, of("MemAvailable:").unwrap_or(0) << 10)
 }
 
+/// Returns `true` unless NVML reports less free memory on a GPU than is to move there.
+fn fits(latest: &Readings, shares: &[Share], room: &[u64]) -> bool {
+    shares.iter().zip(room).all(|(share, room)| {
+        let free = uuid_bytes(&share.gpu).and_then(|uuid| latest.gpu(&uuid)?.memory_free_bytes);
+        free.is_none_or(|free| free >= *room)
+    })
+}
+
 impl Pool {
     /// Parks a lease: moves its programs' device memory to host memory, and lends its GPUs. An
     /// error leaves everything as it was.
@@ -90,7 +104,7 @@ impl Pool {
         {
             return Err(ParkError::Never(never));
         }
-        let bytes = serving.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
+        let bytes = Serving::sum(&serving);
         self.reserve_host_memory(lease, bytes)?;
         let begun = tokio::time::Instant::now();
         let mut parkers = Vec::new();
@@ -198,7 +212,14 @@ impl Pool {
 
     /// Moves the device memory of a worker back, and lets its program continue.
     async fn move_back(&self, lease: &str, id: &WorkerId, mut parker: Parker, cause: Cause) {
+        let begun = Instant::now();
         loop {
+            if begun.elapsed() < ROOM_TIMEOUT && !self.has_room(lease, &parker).await {
+                if !self.supervisor().exists(id) {
+                    return;
+                }
+                continue;
+            }
             self.supervisor().moves(id);
             match parker.back().await {
                 Ok(true) => return self.supervisor().resume(id, cause),
@@ -220,6 +241,21 @@ impl Pool {
                     return;
                 }
             }
+        }
+    }
+
+    /// Returns `true` if the GPUs of a lease have room for a parked worker.
+    ///
+    /// NVML reports that from now on; a worker of another lease may still be exiting. After one
+    /// attempt without room, drivers up to 580 fail for good (NVIDIA/cuda-checkpoint, issue 44).
+    async fn has_room(&self, lease: &str, parker: &Parker) -> bool {
+        let Some(standing) = self.registry().get(lease).await else { return true };
+        let now = Instant::now();
+        let mut readings = self.monitor().readings();
+        let fresh = readings.wait_for(|latest| latest.as_ref().is_none_or(|latest| latest.asked >= now));
+        match timeout(READING_TIMEOUT, fresh).await {
+            Ok(Ok(latest)) => latest.as_ref().is_none_or(|l| fits(l, &standing.lease.shares, &parker.room)),
+            _ => true,
         }
     }
 
@@ -452,7 +488,7 @@ impl Pool {
         if !aside && parked.is_empty() {
             return;
         }
-        let bytes = parked.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
+        let bytes = Serving::sum(&parked);
         let stage = match (aside, parked.is_empty()) {
             (true, true) => Stage::Away,
             (true, false) => Stage::Parking { wanted: false },
@@ -503,5 +539,28 @@ impl Pool {
         if timeout(limit, settled).await.is_err() {
             warn!("parking: device memory is still on its way; its programs lose their GPUs");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::readings::{GpuReading, uuid_text};
+
+    use super::*;
+
+    #[test]
+    fn a_program_returns_to_gpus_that_are_free_enough() {
+        let gpu = |id| GpuReading { uuid: [id; 16], memory_free_bytes: Some(100), ..GpuReading::default() };
+        let silent = GpuReading { uuid: [3; 16], ..GpuReading::default() };
+        let now = Instant::now();
+        let latest = Readings { asked: now, at: now, gpus: vec![gpu(1), gpu(2), silent] };
+        let share = |id| Share { gpu: uuid_text(&[id; 16]), limit_bytes: 500, sm_percent: 100 };
+        let fits = |gpus: &[u8], room: &[u64]| {
+            fits(&latest, &gpus.iter().copied().map(share).collect::<Vec<_>>(), room)
+        };
+        assert!(fits(&[1, 2], &[100, 0]));
+        assert!(!fits(&[1, 2], &[100, 101]), "every GPU has to");
+        assert!(fits(&[3, 9], &[500, 500]), "NVML reports nothing of them");
+        assert!(fits(&[1], &[]), "nothing counts for the worker");
     }
 }

@@ -63,6 +63,8 @@ pub struct Parker {
     _child: Child,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
+    /// Bytes that the memory takes on each device of the lease.
+    pub room: Vec<u64>,
 }
 
 /// Parses a helper's refusal, `no CODE TEXT`.
@@ -76,27 +78,29 @@ fn hangs() -> String {
 }
 
 impl Parker {
-    /// Moves the device memory of process `pid` to host memory.
+    /// Moves the device memory of a worker to host memory.
     pub async fn park(
         program: &Path,
         driver: &Path,
         isolation: Isolation,
-        pid: u32,
+        worker: &Serving,
     ) -> Result<Self, NotParked> {
         let limit = LOCK_TIMEOUT.as_millis().to_string();
-        let rest = [isolation.as_str(), &pid.to_string(), &limit];
-        Self::start(program, driver, "--park", &rest, MOVE_TIMEOUT).await
+        let rest = [isolation.as_str(), &worker.pid.to_string(), &limit];
+        let started = Self::start(program, driver, "--park", &rest, MOVE_TIMEOUT).await?;
+        Ok(Self { room: worker.bytes.clone(), ..started })
     }
 
-    /// Takes over the memory of a process that an earlier server parked.
+    /// Takes over the memory of a worker that an earlier server parked.
     pub async fn parked(
         program: &Path,
         driver: &Path,
         isolation: Isolation,
-        pid: u32,
+        worker: &Serving,
     ) -> Result<Self, NotParked> {
-        let rest = [isolation.as_str(), &pid.to_string()];
-        Self::start(program, driver, "--parked", &rest, MOVE_TIMEOUT).await
+        let rest = [isolation.as_str(), &worker.pid.to_string()];
+        let started = Self::start(program, driver, "--parked", &rest, MOVE_TIMEOUT).await?;
+        Ok(Self { room: worker.bytes.clone(), ..started })
     }
 
     async fn start(
@@ -108,7 +112,8 @@ impl Parker {
     ) -> Result<Self, NotParked> {
         let failed = |e: std::io::Error| NotParked::Failed(e.to_string());
         let (child, input, output) = spawn::child(program, flag, driver, rest).map_err(failed)?;
-        let mut parker = Self { _child: child, input, lines: BufReader::new(output).lines() };
+        let lines = BufReader::new(output).lines();
+        let mut parker = Self { _child: child, input, lines, room: Vec::new() };
         let Ok(said) = timeout(limit, parker.lines.next_line()).await else {
             return Err(NotParked::Hangs(hangs()));
         };
@@ -144,8 +149,15 @@ pub struct Serving {
     pub id: WorkerId,
     /// Process id of the worker.
     pub pid: u32,
-    /// Device memory that counts for the worker, in bytes, over all devices of the lease.
-    pub bytes: u64,
+    /// Device memory that counts for the worker, in bytes, on each device of the lease.
+    pub bytes: Vec<u64>,
+}
+
+impl Serving {
+    /// Returns the device memory that counts for these workers, in bytes.
+    pub fn sum(workers: &[Self]) -> u64 {
+        workers.iter().flat_map(|worker| &worker.bytes).copied().fold(0, u64::saturating_add)
+    }
 }
 
 impl Supervisor {
@@ -155,9 +167,8 @@ impl Supervisor {
         let mine = state.workers.iter().filter(|(_, w)| w.lease == lease && w.process.is_some());
         let bytes = |id: &WorkerId| {
             let ledger = state.leases.get(lease).map(|l| &l.ledger);
-            ledger.map_or(0, |l| {
-                (0..l.devices().len()).map(|device| l.used_by(id, device)).fold(0, u64::saturating_add)
-            })
+            ledger
+                .map_or(Vec::new(), |l| (0..l.devices().len()).map(|device| l.used_by(id, device)).collect())
         };
         let of = |(id, w): (&WorkerId, &Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });
         mine.filter_map(of).collect()
@@ -250,8 +261,7 @@ impl Supervisor {
         }
         // Its memory comes to the host, and counts there.
         self.bound_now(&worker.id);
-        let parker =
-            Parker::park(&options.program, &options.driver, options.isolation.workers, worker.pid).await;
+        let parker = Parker::park(&options.program, &options.driver, options.isolation.workers, worker).await;
         if let Err(NotParked::Hangs(why)) = &parker {
             self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));
         }
@@ -310,7 +320,7 @@ impl Supervisor {
     /// Starts the helper that keeps the memory of a worker from [`Supervisor::left_parked`].
     pub async fn keep_parked(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
-        Parker::parked(&options.program, &options.driver, options.isolation.workers, worker.pid).await
+        Parker::parked(&options.program, &options.driver, options.isolation.workers, worker).await
     }
 
     /// Gives a lease's GPUs to others, as [`Supervisor::set_away`] does.

@@ -95,9 +95,14 @@ fn read(nvml: &Nvml, uuid: [u8; 16], device: usize) -> GpuReading {
     const CORRECTED_NOT: usize = 1;
     const SINCE_LOADED: usize = 0;
     const OF_THE_GPU: usize = 0;
+    let [_, free, used] = match nvml.number::<[u64; 3]>("nvmlDeviceGetMemoryInfo", device, &[]) {
+        Some(memory) => memory.map(Some),
+        None => [None; 3],
+    };
     GpuReading {
         uuid,
-        memory_used_bytes: nvml.number::<[u64; 3]>("nvmlDeviceGetMemoryInfo", device, &[]).map(|m| m[2]),
+        memory_used_bytes: used,
+        memory_free_bytes: free,
         processes: nvml.processes(device),
         utilization_percent: nvml
             .number::<[u32; 2]>("nvmlDeviceGetUtilizationRates", device, &[])
