@@ -382,7 +382,7 @@ pub fn written_first(source: usize, len: usize, stream: &Stream) -> Result {
     if ranges::on_host(client, source, len).is_some() {
         return Ok(());
     }
-    if stream.due() > Due::Nothing || mapped::named_by_graphs(client, source, len) {
+    if stream.due() > Due::Nothing || regions::graphs_name(client, source, len) {
         stream.drain_unchecked()?;
     }
     Ok(())

@@ -29,14 +29,6 @@ pub fn there(client: &Client, address: usize, len: usize) -> bool {
     any() && find(client, address, len).is_some()
 }
 
-/// Returns `true` if graphs name some of this pageable memory.
-pub fn named_by_graphs(client: &Client, address: usize, len: usize) -> bool {
-    let named = |region: &Arc<Region>| {
-        region.client.number == client.number && region.pageable && region.overlaps(address, len)
-    };
-    any() && all().iter().any(named)
-}
-
 /// Serializes the creation of regions, so that no memory gets two.
 static MAKING: Mutex<()> = Mutex::new(());
 

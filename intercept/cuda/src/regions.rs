@@ -453,6 +453,12 @@ pub fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> 
     regions.iter().find(fits).cloned()
 }
 
+/// Returns `true` if graphs name, or have named, some of this pageable memory.
+pub fn graphs_name(client: &Client, address: usize, len: usize) -> bool {
+    let named = |r: &Arc<Region>| r.pageable && r.client.number == client.number && r.overlaps(address, len);
+    any() && REGIONS.read().unwrap_or_else(PoisonError::into_inner).iter().any(named)
+}
+
 /// Frees the second address of registered memory in the arena.
 pub fn give_back(client: &Client, base: u64, there: u64, size: u64) {
     if there != base {
