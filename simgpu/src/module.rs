@@ -84,6 +84,8 @@ pub unsafe fn compile_at(at: *const u8) -> std::result::Result<Content, (errors:
 #[derive(Clone, Default)]
 pub struct Settings {
     pub max_dynamic_shared: Option<u32>,
+    /// Whether the function has a value of its own, which one of its kernel does not change (H200).
+    own_max_dynamic_shared: bool,
     pub others: HashMap<u32, i32>,
 }
 
@@ -152,13 +154,22 @@ impl Function {
     }
 
     pub fn set_attribute(&self, id: u32, value: i32) -> Result {
+        self.set(id, value, true)
+    }
+
+    /// Sets an attribute of the function itself, or as one of its kernel.
+    fn set(&self, id: u32, value: i32, own: bool) -> Result {
         match id {
             8 => {
                 let v = u32::try_from(value).map_err(|_| INVALID_VALUE)?;
                 if v + self.static_shared() > SHARED_OPTIN {
                     return Err(INVALID_VALUE);
                 }
-                self.settings.lock().max_dynamic_shared = Some(v);
+                let mut settings = self.settings.lock();
+                if own || !settings.own_max_dynamic_shared {
+                    settings.max_dynamic_shared = Some(v);
+                }
+                settings.own_max_dynamic_shared |= own;
             }
             9 if (-1..=100).contains(&value) => {
                 self.settings.lock().others.insert(id, value);
@@ -436,15 +447,17 @@ impl Kernel {
     pub fn function(&self, ctx: &Arc<Context>) -> Result<Arc<Function>> {
         let library = self.library.upgrade().ok_or(INVALID_HANDLE)?;
         let f = library.module(ctx)?.function(self.name.to_str().map_err(|_| NOT_FOUND)?)?;
-        let settings = self.settings.lock();
-        if let Some(v) = settings.max_dynamic_shared {
-            f.settings.lock().max_dynamic_shared = Some(v);
+        if let Some(v) = self.settings.lock().max_dynamic_shared {
+            let mut settings = f.settings.lock();
+            if !settings.own_max_dynamic_shared {
+                settings.max_dynamic_shared = Some(v);
+            }
         }
         Ok(f)
     }
 
     pub fn set_attribute(&self, ctx: &Arc<Context>, id: u32, value: i32) -> Result {
-        self.function(ctx)?.set_attribute(id, value)?;
+        self.function(ctx)?.set(id, value, false)?;
         if id == 8 {
             self.settings.lock().max_dynamic_shared = u32::try_from(value).ok();
         }

@@ -385,6 +385,7 @@ class Parking:
         self.wait_for_no_lease()
         parts = {
             "card": ("An idle program is parked while another client uses the whole card", self.whole_card),
+            "room": ("A process that fills the card exits after a parked program has asked for it", self.no_room),
             "training": ("PyTorch training, parked in the middle", self.training),
             "restarts": ("The server is replaced", self.restarts),
             "busy": ("One of two programs works", self.one_busy),
@@ -403,6 +404,23 @@ class Parking:
         first, begun = self.full_card(["idle_program.py", str(small)], "ready", self.big())
         first.expect("intact")
         self.note("other client's end to first call's answer", round(time.monotonic() - begun, 2), "s")
+        first.end()
+        self.wait_for_no_lease()
+
+    def no_room(self):
+        """Lets a program return while another process of the host fills the card."""
+        small, context = (4, 0.7) if self.card else (0.125, 0)
+        first = self.start(["idle_program.py", str(small)])
+        first.expect("ready")
+        self.park(self.only_lease())
+        total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] >> 20
+        other = self.start(["idle_program.py", str((total - self.settled()) / 1024 - small / 2 - context)], native=True)
+        other.expect("ready")
+        first.say("check")
+        time.sleep(3)
+        self.check("the first waits for room", first.line(0.1) is None)
+        other.end()
+        self.check("its memory is intact", (first.line() or "").startswith("intact"))
         first.end()
         self.wait_for_no_lease()
 

@@ -200,7 +200,7 @@ int main() {
     CHECK_DRIVER(cuFuncGetModule_(&inside_library, transform));
     CHECK_DRIVER(cuModuleGetGlobal_(&base, &size, inside_library, "base"));
     EXPECT(size == 4);
-    // The kernel and its function have one setting.
+    // A function without a setting of its own has its kernel's.
     for (int bytes : {20000, 30000, 20000}) {
         CHECK_DRIVER(cuKernelSetAttribute_(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes, kernel, device));
         CHECK_DRIVER(cuFuncGetAttribute_(&value, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, transform));

@@ -319,7 +319,7 @@ impl Function {
         self.forget_answers();
         lock().insert(setting, value);
         if self.how != How::Function {
-            // A kernel and its functions share the driver's settings.
+            // A function without a setting of its own has its kernel's.
             let kernel = |f: &Self| if f.how == How::OfKernel { f.parent } else { f.handle };
             let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
             let others =
