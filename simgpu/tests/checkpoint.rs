@@ -101,10 +101,9 @@ fn another_process_is_checkpointed() {
         assert_eq!(used(), before / 2, "only ours is left");
         // Its calls now wait.
         program.say("");
-        // Another process takes the card.
+        // Another process takes the card meanwhile.
         let mut other = 0;
         ok(memory::cuMemAlloc_v2(&raw mut other, 6 << 20));
-        assert_eq!(checkpoint::cuCheckpointProcessRestore(pid, null), 2);
         ok(memory::cuMemFree_v2(other));
         ok(checkpoint::cuCheckpointProcessRestore(pid, null));
         let mut state = 9;
@@ -125,6 +124,15 @@ fn another_process_is_checkpointed() {
             1,
             "not a program of this machine"
         );
+        // After one restore without room none succeeds, as with driver 580.
+        drop(program);
+        let lost = Program::start();
+        ok(checkpoint::cuCheckpointProcessLock(lost.pid(), &raw const limit));
+        ok(checkpoint::cuCheckpointProcessCheckpoint(lost.pid(), null));
+        ok(memory::cuMemAlloc_v2(&raw mut other, 6 << 20));
+        assert_eq!(checkpoint::cuCheckpointProcessRestore(lost.pid(), null), 2);
+        ok(memory::cuMemFree_v2(other));
+        assert_eq!(checkpoint::cuCheckpointProcessRestore(lost.pid(), null), 304);
         ok(context::cuCtxSynchronize());
     }
     let _ = std::fs::remove_file(simgpu::usage::path(simgpu::driver::config()));
