@@ -18,6 +18,7 @@ use gpusession_test_daemon::{
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
 use gpusessiond::grant::Limits;
+use gpusessiond::leases::engine::Engine;
 use gpusessiond::leases::sim::{KEY, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Owner, Spec, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
@@ -485,6 +486,18 @@ async fn a_program_gets_all_leases_that_it_names_in_their_order_or_none() {
     }
 }
 
+/// Returns the lease that a caller's program gets, or the reason of a refusal.
+async fn lease_for(engine: &Engine, caller: Caller, lease: Option<&str>) -> Result<String, String> {
+    let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
+    loop {
+        match engine.grant(caller.clone(), wish.clone()).await {
+            Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
+            Answer::Denied(_, reason) => return Err(reason),
+            Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+        }
+    }
+}
+
 #[tokio::test]
 async fn subordinate_uids_share_their_owners_lease_of_class_user() {
     let sim = SimServer::new("gpu-a", 4);
@@ -501,16 +514,7 @@ async fn subordinate_uids_share_their_owners_lease_of_class_user() {
         session: None,
         control_groups: Vec::new(),
     };
-    let lease = async |caller: Caller, lease: Option<&str>| {
-        let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
-        loop {
-            match engine.grant(caller.clone(), wish.clone()).await {
-                Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
-                Answer::Denied(_, reason) => return Err(reason),
-                Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-            }
-        }
-    };
+    let lease = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     let below = |uid, access| caller(uid, None, Some(alice.clone()), access);
     assert!(lease(below(100_000, false), None).await.is_err(), "without access");
     let first = lease(below(100_000, true), None).await.unwrap();
@@ -600,16 +604,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
         session: None,
         control_groups: groups.iter().map(|group| (*group).to_owned()).collect(),
     };
-    let granted = async |caller: Caller, lease: Option<&str>| {
-        let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
-        loop {
-            match engine.grant(caller.clone(), wish.clone()).await {
-                Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
-                Answer::Denied(_, reason) => return Err(reason),
-                Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-            }
-        }
-    };
+    let granted = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     // A job finds its lease without a variable; other processes get the machine's.
     let step = caller(1000, &["/", "/slurm/job_1/step_0"]);
     assert_eq!(granted(step.clone(), None).await, Ok(first.clone()));

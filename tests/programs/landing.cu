@@ -56,27 +56,35 @@ static cudaGraphExec_t instantiate(cudaGraph_t graph) {
     return executable;
 }
 
+// A launch of one thread that records an event when the kernel begins.
+struct RecordingLaunch {
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
+    RecordingLaunch(cudaEvent_t event, cudaStream_t stream) {
+        attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
+        attribute.val.launchCompletionEvent.event = event;
+        config.gridDim = config.blockDim = dim3(1);
+        config.stream = stream;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+    }
+    RecordingLaunch(const RecordingLaunch &) = delete;
+};
+
 // The event happens when the kernel begins: copies before it are complete, and the kernel is not.
 static void events_of_launches(unsigned char *host, unsigned char *device) {
     cudaStream_t stream = new_stream(), other = new_stream();
     cudaEvent_t event = new_event(), joined = new_event();
     int *out;
     CHECK(cudaHostAlloc(&out, sizeof(int), cudaHostAllocMapped));
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
-    attribute.val.launchCompletionEvent.event = event;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = config.blockDim = dim3(1);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    const RecordingLaunch launch(event, stream);
     for (int round = 0; round < 3 * ROUNDS; round++) {
         std::memset(host, 0, BYTES);
         *out = 0;
         CHECK(cudaMemset(device, round + 1, BYTES));
         CHECK(cudaDeviceSynchronize());
         CHECK(cudaMemcpyAsync(host, device, BYTES, cudaMemcpyDeviceToHost, stream));
-        CHECK(cudaLaunchKernelEx(&config, late, out, LOOPS));
+        CHECK(cudaLaunchKernelEx(&launch.config, late, out, LOOPS));
         if (round % 3 == 0) {
             CHECK(cudaEventSynchronize(event));
         } else if (round % 3 == 1) {
@@ -95,7 +103,7 @@ static void events_of_launches(unsigned char *host, unsigned char *device) {
     // In a capture the event joins another stream.
     cudaGraph_t graph;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    CHECK(cudaLaunchKernelEx(&config, late, out, LOOPS));
+    CHECK(cudaLaunchKernelEx(&launch.config, late, out, LOOPS));
     CHECK(cudaStreamWaitEvent(other, event, 0));
     late<<<1, 1, 0, other>>>(out + 0, LOOPS);
     CHECK(cudaGetLastError());
@@ -112,17 +120,10 @@ static void events_of_launches(unsigned char *host, unsigned char *device) {
 static void uploads_before_events(unsigned char *host, unsigned char *device, unsigned char *copied) {
     cudaStream_t stream = new_stream(), other = new_stream();
     cudaEvent_t event = new_event();
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
-    attribute.val.launchCompletionEvent.event = event;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = config.blockDim = dim3(1);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    const RecordingLaunch launch(event, stream);
     int *out;
     CHECK(cudaMalloc(&out, sizeof(int)));
-    CHECK(cudaLaunchKernelEx(&config, late, out, 1));  // the shape is known from now on
+    CHECK(cudaLaunchKernelEx(&launch.config, late, out, 1));  // the shape is known from now on
     CHECK(cudaStreamSynchronize(stream));
     cudaGraph_t graph;
     cudaGraphNode_t node;
@@ -142,7 +143,7 @@ static void uploads_before_events(unsigned char *host, unsigned char *device, un
             CHECK(cudaEventRecord(event, stream));
             CHECK(cudaGraphLaunch(waits, other));
         } else {
-            CHECK(cudaLaunchKernelEx(&config, late, out, 1));
+            CHECK(cudaLaunchKernelEx(&launch.config, late, out, 1));
             if (round % 4 == 2) {
                 CHECK(cudaStreamWaitEvent(other, event, 0));
             } else {

@@ -142,16 +142,19 @@ impl Event {
 
     /// Notes that the frame at this position records the event.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
-        let covers = if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
-        self.note(Record { stream: stream.clone(), seq, early: false }, covers);
+        self.note_on(stream, seq, false);
     }
 
     /// Notes that the launch at this position records the event before its kernel is complete.
     ///
     /// The work before the launch is complete by then, so that its copies count as covered.
     pub fn record_in_launch(&self, stream: &Arc<Stream>, seq: u64) {
+        self.note_on(stream, seq, true);
+    }
+
+    fn note_on(&self, stream: &Arc<Stream>, seq: u64, early: bool) {
         let covers = if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
-        self.note(Record { stream: stream.clone(), seq, early: true }, covers);
+        self.note(Record { stream: stream.clone(), seq, early }, covers);
     }
 
     fn note(&self, record: Record, covers: Vec<Cover>) {

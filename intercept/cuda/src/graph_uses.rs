@@ -20,18 +20,24 @@ pub struct Uses {
 impl Uses {
     /// Adds what other nodes use.
     pub fn add(&mut self, other: &Self) {
-        for region in &other.regions {
-            if !self.regions.iter().any(|known| known.same(region)) {
-                self.regions.push(region.clone());
-            }
+        *self = Self::sum([&*self, other]);
+    }
+
+    /// Returns what several nodes use, each thing once.
+    fn sum<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut sum = Self::default();
+        for part in parts {
+            sum.regions.extend_from_slice(&part.regions);
+            sum.recorded.extend_from_slice(&part.recorded);
+            sum.awaited.extend_from_slice(&part.awaited);
         }
-        for (events, more) in [(&mut self.recorded, &other.recorded), (&mut self.awaited, &other.awaited)] {
-            for event in more {
-                if !events.contains(event) {
-                    events.push(*event);
-                }
-            }
+        sum.regions.sort_by_key(|region| region.id());
+        sum.regions.dedup_by(|a, b| a.same(b));
+        for events in [&mut sum.recorded, &mut sum.awaited] {
+            events.sort_unstable();
+            events.dedup();
         }
+        sum
     }
 
     fn is_empty(&self) -> bool {
@@ -105,20 +111,16 @@ pub fn replace(graph: u64, sources: &[u64]) {
 
 /// Returns what all nodes of a graph use.
 pub fn of(graph: u64) -> Uses {
-    let mut sum = Uses::default();
-    if let Some(nodes) = lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph)) {
-        nodes.values().for_each(|uses| sum.add(uses));
-    }
-    sum
+    let graphs = lock(&BY_GRAPH);
+    let nodes = graphs.as_ref().and_then(|graphs| graphs.get(&graph));
+    Uses::sum(nodes.into_iter().flat_map(|nodes| nodes.values()))
 }
 
 /// Returns what a node of a graph uses, or may use.
 pub fn of_node(graph: u64, node: u64) -> Uses {
-    let mut sum = Uses::default();
-    if let Some(nodes) = lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph)) {
-        [CAPTURED, node].iter().filter_map(|node| nodes.get(node)).for_each(|uses| sum.add(uses));
-    }
-    sum
+    let graphs = lock(&BY_GRAPH);
+    let nodes = graphs.as_ref().and_then(|graphs| graphs.get(&graph));
+    Uses::sum(nodes.into_iter().flat_map(|nodes| [CAPTURED, node].map(|node| nodes.get(&node))).flatten())
 }
 
 /// Notes the handle of a clone's node, whose uses were those of the original.
@@ -177,9 +179,7 @@ mod tests {
     }
 
     fn awaited(graph: u64) -> Vec<u64> {
-        let mut events = of(graph).awaited;
-        events.sort_unstable();
-        events
+        of(graph).awaited
     }
 
     #[test]

@@ -23,7 +23,9 @@ use crate::supervise::park::{Cause, NotParked, Parker, Serving};
 /// Interval at which a lease that waits for its GPUs checks for room.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Time after which a program returns even if NVML reports no room: the ledger may count too much.
-const ROOM_TIMEOUT: Duration = Duration::from_secs(60);
+const ROOM_TIMEOUT: Duration = Duration::from_secs(600);
+/// Wait for room that the journal need not have: processes exit within seconds.
+const QUIET_WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for a reading of NVML.
 const READING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of host memory that stay free, in addition to parked device memory.
@@ -212,18 +214,13 @@ impl Pool {
 
     /// Moves the device memory of a worker back, and lets its program continue.
     async fn move_back(&self, lease: &str, id: &WorkerId, mut parker: Parker, cause: Cause) {
-        let begun = Instant::now();
+        self.wait_for_room(lease, id, &parker).await;
         loop {
-            if begun.elapsed() < ROOM_TIMEOUT && !self.has_room(lease, &parker).await {
-                if !self.supervisor().exists(id) {
-                    return;
-                }
-                continue;
-            }
             self.supervisor().moves(id);
             match parker.back().await {
                 Ok(true) => return self.supervisor().resume(id, cause),
-                // Another lease exceeds its share, or the driver is still busy: both pass.
+                // Another lease exceeds its share, or the driver is still busy: both pass, but for
+                // driver 580.
                 Ok(false) if self.supervisor().exists(id) => {
                     self.supervisor().rests(id);
                     tokio::time::sleep(POLL_INTERVAL).await;
@@ -244,10 +241,35 @@ impl Pool {
         }
     }
 
-    /// Returns `true` if the GPUs of a lease have room for a parked worker.
+    /// Waits until the GPUs of a lease have room for a parked worker, or the worker has exited.
     ///
-    /// NVML reports that from now on; a worker of another lease may still be exiting. After one
-    /// attempt without room, drivers up to 580 fail for good (NVIDIA/cuda-checkpoint, issue 44).
+    /// A worker of another lease may still be exiting. After one attempt without room, driver 580
+    /// fails for good (NVIDIA/cuda-checkpoint, issue 44).
+    async fn wait_for_room(&self, lease: &str, id: &WorkerId, parker: &Parker) {
+        let begun = Instant::now();
+        let mut told = false;
+        while !self.has_room(lease, parker).await && self.supervisor().exists(id) {
+            if begun.elapsed() >= ROOM_TIMEOUT {
+                warn!(
+                    gpusession_lease = lease,
+                    "lease {lease}: NVML has reported no room on its GPUs for {} s: trying to move \
+                     device memory back nevertheless",
+                    ROOM_TIMEOUT.as_secs()
+                );
+                return;
+            }
+            if !told && begun.elapsed() >= QUIET_WAIT_TIMEOUT {
+                told = true;
+                warn!(
+                    gpusession_lease = lease,
+                    "lease {lease}: its parked programs wait: NVML reports too little free memory on \
+                     its GPUs; `nvidia-smi` names the processes that use them"
+                );
+            }
+        }
+    }
+
+    /// Returns `true` if NVML reports room for a parked worker from now on, or does not answer.
     async fn has_room(&self, lease: &str, parker: &Parker) -> bool {
         let Some(standing) = self.registry().get(lease).await else { return true };
         let now = Instant::now();

@@ -172,9 +172,11 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     if let Some(shape) = shape.filter(|_| !sure) {
         accepted().insert(place, shape);
     }
-    if let Some(uses) = content.uses() {
-        let graph = if exec.is_null() { graph_uses::graph_of(node) } else { Some(exec as u64) };
-        graph.into_iter().for_each(|graph| graph_uses::set(graph, node, uses.clone()));
+    let graph = || if exec.is_null() { graph_uses::graph_of(node) } else { Some(exec as u64) };
+    if let Some(uses) = content.uses()
+        && let Some(graph) = graph()
+    {
+        graph_uses::set(graph, node, uses);
     }
     Ok(())
 }

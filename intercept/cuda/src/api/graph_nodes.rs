@@ -331,8 +331,7 @@ impl Content {
             Self::Record(event) | Self::Wait(event) => clients::by_object(*event)?,
             Self::Child { graph, .. } => clients::by_object(*graph)?,
             Self::MemOps { ctx, items, .. } => {
-                for item in items.chunks_exact(MEM_OP) {
-                    let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
+                for address in addresses(items) {
                     if let Some(elsewhere) = route::elsewhere(client, address) {
                         client.same(clients::by_object(elsewhere)?)?;
                     }
@@ -389,9 +388,7 @@ impl Content {
             }
             Self::Empty => {}
             Self::MemOps { ctx, flags, items } => {
-                for item in items.chunks_exact(MEM_OP) {
-                    mapped::named(client, item[8..16].try_into().map_or(0, u64::from_le_bytes))?;
-                }
+                addresses(items).try_for_each(|address| mapped::named(client, address))?;
                 w.word(handle::local(*ctx));
                 w.word(u64::from(*flags));
                 w.bytes(items);
@@ -416,6 +413,11 @@ impl Content {
         Ok(())
     }
 }
+/// Returns the addresses of waits for and writes of values.
+fn addresses(items: &[u8]) -> impl Iterator<Item = u64> {
+    items.chunks_exact(MEM_OP).map(|item| item[8..16].try_into().map_or(0, u64::from_le_bytes))
+}
+
 /// Locks the table of child graphs whose handles the program has.
 pub fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
     static CHILD_GRAPHS: LazyLock<Mutex<ChildGraphs>> = LazyLock::new(Mutex::default);
