@@ -4,5 +4,5 @@
 ///
 /// Every later call that would use the context returns the same error.
 pub fn is_sticky(status: i32) -> bool {
-    matches!(status, 214 | 220 | 226 | 700 | 702 | 709..=711 | 714..=719)
+    matches!(status, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719)
 }

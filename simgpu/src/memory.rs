@@ -572,14 +572,14 @@ impl Space {
         Some(a)
     }
 
-    /// Removes all allocations of a context.
+    /// Removes all allocations of a context; those of pools belong to none.
     pub fn remove_context(&self, context: usize) {
         let bases: Vec<u64> = {
             let inner = self.inner.lock();
             inner
                 .map
                 .values()
-                .filter(|a| a.context == context && !matches!(a.kind, Kind::Mapped(_)))
+                .filter(|a| a.context == context && !matches!(a.kind, Kind::Mapped(_) | Kind::Pool { .. }))
                 .map(|a| a.base)
                 .collect()
         };

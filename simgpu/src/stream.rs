@@ -10,7 +10,7 @@ use crate::registry::Registry;
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 pub static STREAMS: Registry<Stream> = Registry::new();
@@ -62,7 +62,8 @@ pub struct Stream {
     pub id: u64,
     pub role: Role,
     pub flags: u32,
-    pub priority: i32,
+    /// A smaller number is a higher priority; an attribute changes it.
+    pub priority: AtomicI32,
     pub context: usize,
     pub device: u32,
     pub life: Arc<Life>,
@@ -88,7 +89,7 @@ impl Stream {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             role,
             flags,
-            priority,
+            priority: AtomicI32::new(priority),
             context,
             device,
             life,

@@ -4,7 +4,7 @@
 // of the same host memory arrive in the stream's order. A copy behind a host function that waits
 // for the calling thread does not wait in the call. Host functions and synchronizations see the
 // bytes.
-#include "check.h"
+#include "driver.h"
 
 #include <atomic>
 #include <cstring>
@@ -100,6 +100,34 @@ struct Look {
 static void look_at(void *data) {
     const Look *look = static_cast<const Look *>(data);
     expect_box(__LINE__, *look->shape, look->host, look->seed, 0xee);
+}
+
+// A box that begins behind the first rows of the memory that the call names.
+static void rows_within(unsigned char *device) {
+    static auto copy = reinterpret_cast<CUresult (*)(const CUDA_MEMCPY2D *)>(driver_symbol("cuMemcpy2D_v2"));
+    const size_t pitch = 512, width = 100, height = 10, first = 3, left = 8;
+    fill<<<64, 256>>>(device, 64 * pitch, 77);
+    CHECK(cudaDeviceSynchronize());
+    static unsigned char host[64 * pitch];
+    std::memset(host, 0, sizeof host);
+    CUDA_MEMCPY2D box{};
+    box.srcMemoryType = CU_MEMORYTYPE_DEVICE, box.srcDevice = CUdeviceptr(device);
+    box.srcY = first, box.srcXInBytes = left, box.srcPitch = pitch;
+    box.dstMemoryType = CU_MEMORYTYPE_DEVICE, box.dstDevice = CUdeviceptr(device) + 32 * pitch;
+    box.dstY = 2 * first, box.dstXInBytes = 2 * left, box.dstPitch = pitch;
+    box.WidthInBytes = width, box.Height = height;
+    CHECK_DRIVER(copy(&box));
+    CUDA_MEMCPY2D back = box;
+    back.srcDevice = box.dstDevice, back.srcY = box.dstY, back.srcXInBytes = box.dstXInBytes;
+    back.dstMemoryType = CU_MEMORYTYPE_HOST, back.dstHost = host, back.dstY = first, back.dstXInBytes = left;
+    CHECK_DRIVER(copy(&back));
+    for (size_t y = 0; y < 64; y++)
+        for (size_t x = 0; x < pitch; x++) {
+            const size_t at = y * pitch + x;
+            const bool inside = y >= first && y < first + height && x >= left && x < left + width;
+            EXPECT(host[at] == (inside ? pattern(at, 77) : 0));
+        }
+    std::printf("boxes: rows within memory right\n");
 }
 
 int main() {
@@ -272,6 +300,8 @@ int main() {
     CHECK(cudaStreamSynchronize(two));
     for (size_t i = 0; i < width * height; i++) EXPECT(image[i] == pattern(i, seed));
     std::printf("boxes: columns right\n");
+
+    rows_within(device);
 
     // Wrong calls.
     SHOW(cudaMemcpy2DAsync(image, 10, device, width, 11, 2, cudaMemcpyDeviceToHost, one));

@@ -104,5 +104,20 @@ int main() {
     CHECK(cudaFree(address));
     CHECK(cudaFreeHost(host));
     std::printf("pinnedMapped: memory that device memory points to right\n");
+
+    // Pinned memory is accessible without that flag, too.
+    CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocDefault));
+    CHECK(cudaMalloc(&address, 4 * sizeof host));
+    int *const addresses[] = {nullptr, nullptr, host, nullptr};
+    CHECK(cudaMemcpy(address, addresses, sizeof addresses, cudaMemcpyHostToDevice));
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < COUNT; i++) host[i] = i + round;
+        add_behind<<<BLOCKS, 256>>>(address + 2, COUNT, 5);
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < COUNT; i++) EXPECT(host[i] == i + round + 5);
+    }
+    CHECK(cudaFree(address));
+    CHECK(cudaFreeHost(host));
+    std::printf("pinnedMapped: memory that a table points to right\n");
     return 0;
 }

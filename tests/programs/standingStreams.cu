@@ -145,9 +145,44 @@ static void rows() {
     std::printf("a few rows behind a host function: its thread proceeds\n");
 }
 
+// A copy on a stream that stands still fills pinned memory. Another stream, behind an event, copies
+// that memory to the device. The thread that releases the first stream enqueues both.
+static void passed_on(size_t bytes) {
+    unsigned char *from, *to, *pinned;
+    CHECK(cudaMalloc(&from, bytes));
+    CHECK(cudaMalloc(&to, bytes));
+    CHECK(cudaMallocHost(&pinned, bytes));
+    std::memset(pinned, 0, bytes);
+    CHECK(cudaMemset(from, 9, bytes));
+    cudaStream_t second;
+    cudaEvent_t copied;
+    CHECK(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming));
+    {
+        Standing standing;
+        CHECK(cudaMemcpyAsync(pinned, from, bytes, cudaMemcpyDeviceToHost, standing.stream));
+        CHECK(cudaEventRecord(copied, standing.stream));
+        CHECK(cudaStreamWaitEvent(second, copied, 0));
+        CHECK(cudaMemcpyAsync(to, pinned, bytes, cudaMemcpyHostToDevice, second));
+        standing.release();
+        CHECK(cudaStreamSynchronize(second));
+    }
+    std::memset(pinned, 0, bytes);
+    CHECK(cudaMemcpy(pinned, to, bytes, cudaMemcpyDeviceToHost));
+    EXPECT(pinned[0] == 9 && std::memcmp(pinned, pinned + 1, bytes - 1) == 0);
+    CHECK(cudaStreamDestroy(second));
+    CHECK(cudaEventDestroy(copied));
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaFree(from));
+    CHECK(cudaFree(to));
+    std::printf("memory that a copy fills: its thread proceeds\n");
+}
+
 int main() {
     many(70000, 300, "many small copies");
     many(80 << 20, 9, "a few large copies");
     rows();
+    passed_on(40000);
+    passed_on(20 << 20);
     return 0;
 }

@@ -65,6 +65,22 @@ int main() {
     CHECK_DRIVER(cuPointerGetAttribute_(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, range + 20));
     CHECK_DRIVER(cuPointerGetAttribute_(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, range + 20));
     EXPECT(type == CU_MEMORYTYPE_DEVICE && ordinal == 0);
+    unsigned long long types = 7;
+    CHECK_DRIVER(cuPointerGetAttribute_(&types, CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, range + 20));
+    EXPECT(types == 0);
+    // Memory that may be exported as a descriptor.
+    CUmemAllocationProp exported = properties;
+    exported.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    CUdeviceptr shown;
+    CUmemGenericAllocationHandle handle;
+    CHECK_DRIVER(cuMemAddressReserve_(&shown, piece, 0, 0, 0));
+    CHECK_DRIVER(cuMemCreate_(&handle, piece, &exported, 0));
+    CHECK_DRIVER(cuMemMap_(shown, piece, 0, handle, 0));
+    CHECK_DRIVER(cuPointerGetAttribute_(&types, CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, shown));
+    EXPECT(types == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    CHECK_DRIVER(cuMemUnmap_(shown, piece));
+    CHECK_DRIVER(cuMemRelease_(handle));
+    CHECK_DRIVER(cuMemAddressFree_(shown, piece));
 
     // Unmaps the second piece and maps new memory there; the others keep their content.
     CHECK_DRIVER(cuMemUnmap_(range + piece, piece));

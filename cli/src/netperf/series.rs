@@ -88,7 +88,7 @@ struct Quiet;
 
 impl Events for Quiet {
     fn output(&self, _stdout: &[u8], _stderr: &[u8]) {}
-    fn call_host(&self, _link: &Arc<Link>, _id: u64) {}
+    fn call_host(&self, _link: &Arc<Link>, _id: u64, _status: i32) {}
     fn host_changed(&self, _region: u64, _offset: u64, _bytes: &[u8]) {}
     fn lost(&self, _reason: &str) {}
 }

@@ -19,7 +19,8 @@ use crate::foreign_addresses::Claims;
 use crate::freed_blocks::FreedBlocks;
 use crate::positions::Positions;
 use crate::status::{
-    DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN,
+    CONTEXT_IS_DESTROYED, DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result,
+    SYSTEM_NOT_READY, UNKNOWN,
 };
 use crate::window::{self, Window};
 use crate::{errors, handles, run_ahead, thread, trace};
@@ -228,7 +229,8 @@ impl Client {
             return Ok(device);
         }
         let created = self.created.read().unwrap_or_else(PoisonError::into_inner);
-        created.get(&ctx).and_then(|c| self.devices.get(c.device as usize)).ok_or(INVALID_CONTEXT)
+        let known = created.get(&ctx).ok_or(CONTEXT_IS_DESTROYED)?;
+        self.devices.get(known.device as usize).ok_or(INVALID_CONTEXT)
     }
 
     /// Returns the handle of a device's primary context, without a round trip.
@@ -342,6 +344,8 @@ impl Client {
         match status {
             0 if late != 0 => Err(late),
             0 => Ok(()),
+            // The worker knows no context that was destroyed.
+            INVALID_CONTEXT => Err(self.device_of(thread::current()).err().unwrap_or(INVALID_CONTEXT)),
             status => Err(status),
         }
     }

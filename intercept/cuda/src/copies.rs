@@ -119,6 +119,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if len <= INLINE_MAX {
         // SAFETY: by the call's contract the program has `len` readable bytes at `source`.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
+        mapped::sent_within(client, bytes);
         let sure = ranges::is_device(client, target, len as u64);
         let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
             body(w, true);

@@ -174,11 +174,12 @@ impl Cuboid {
             if !matches!(side.kind, HOST | DEVICE | ARRAY) {
                 return Err(INVALID_VALUE);
             }
+            // The box has to lie within a row's pitch and a layer's height that a driver sees.
             if side.pitch == 0 {
-                side.pitch = self.width;
+                side.pitch = self.width.saturating_add(side.x);
             }
             if side.height == 0 {
-                side.height = self.height;
+                side.height = self.height.saturating_add(side.y);
             }
         }
         Ok(())
@@ -279,6 +280,12 @@ impl Cuboid {
     pub fn rows(&self, side: usize) -> Rows {
         let Side { pitch, height: rows, .. } = if side == 0 { self.source } else { self.target };
         Rows { width: self.width, pitch, height: self.height, layer: rows.wrapping_mul(pitch) }
+    }
+
+    /// Returns `true` if source or target are managed memory, as device memory.
+    pub fn is_managed(&self) -> bool {
+        let managed = |side: &Side| ranges::find(side.device).is_some_and(|range| range.kind.managed());
+        [&self.source, &self.target].into_iter().any(|side| side.kind == DEVICE && managed(side))
     }
 
     /// Returns for source and target whether they are host memory.

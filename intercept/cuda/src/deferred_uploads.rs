@@ -1,9 +1,9 @@
-//! Copies from pinned memory that a host function may still write.
+//! Copies from pinned memory that a host function, or a copy under way, may still write.
 //!
 //! A host function of the library's own precedes such a copy on its stream, and sends the bytes
 //! once the stream has reached it. The worker's executor meanwhile waits for the bytes, and other
 //! streams continue. So the thread that enqueues the copy never waits for the program's host
-//! function, which may wait for that thread.
+//! function, or for a stream that stands still, which may wait for that thread.
 //!
 //! Chunks of later transfers must not fill the lanes before these are sent. So every bulk copy to
 //! the device that is ordered behind a deferred one is deferred too, or waits for it.
@@ -80,16 +80,19 @@ pub fn try_defer(
     body: impl FnOnce(&mut Writer<'_>),
 ) -> Result<bool> {
     let client = stream.client;
-    if stream.due() == Due::Nothing {
+    let Source { address, extent, range } = source;
+    let fills = !wait && client.link.down.any_of(|copy| copy.fills(address, extent));
+    if !fills && stream.due() == Due::Nothing {
         return Ok(false);
     }
-    let Source { address, extent, range } = source;
     // A deferred copy is due itself. Few bytes travel in the frame and fill no lane.
     let behind = range.len() > INLINE_MAX && is_behind_one(stream);
     let able = !wait
         && ranges::is_pinned(client, address as u64, extent as u64)
         && !mapped::there(client, address, extent)
-        && (behind || ranges::on_host(client, address, extent).is_some_and(|r| r.size > mapped::PLACED));
+        && (behind
+            || fills
+            || ranges::on_host(client, address, extent).is_some_and(|r| r.size > mapped::PLACED));
     let shared = streams::all(client).into_iter().find(|shared| std::ptr::eq(&raw const **shared, stream));
     let Some(shared) = shared.filter(|_| able) else {
         // The driver, too, waits for a stream before it reads pageable memory for a copy there.

@@ -51,8 +51,8 @@ struct Quiet;
 
 impl Events for Quiet {
     fn output(&self, _: &[u8], _: &[u8]) {}
-    fn call_host(&self, _: &Arc<Link>, id: u64) {
-        crate::host_functions::call(id);
+    fn call_host(&self, _: &Arc<Link>, id: u64, status: i32) {
+        crate::host_functions::call(id, status);
     }
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {
         crate::regions::changed(region, offset, bytes);

@@ -57,7 +57,8 @@ const MAX_LAUNCHES: usize = 64;
 
 struct Host {
     functions: HashMap<u64, Registered>,
-    due: Vec<u64>,
+    /// Functions to call, each with the status of its stream.
+    due: Vec<(u64, i32)>,
     next: u64,
     /// Work that is not known to be complete.
     calling: Vec<Calling>,
@@ -194,11 +195,13 @@ pub fn launching_graph(stream: &Arc<Stream>) -> Result {
 /// graphs keep the function.
 pub fn enqueue(stream: &Arc<Stream>, function: HostFunction, after: Option<Vec<Cover>>) -> Result {
     let (client, keep) = (stream.client, after.is_none());
+    let callback = matches!(function, HostFunction::Callback(..));
     let id = register(client, function, after.map(|after| (stream, after)))?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);
         w.word(id);
         w.word(u64::from(keep));
+        w.word(u64::from(callback));
     })?;
     appended(stream, seq);
     stream.worked(seq);
@@ -239,10 +242,10 @@ pub fn due(on: On, covers: &[Cover]) -> Due {
         .unwrap_or(Due::Nothing)
 }
 
-/// Queues a host function that the worker reports as due.
-pub fn call(id: u64) {
+/// Queues a host function that the worker reports as due, with the status of its stream.
+pub fn call(id: u64, status: i32) {
     if let Some(host) = host().as_mut() {
-        host.due.push(id);
+        host.due.push((id, status));
         HOST_DUE.notify_one();
     }
 }
@@ -255,26 +258,29 @@ fn run_host() {
     loop {
         let next = locked.as_mut().and_then(|h| {
             // A function that is not known is skipped, and delays no later one.
-            h.due.retain(|id| h.functions.contains_key(id));
-            let id = if h.due.is_empty() { return None } else { h.due.remove(0) };
+            h.due.retain(|(id, _)| h.functions.contains_key(id));
+            let (id, before) = if h.due.is_empty() { return None } else { h.due.remove(0) };
             let Registered { function, keep, client } = h.functions.get(&id)?;
-            let before = h.calling.iter().filter(|work| work.function == Some(id));
-            let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
+            let calls = h.calling.iter().filter(|work| work.function == Some(id));
+            let after: Vec<_> = calls.flat_map(|work| &work.after).copied().collect();
             // Work behind another function that has not run comes behind this one, too.
             let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
             let later: Vec<_> = later.map(|work| (work.on.on(), work.first)).collect();
-            Some((id, *function, *keep, (after, later), *client))
+            Some((id, before, *function, *keep, (after, later), *client))
         });
-        let Some((id, function, keep, (after, later), client)) = next else {
+        let Some((id, before, function, keep, (after, later), client)) = next else {
             locked = HOST_DUE.wait(locked).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(locked);
-        // Data that was copied to the program before this function must have landed.
+        // Data that was copied to the program before this function must have landed. Behind a fault
+        // it never does.
         let landed = client.link.wait_detached(|t| {
-            is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
+            before == 0
+                && is_covered(&after, t.on, t.seq)
+                && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
         });
-        let status = landed.map_or_else(unavailable, |()| 0);
+        let status = landed.map_or_else(unavailable, |()| before);
         thread::host_function(|| match function {
             // As natively after an error: the function might read what has not landed.
             HostFunction::Plain(..) if status != 0 => {}
@@ -323,7 +329,7 @@ mod tests {
 
     fn stream(program: &Program) -> Arc<Stream> {
         let new = program.client.mint(handle::STREAM);
-        Arc::new(Stream::new(program.client, new, program.ctx, 1, 0, 9))
+        Arc::new(Stream::new(program.client, new, program.ctx, 1, 9))
     }
 
     fn wait(done: impl Fn() -> bool) {

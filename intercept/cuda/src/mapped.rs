@@ -92,6 +92,28 @@ pub fn named(client: &'static Client, address: u64) -> Result {
     }
 }
 
+/// Checks all words of a kernel's parameters as [`named`] does.
+pub fn named_within(client: &'static Client, bytes: &[u8]) -> Result {
+    bytes
+        .chunks_exact(8)
+        .try_for_each(|word| named(client, u64::from_le_bytes(word.try_into().unwrap_or_default())))
+}
+
+/// Maps the pinned memory whose addresses are among bytes on their way to the device.
+///
+/// A kernel may find such an address there. It need not, so that no failure is an error of the
+/// copy.
+pub fn sent_within(client: &'static Client, bytes: &[u8]) {
+    if ranges::any_named() {
+        for word in bytes.chunks_exact(8) {
+            let address = u64::from_le_bytes(word.try_into().unwrap_or_default());
+            if client.host_arena.contains(&address) {
+                let _ = named(client, address);
+            }
+        }
+    }
+}
+
 /// Creates the mirror of managed memory: device memory at `base`, where this process has memory,
 /// too.
 pub fn map_managed(client: &'static Client, base: u64, size: u64) -> Result {

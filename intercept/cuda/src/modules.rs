@@ -1,8 +1,8 @@
 //! Modules and libraries: loading, their variables, the names of their functions.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_char, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
@@ -17,10 +17,24 @@ use crate::signatures::{self, Signatures};
 use crate::status::{INVALID_IMAGE, NO_BINARY_FOR_GPU};
 use crate::{clients, handles, images, libraries, linker, mapped, references, thread};
 
+/// Place of a module: its context, and the library that it is a part of.
+#[derive(Clone, Copy)]
+struct Home {
+    ctx: u64,
+    library: Option<u64>,
+}
+
+static MODULES: Mutex<BTreeMap<u64, Home>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Loads a module into the current context.
 pub fn load(client: &'static Client, image: &Image<'_>, options: &Options) -> Result<u64> {
     let new = client.mint(handle::MODULE);
     load_on(client, op::MODULE_LOAD, new, image, options).inspect_err(|_| handles::retire(new))?;
+    lock(&MODULES).insert(new, Home { ctx: thread::current(), library: None });
     signatures::note(new, Signatures::copied(image));
     Ok(new)
 }
@@ -104,22 +118,31 @@ pub fn client_of(parent: u64) -> Result<&'static Client> {
     Ok(current)
 }
 
-/// Address and size of variables, which do not change.
-///
-/// The key is parent, context (of a library's variable), kind of lookup, and name.
-type Globals = HashMap<(u64, u64, u64, CString), (u64, usize)>;
+/// A variable, which does not change while its owner is loaded.
+#[derive(Clone, Copy)]
+struct Global {
+    base: u64,
+    size: usize,
+    /// Module or library whose end frees it.
+    owner: u64,
+    managed: bool,
+}
+
+/// Variables by parent, context (of a managed variable of a library: 0), kind of lookup, and name.
+type Globals = HashMap<(u64, u64, u64, CString), Global>;
 static GLOBALS: Mutex<Option<Globals>> = Mutex::new(None);
 
 /// Gives the program address and size of a variable; only the first lookup asks the server.
 pub fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *const c_char) -> Result {
     const OF_LIBRARY: u64 = 1;
     let client = client_of(parent)?;
+    let home = lock(&MODULES).get(&parent).copied();
     // Each context has its own copy of a library's variables, except managed ones.
-    let ctx = if how == OF_LIBRARY { thread::current() } else { 0 };
+    let of_library = if how == OF_LIBRARY { thread::current() } else { 0 };
+    let ctx = home.map_or(of_library, |home| home.ctx);
     let key = (parent, ctx, how, name(symbol)?.to_owned());
-    let known =
-        GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key).copied();
-    let (base, len) = match known {
+    let known = lock(&GLOBALS).get_or_insert_default().get(&key).copied();
+    let global = match known {
         Some(known) => known,
         None => {
             let reply = client.call(op::GET_GLOBAL, |w| {
@@ -128,24 +151,43 @@ pub fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol
                 w.bytes(key.3.as_bytes());
             })?;
             let mut r = reply.reader();
-            let found = (word(&mut r)?, word(&mut r)? as usize);
+            let (base, size) = (word(&mut r)?, word(&mut r)? as usize);
             let managed = word(&mut r)? != 0;
-            client.claims.claim("a variable", found.0, found.1 as u64)?;
+            client.claims.claim("a variable", base, size as u64)?;
             if managed {
-                mapped::map_variable(client, found.0, found.1 as u64)?;
+                mapped::map_variable(client, base, size as u64)?;
                 if clients::several() && handle::kind(parent) == handle::LIBRARY {
                     libraries::managed_by(parent, client);
                 }
             }
             let kind = if managed { Kind::ManagedVariable } else { Kind::Global };
-            ranges::add(found.0, found.1 as u64, kind, client.context());
-            GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, found);
-            found
+            ranges::add(base, size as u64, kind, if ctx == 0 { client.context() } else { ctx });
+            // A library's managed variables live as long as the library.
+            let owner = home.and_then(|home| home.library).unwrap_or(parent);
+            let new = Global { base, size, owner, managed };
+            lock(&GLOBALS).get_or_insert_default().insert(key, new);
+            new
         }
     };
-    give_optional(address, base);
-    give_optional(size, len);
+    give_optional(address, global.base);
+    give_optional(size, global.size);
     Ok(())
+}
+
+/// Removes the variables that `gone` selects, whose memory is about to end.
+fn forget_globals(gone: impl Fn(&(u64, u64, u64, CString), &Global) -> bool) {
+    lock(&GLOBALS).get_or_insert_default().retain(|key, global| {
+        let gone = gone(key, global);
+        if gone
+            && let Some(range) =
+                ranges::take(global.base, |k| matches!(k, Kind::Global | Kind::ManagedVariable))
+            && range.kind == Kind::ManagedVariable
+        {
+            // A lost worker has freed it already.
+            let _ = mapped::unmap(global.base);
+        }
+        !gone
+    });
 }
 
 /// Unloads a module or a library.
@@ -157,18 +199,8 @@ pub fn unload(parent: u64, kind: u8, operation: u16) -> Result {
     functions::forget(parent);
     signatures::forget(parent);
     references::forget(parent);
-    let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
-    globals.get_or_insert_default().retain(|(p, ..), (base, _)| {
-        if *p == parent
-            && let Some(range) = ranges::take(*base, |k| matches!(k, Kind::Global | Kind::ManagedVariable))
-            && range.kind == Kind::ManagedVariable
-        {
-            // A lost worker has freed it already.
-            let _ = mapped::unmap(*base);
-        }
-        *p != parent
-    });
-    drop(globals);
+    forget_globals(|(of, ..), global| *of == parent || global.owner == parent);
+    lock(&MODULES).remove(&parent);
     if kind == handle::MODULE {
         let client = clients::by_object(parent)?;
         client.post(operation, |w| w.word(parent))?;
@@ -206,16 +238,14 @@ pub fn functions_of(module: u64) -> Result<Vec<u64>> {
     names.into_iter().map(|name| functions::get(client, module, How::Function, name)).collect()
 }
 
-/// Modules of libraries, by library and context, so that each has one handle.
-static LIBRARY_MODULES: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(None);
-
 /// Returns the module of a library in the current context.
 pub fn of_library(library: u64) -> Result<u64> {
     let client = client_of(library)?;
-    let key = (library, thread::context()?);
-    let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    let modules = modules.get_or_insert_default();
-    if let Some(known) = modules.get(&key) {
+    let home = Home { ctx: thread::context()?, library: Some(library) };
+    // Each has one handle.
+    let mut modules = lock(&MODULES);
+    let same = |known: &Home| (known.ctx, known.library) == (home.ctx, home.library);
+    if let Some((known, _)) = modules.iter().find(|(_, known)| same(known)) {
         return Ok(*known);
     }
     let new = client.mint(handle::MODULE);
@@ -223,32 +253,32 @@ pub fn of_library(library: u64) -> Result<u64> {
         w.word(new);
         w.word(library);
     })?;
-    modules.insert(key, new);
+    modules.insert(new, home);
     signatures::note(new, signatures::of_module(library));
     Ok(new)
 }
 
-/// Removes the modules of an unloaded library.
-pub fn forget_library(library: u64) {
-    let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    modules.get_or_insert_default().retain(|(l, _), module| {
-        if *l == library {
+/// Removes modules that `gone` selects, which the driver ends with their context or library.
+fn forget_modules(gone: impl Fn(&Home) -> bool) {
+    lock(&MODULES).retain(|module, home| {
+        let gone = gone(home);
+        if gone {
             signatures::forget(*module);
         }
-        *l != library
+        !gone
     });
 }
 
-/// Removes the modules, variables and functions that libraries had in a destroyed context.
+/// Removes the modules of an unloaded library.
+pub fn forget_library(library: u64) {
+    forget_modules(|home| home.library == Some(library));
+}
+
+/// Removes the modules, variables and functions of a destroyed context.
 pub fn forget_context(ctx: u64) {
     functions::forget_context(ctx);
-    let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    modules.get_or_insert_default().retain(|(_, of), module| {
-        if *of == ctx {
-            signatures::forget(*module);
-        }
-        *of != ctx
+    forget_globals(|(_, of, ..), global| {
+        *of == ctx && !(global.managed && handle::kind(global.owner) == handle::LIBRARY)
     });
-    let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
-    globals.get_or_insert_default().retain(|(_, of, ..), _| *of != ctx);
+    forget_modules(|home| home.ctx == ctx);
 }

@@ -6,7 +6,7 @@ use gpusession_proto::handle;
 
 use crate::client::{Client, cross_lease_error};
 use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
-use crate::{clients, route};
+use crate::{clients, mapped, route};
 
 /// Returns an error for a handle of another kind.
 pub fn check_kind(handle: u64, kind: u8) -> Result {
@@ -72,13 +72,14 @@ const RESOURCE: usize = 8;
 const FIRST_ADDRESS: u32 = 2;
 
 /// Translates a `CUDA_RESOURCE_DESC` into the names of the client's worker.
-pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
+pub fn resource(client: &'static Client, description: &[u8]) -> Result<Vec<u8>> {
     let mut own = description.to_vec();
     let resource = word(description, RESOURCE)?;
     if word(description, 0)? as u32 >= FIRST_ADDRESS {
         if route::elsewhere(client, resource).is_some() {
             return Err(cross_lease_error("memory of a texture or surface"));
         }
+        mapped::named(client, resource)?;
     } else {
         client.same(clients::by_object(resource)?)?;
         put(&mut own, RESOURCE, client.own(resource));

@@ -182,22 +182,27 @@ pub fn adopt(green: u64, primary: u64) {
 }
 
 /// Removes a context's memory and returns it; its pinned host memory only with `with_host`.
-pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
+///
+/// Memory of pools and graphs belongs to no context: `primary`, its device's primary context,
+/// stands for it from now on.
+pub fn forget_context(ctx: u64, primary: u64, with_host: bool) -> Vec<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
     let goes = |r: &Range| {
         r.ctx == ctx
             && match r.kind {
-                Kind::Device
-                | Kind::Pool(_)
-                | Kind::Imported
-                | Kind::Graph
-                | Kind::Global
-                | Kind::Managed => true,
+                Kind::Device | Kind::Global | Kind::Managed => true,
                 Kind::Host(_) | Kind::Registered(_) => with_host,
                 // These outlive their context.
-                Kind::Opened | Kind::Mapped | Kind::ManagedVariable => false,
+                Kind::Pool(_)
+                | Kind::Graph
+                | Kind::Imported
+                | Kind::Opened
+                | Kind::Mapped
+                | Kind::ManagedVariable => false,
             }
     };
+    let outlives = |r: &&mut Range| r.ctx == ctx && matches!(r.kind, Kind::Pool(_) | Kind::Graph);
+    ranges.values_mut().filter(outlives).for_each(|r| r.ctx = primary);
     let gone: Vec<_> = ranges.values().filter(|r| goes(r)).copied().collect();
     for range in &gone {
         ranges.remove(&range.base);

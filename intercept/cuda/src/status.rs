@@ -14,6 +14,7 @@ pub const INVALID_DEVICE: i32 = 101;
 pub const INVALID_IMAGE: i32 = 200;
 pub const NO_BINARY_FOR_GPU: i32 = 209;
 pub const INVALID_CONTEXT: i32 = 201;
+pub const CONTEXT_IS_DESTROYED: i32 = 709;
 pub const MAP_FAILED: i32 = 205;
 pub const FILE_NOT_FOUND: i32 = 301;
 pub const OPERATING_SYSTEM: i32 = 304;

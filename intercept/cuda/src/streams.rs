@@ -10,6 +10,7 @@ use gpusession_proto::handle;
 
 pub use crate::capture::{Capture, allowed, capturing, context_sync_allowed};
 use crate::client::{Client, unavailable};
+use crate::devices::Device;
 use crate::host_functions::{self, Due};
 use crate::positions::{Cover, is_covered};
 use crate::status::{
@@ -48,18 +49,22 @@ pub fn shares_memory() -> bool {
     SHARED.load(Ordering::Relaxed)
 }
 
+/// Returns the priority that a device gives a new stream; a smaller number is a higher priority.
+fn within_range(device: &Device, wanted: i32) -> i32 {
+    let (least, greatest) = device.priorities;
+    wanted.clamp(greatest, least)
+}
+
 /// Creates a stream and returns its handle.
 pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
-    let (least, greatest) = client.device_of(ctx)?.priorities;
-    let priority = priority.clamp(greatest, least);
+    let priority = within_range(client.device_of(ctx)?, priority);
     let new = client.mint(handle::STREAM);
     client.post(op::STREAM_CREATE, |w| {
         w.word(new);
         w.word(u64::from(flags));
         w.word(priority as u32 as u64);
     })?;
-    let stream =
-        Arc::new(Stream::new(client, new, ctx, flags, priority, NEXT_ID.fetch_add(1, Ordering::Relaxed)));
+    let stream = Arc::new(Stream::new(client, new, ctx, flags, NEXT_ID.fetch_add(1, Ordering::Relaxed)));
     let slot = handle::slot(new) as usize;
     let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
     if streams.len() <= slot {
@@ -156,7 +161,7 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
         return Ok(stream);
     }
     let mut defaults = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner);
-    let new = || Arc::new(Stream::new(client, 0, ctx, 0, 0, 1));
+    let new = || Arc::new(Stream::new(client, 0, ctx, 0, 1));
     let stream = defaults.get_or_insert_default().entry(ctx).or_insert_with(new);
     Ok(stream.clone())
 }
@@ -454,11 +459,8 @@ mod tests {
     #[test]
     fn priority_stays_in_the_range_of_the_device() {
         let program = Program::new();
-        let priority = |wanted| {
-            let handle = create(program.client, program.ctx, 0, wanted).unwrap();
-            by_handle(handle).unwrap().priority
-        };
-        assert_eq!([priority(7), priority(-3), priority(-9)], [0, -3, -5]);
+        let device = program.client.device_of(program.ctx).unwrap();
+        assert_eq!([7, -3, -9].map(|wanted| within_range(device, wanted)), [0, -3, -5]);
     }
 
     #[test]

@@ -29,8 +29,8 @@ impl Events for Receiver {
         }
     }
 
-    fn call_host(&self, _link: &Arc<Link>, id: u64) {
-        host_functions::call(id);
+    fn call_host(&self, _link: &Arc<Link>, id: u64, status: i32) {
+        host_functions::call(id, status);
     }
 
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {

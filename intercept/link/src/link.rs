@@ -98,7 +98,7 @@ pub trait Events: Send + Sync {
     fn output(&self, stdout: &[u8], stderr: &[u8]);
     /// Takes the number of a host function that is due; the thread that has run it posts
     /// `HOST_FUNC_DONE`.
-    fn call_host(&self, link: &Arc<Link>, id: u64);
+    fn call_host(&self, link: &Arc<Link>, id: u64, status: i32);
     /// Takes the device's changes of host memory that it can see.
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]);
     /// Takes the reason when the link is lost.
@@ -737,8 +737,10 @@ impl Link {
             op::OUTPUT => self.events.output(r.bytes()?, r.bytes()?),
             op::CALL_HOST => {
                 let id = r.word()?;
+                // An older worker omits the status.
+                let status = if r.is_empty() { 0 } else { r.word()? as i32 };
                 if let Some(link) = self.me.upgrade() {
-                    self.events.call_host(&link, id);
+                    self.events.call_host(&link, id, status);
                 }
             }
             op::HOST_CHANGED => {

@@ -175,7 +175,7 @@ impl Events for Heard {
         assert!(text.iter().all(|byte| *byte == seq as u8));
         self.outputs.lock().unwrap().push(seq);
     }
-    fn call_host(&self, _: &Arc<Link>, _: u64) {}
+    fn call_host(&self, _: &Arc<Link>, _: u64, _: i32) {}
     fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
     fn lost(&self, reason: &str) {
         self.lost.lock().unwrap().push(reason.into());

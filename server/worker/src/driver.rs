@@ -226,6 +226,7 @@ functions! {
     cuLaunchKernelEx(*const c_void, Handle, *const *mut c_void, *const *mut c_void);
     cuLaunchKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void, *const *mut c_void);
     cuLaunchHostFunc(Handle, extern "C" fn(*mut c_void), *mut c_void);
+    cuStreamAddCallback(Handle, extern "C" fn(Handle, Status, *mut c_void), *mut c_void, u32);
     cuTensorMapEncodeTiled(*mut c_void, i32, u32, Address, *const u64, *const u64, *const u32, *const u32, i32, i32, i32, i32);
     cuTensorMapEncodeIm2col(*mut c_void, i32, u32, Address, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, i32, i32, i32, i32);
     cuTensorMapEncodeIm2colWide(*mut c_void, i32, u32, Address, *const u64, *const u64, i32, i32, u32, u32, *const u32, i32, i32, i32, i32, i32);

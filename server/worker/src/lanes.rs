@@ -57,6 +57,8 @@ const SPIN_INTERVAL: Duration = Duration::from_micros(2);
 ///
 /// Work of this length before a copy is usual.
 const STANDSTILL_TIMEOUT: Duration = Duration::from_millis(100);
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is lost, and the whole connection with it.
+pub const LANE_GONE: Status = 46;
 
 /// A chunk that has arrived.
 pub struct Chunk {
@@ -481,12 +483,17 @@ impl Lanes {
     }
 
     /// Waits until the stream of a copy has reached it, for a chunk in ordinary memory.
-    pub fn wait_reached(&self, driver: &Driver, mut reached: impl FnMut() -> bool) {
-        while !reached() {
+    pub fn wait_reached(
+        &self,
+        driver: &Driver,
+        mut reached: impl FnMut() -> Result<bool, Status>,
+    ) -> Result<(), Status> {
+        while !reached()? {
             self.release(driver);
             let arrived = lock(&self.arrived);
             drop(self.arrival.wait_timeout(arrived, hold::POLL_INTERVAL));
         }
+        Ok(())
     }
 
     /// Notes that a transfer's frame is done; its bytes were taken.
@@ -496,15 +503,16 @@ impl Lanes {
         arrived.hold.forget(transfer);
     }
 
-    /// Waits for the next chunk of a transfer; `None` if a lane has failed.
+    /// Waits for the next chunk of a transfer; [`LANE_GONE`] if a lane has failed.
     ///
-    /// `reached`: whether the stream of the copy has reached it, without waiting for it.
+    /// `reached`: whether the stream of the copy has reached it, without waiting for it. Its error
+    /// ends the wait: behind a fault no host function runs that would send the bytes.
     pub fn next_chunk(
         &self,
         driver: &Driver,
         transfer: u64,
-        mut reached: impl FnMut() -> bool,
-    ) -> Option<Chunk> {
+        mut reached: impl FnMut() -> Result<bool, Status>,
+    ) -> Result<Chunk, Status> {
         let mut arrived = lock(&self.arrived);
         loop {
             if let Some(chunks) = arrived.chunks.get_mut(&transfer) {
@@ -514,16 +522,16 @@ impl Lanes {
                 }
                 if let Some(chunk) = chunk {
                     *arrived.taken.entry(transfer).or_default() += chunk.len as u64;
-                    return Some(chunk);
+                    return Ok(chunk);
                 }
             }
             if arrived.failed {
-                return None;
+                return Err(LANE_GONE);
             }
             if arrived.hold.holds_back(transfer) {
                 drop(arrived);
                 self.release(driver);
-                if reached() {
+                if reached()? {
                     self.send_change(op::WANTED, transfer, |hold| hold.want(transfer));
                 }
                 arrived = lock(&self.arrived);
@@ -536,7 +544,16 @@ impl Lanes {
                 }
                 continue;
             }
-            arrived = self.arrival.wait(arrived).unwrap_or_else(PoisonError::into_inner);
+            let (next, waited) = self
+                .arrival
+                .wait_timeout(arrived, STANDSTILL_TIMEOUT)
+                .unwrap_or_else(PoisonError::into_inner);
+            arrived = next;
+            if waited.timed_out() {
+                drop(arrived);
+                reached()?;
+                arrived = lock(&self.arrived);
+            }
         }
     }
 

@@ -27,8 +27,16 @@ fn check_flags(flags: u32) -> Result {
     if flags & !0xff != 0 || !matches!(flags & 7, 0 | 1 | 2 | 4) { Err(INVALID_VALUE) } else { Ok(()) }
 }
 
+/// Returns a context, alive or on this thread's stack: a driver makes a destroyed one current, and
+/// refuses only work there (H200, driver 580).
+fn known(h: usize) -> Result<Arc<Context>> {
+    let on_stack = || with_stack(|s| s.iter().find(|ctx| handle(ctx) == h).cloned()).ok().flatten();
+    CONTEXTS.find(h).or_else(on_stack).ok_or(INVALID_CONTEXT)
+}
+
 fn destroy(h: usize) -> Result {
-    let ctx = CONTEXTS.find(h).ok_or(INVALID_CONTEXT)?;
+    let ctx = known(h)?;
+    ctx.check_alive()?;
     if ctx.primary {
         return Err(INVALID_CONTEXT);
     }
@@ -79,7 +87,7 @@ fn set_primary_flags(device: i32, flags: u32) -> Result {
 
 fn push(h: usize) -> Result {
     driver()?;
-    let ctx = CONTEXTS.find(h).ok_or(INVALID_CONTEXT)?;
+    let ctx = known(h)?;
     with_stack(|s| s.push(ctx))
 }
 
@@ -182,7 +190,7 @@ export! {
 
     fn cuCtxSetCurrent(ctx: usize) {
         driver()?;
-        let new = if ctx == 0 { None } else { Some(CONTEXTS.find(ctx).ok_or(INVALID_CONTEXT)?) };
+        let new = if ctx == 0 { None } else { Some(known(ctx)?) };
         with_stack(|s| {
             s.pop();
             s.extend(new);

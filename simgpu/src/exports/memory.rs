@@ -61,6 +61,7 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
     // SAFETY: the program gave room for the attribute's type.
     unsafe {
         match id {
+            1 if matches!(a.kind, Kind::Pool { .. } | Kind::Mapped(_)) => out(to.cast(), 0usize)?,
             1 => out(to.cast(), a.context)?,
             2 => out(to.cast(), if host { 1u32 } else { 2 })?,
             3 => out(to.cast(), at)?,
@@ -79,7 +80,14 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             11 => out(to.cast(), a.base)?,
             12 => out(to.cast(), a.size as usize)?,
             13 => out(to.cast(), 1u32)?,
-            14 => out(to.cast(), u64::from(config().export_memory && matches!(a.kind, Kind::Mapped(_))))?,
+            14 => {
+                let types = match &a.kind {
+                    // `requestedHandleTypes` of a `CUmemAllocationProp`.
+                    Kind::Mapped(physical) => physical.properties[4],
+                    _ => 0,
+                };
+                out(to.cast(), u64::from(types))?;
+            }
             15 => out(to.cast(), 0u32)?,
             16 => out(to.cast(), 3u32)?,
             17 => out(to.cast(), if let Kind::Pool { pool, .. } = a.kind { pool } else { 0 })?,

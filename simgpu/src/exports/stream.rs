@@ -15,6 +15,7 @@ use crate::stream::{EVENTS, Event, EventState, Recorded, Role, STREAMS, Stream};
 use crate::submit::{self, stream, submit_after};
 use std::cell::RefCell;
 use std::ptr::null_mut;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 fn create(to: *mut usize, flags: u32, priority: i32) -> Result {
@@ -260,7 +261,7 @@ export! {
     }
 
     fn cuStreamGetPriority | cuStreamGetPriority_ptsz (h: usize, priority: *mut i32) {
-        out(priority, stream(h, PER_THREAD)?.priority)
+        out(priority, stream(h, PER_THREAD)?.priority.load(Ordering::Relaxed))
     }
 
     fn cuStreamGetFlags | cuStreamGetFlags_ptsz (h: usize, flags: *mut u32) {
@@ -354,8 +355,9 @@ export! {
     }
 
     fn cuStreamCopyAttributes | cuStreamCopyAttributes_ptsz (to: usize, from: usize) {
-        stream(to, PER_THREAD)?;
-        stream(from, PER_THREAD).map(drop)
+        let priority = stream(from, PER_THREAD)?.priority.load(Ordering::Relaxed);
+        stream(to, PER_THREAD)?.priority.store(priority, Ordering::Relaxed);
+        Ok(())
     }
 
     fn cuStreamGetAttribute | cuStreamGetAttribute_ptsz (h: usize, id: u32, value: *mut [u64; 8]) {
@@ -363,16 +365,20 @@ export! {
         let mut v = [0u64; 8];
         match id {
             1 | 3 | 9 | 10 => {}
-            8 => v[0] = s.priority as u32 as u64,
+            8 => v[0] = s.priority.load(Ordering::Relaxed) as u32 as u64,
             _ => return Err(INVALID_VALUE),
         }
         out(value, v)
     }
 
     fn cuStreamSetAttribute | cuStreamSetAttribute_ptsz (h: usize, id: u32, value: *const [u64; 8]) {
-        stream(h, PER_THREAD)?;
+        let s = stream(h, PER_THREAD)?;
         if value.is_null() || !matches!(id, 1 | 3 | 8 | 9 | 10) {
             return Err(INVALID_VALUE);
+        }
+        if id == 8 {
+            // SAFETY: by the call's contract the value has 64 bytes.
+            s.priority.store(unsafe { value.cast::<i32>().read() }, Ordering::Relaxed);
         }
         Ok(())
     }

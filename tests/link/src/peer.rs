@@ -13,7 +13,7 @@ pub struct Quiet;
 
 impl Events for Quiet {
     fn output(&self, _: &[u8], _: &[u8]) {}
-    fn call_host(&self, _: &Arc<Link>, _: u64) {}
+    fn call_host(&self, _: &Arc<Link>, _: u64, _: i32) {}
     fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
     fn lost(&self, _: &str) {}
 }

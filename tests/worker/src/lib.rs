@@ -517,7 +517,7 @@ pub struct Heard(pub Arc<Mutex<Vec<String>>>);
 
 impl Events for Heard {
     fn output(&self, _: &[u8], _: &[u8]) {}
-    fn call_host(&self, _: &Arc<Link>, _: u64) {}
+    fn call_host(&self, _: &Arc<Link>, _: u64, _: i32) {}
     fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
     fn lost(&self, reason: &str) {
         self.0.lock().expect("a list").push(reason.into());

@@ -12,8 +12,8 @@ use super::green;
 use crate::client::{Client, ContextInfo, unavailable, word};
 use crate::devices::Device;
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, UNSUPPORTED_EXEC_AFFINITY, alias,
-    driver, give, give_optional, take,
+    CONTEXT_IS_DESTROYED, INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result,
+    UNSUPPORTED_EXEC_AFFINITY, alias, driver, give, give_optional, take,
 };
 use crate::thread::named;
 use crate::{clients, handles, host_functions, limits, private_tables, regions, streams, thread};
@@ -53,6 +53,15 @@ fn no_affinity(affinity: *const c_void, count: i32) -> Result {
         0 => Ok(()),
         1.. if !affinity.is_null() => Err(UNSUPPORTED_EXEC_AFFINITY),
         _ => Err(INVALID_VALUE),
+    }
+}
+
+/// Checks that a handle is that of a context, which may be destroyed: a driver refuses only work
+/// there (H200, driver 580).
+fn known(ctx: u64) -> Result {
+    match clients::of_context(ctx) {
+        Ok(_) | Err(CONTEXT_IS_DESTROYED) => Ok(()),
+        Err(status) => Err(status),
     }
 }
 
@@ -105,13 +114,13 @@ driver! {
             let _ = thread::pop();
             return Ok(());
         }
-        clients::of_context(ctx as u64)?;
+        known(ctx as u64)?;
         thread::set_current(ctx as u64);
         Ok(())
     }
 
     fn cuCtxPushCurrent_v2(ctx: *mut c_void) {
-        clients::of_context(ctx as u64)?;
+        known(ctx as u64)?;
         thread::push(ctx as u64);
         Ok(())
     }
@@ -160,7 +169,7 @@ driver! {
 
     fn cuCtxDestroy_v2(ctx: *mut c_void) {
         let ctx = ctx as u64;
-        let (client, _) = clients::of_context(ctx)?;
+        let (client, device) = clients::of_context(ctx)?;
         // A green context ends by a call of its own.
         let green = super::green::of_context(ctx).is_some();
         let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
@@ -169,7 +178,7 @@ driver! {
         }
         drop(known);
         thread::forget(ctx);
-        super::memory::end_context(client, ctx, true, || {
+        super::memory::end_context(client, ctx, client.primary(device.local), true, || {
             let destroyed = client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)));
             handles::retire(ctx);
             destroyed.map(drop)

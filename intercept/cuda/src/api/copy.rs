@@ -119,6 +119,12 @@ pub(super) fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>
     find(stream, default).map(|(_, stream)| stream)
 }
 
+/// Returns `true` for managed memory, whose own copy a program may read or change right after a
+/// synchronous copy.
+fn managed(address: u64) -> bool {
+    ranges::find(address).is_some_and(|range| range.kind.managed())
+}
+
 /// Copies between unified addresses, each of which determines its kind of memory.
 pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
@@ -128,8 +134,6 @@ pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wai
             } else {
                 device_to_device(target, source, len, stream)?;
             }
-            // The program may read or change its own copy of managed memory at once.
-            let managed = |address| ranges::find(address).is_some_and(|range| range.kind.managed());
             if wait && (managed(target) || managed(source)) { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
         }
         (true, false) => to_device(target, source as usize, len, stream, wait),
@@ -507,6 +511,9 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         direction::WITHIN => {
             let seq = client.post(op::COPY_BOX, body)?;
             stream.worked(seq);
+            if wait && host.is_managed() {
+                stream.ask(op::STREAM_SYNC)?;
+            }
         }
         direction::UP => upload(&host, stream, body, wait)?,
         _ => download(&host, stream, body, wait)?,

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use super::copy::{for_synchronous, named, run, serialized, unified};
-use crate::cuboid::{Cuboid, Side};
+use crate::cuboid::{Cuboid, Side, on_device};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give_optional, take};
 use crate::streams::{self, Stream};
 use crate::{arrays, clients};
@@ -88,6 +88,17 @@ struct Batch {
     groups: usize,
 }
 
+/// Runs a copy; with `now` its source may change after the return.
+fn one(target: u64, source: u64, len: usize, stream: &Stream, now: bool) -> Result {
+    let up = on_device(target) && !on_device(source);
+    if !now || !up || stream.capture().is_some() {
+        return unified(target, source, len, stream, now);
+    }
+    // The library reads pageable memory before the return, and waits for no work of the stream.
+    let taken = bytes(source as *const c_void, len)?.to_vec();
+    unified(target, taken.as_ptr() as u64, len, stream, false)
+}
+
 /// Runs the copies of a batch one after the other, which is one of the permitted orders.
 fn batch(batch: &Batch, failed: *mut usize, stream: *mut c_void, default: streams::Default) -> Result {
     let stream = stream_of(stream, default)?;
@@ -112,7 +123,7 @@ fn batch(batch: &Batch, failed: *mut usize, stream: *mut c_void, default: stream
     }
     for i in 0..count {
         let group = starts.partition_point(|start| *start <= i) - 1;
-        unified(targets[i], sources[i], lengths[i], &stream, now[group])
+        one(targets[i], sources[i], lengths[i], &stream, now[group])
             .inspect_err(|_| give_optional(failed, i))?;
     }
     Ok(())
@@ -234,7 +245,7 @@ driver! {
         if target == 0 || source == 0 || len == 0 {
             return Err(INVALID_VALUE);
         }
-        unified(target, source, len, &*named(stream, default)?, now)
+        one(target, source, len, &*named(stream, default)?, now)
     }
 
     fn cuMemcpy3DWithAttributesAsync / cuMemcpy3DWithAttributesAsync_ptsz [default] (

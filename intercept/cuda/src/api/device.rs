@@ -233,7 +233,8 @@ driver! {
 }
 
 fn reset(client: &Client, device: &Device, wait: bool) -> Result {
-    super::memory::end_context(client, client.primary(device.local), wait, || {
+    let primary = client.primary(device.local);
+    super::memory::end_context(client, primary, primary, wait, || {
         let body = |w: &mut Writer<'_>| w.word(u64::from(device.local));
         if wait {
             client.call(op::PRIMARY_RESET, body).map(drop)

@@ -124,20 +124,16 @@ impl Params {
         if !ranges::any_named() {
             return Ok(());
         }
-        let words = |bytes: &[u8]| {
-            bytes.chunks_exact(8).try_for_each(|word| {
-                mapped::named(client, u64::from_le_bytes(word.try_into().unwrap_or_default()))
-            })
-        };
         if self.each.is_null() {
-            return words(self.buffer()?);
+            return mapped::named_within(client, self.buffer()?);
         }
         for (i, param) in function.params.iter().enumerate() {
             // SAFETY: by the API's contract each pointer leads to as many bytes as the kernel's
             // layout says.
-            words(unsafe {
+            let words = unsafe {
                 std::slice::from_raw_parts(self.each.add(i).read().cast::<u8>(), param.size as usize)
-            })?;
+            };
+            mapped::named_within(client, words)?;
         }
         Ok(())
     }

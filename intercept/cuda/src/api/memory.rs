@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{Writer, op};
 
-use super::pool;
+use super::{pool, vmm};
 use crate::client::{Client, string, unavailable, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
@@ -142,16 +142,31 @@ fn free_of(client: &Client, range: &Range) -> Result {
 
 /// Ends a context with all that belongs to it; `end` ends it on the server.
 ///
-/// With `wait`, returns when its memory can be allocated again. Without `wait`, host memory stays,
-/// because programs that exit may still read it.
-pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
+/// `primary` is the primary context of its device. With `wait`, returns when its memory can be
+/// allocated again. Without `wait`, host memory stays, because programs that exit may still read
+/// it.
+pub fn end_context(
+    client: &Client,
+    ctx: u64,
+    primary: u64,
+    wait: bool,
+    end: impl FnOnce() -> Result,
+) -> Result {
+    // Before the streams on which the program freed them end.
+    let freed = client.free_blocks(op::CTX_DESTROY);
     // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
     super::core_dump::forget_context(ctx);
     limits::forget_context(ctx);
     modules::forget_context(ctx);
     streams::forget_context(ctx);
-    let gone = ranges::forget_context(ctx, wait);
+    // The calling thread's current context may have been destroyed by another thread.
+    let ended = thread::within(primary, || end_memory(client, ctx, primary, wait, end));
+    freed.and(ended)
+}
+
+fn end_memory(client: &Client, ctx: u64, primary: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
+    let gone = ranges::forget_context(ctx, primary, wait);
     POSTPONED
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
@@ -751,8 +766,8 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
     }
     let range = range.ok_or(INVALID_VALUE)?;
     match which {
-        // The program's own mappings belong to no context.
-        CONTEXT if range.kind == Kind::Mapped => give(target.cast(), 0u64),
+        // The program's own mappings and memory of pools belong to no context (H200, driver 580).
+        CONTEXT if matches!(range.kind, Kind::Mapped | Kind::Pool(_)) => give(target.cast(), 0u64),
         CONTEXT => give(target.cast(), range.ctx),
         MEMORY_TYPE => give(target.cast(), if range.kind.on_device() { TYPE_DEVICE } else { TYPE_HOST }),
         // Pinned memory of the arena has one address on both sides; its first use maps it.
@@ -772,6 +787,7 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
         RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
         RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),
         MAPPED => give(target.cast(), 1u32),
+        ALLOWED_HANDLES if range.kind == Kind::Mapped => give(target.cast(), vmm::handle_types(&range)?),
         ALLOWED_HANDLES => give(target.cast(), 0u64),
         MEMPOOL => give(target.cast(), pool_of(&range)?),
         ACCESS => give(target.cast(), ACCESS_READ_WRITE),

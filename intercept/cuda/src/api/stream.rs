@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{cross_lease_error, word};
+use crate::client::{cross_lease_error, string, word};
 use crate::entry::{
     ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
-    STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
+    STREAM_CAPTURE_WRONG_THREAD, UNKNOWN, alias, bytes, driver, give, give_optional,
 };
 use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
@@ -20,6 +20,8 @@ use crate::{capture, clients, events, graph_uses, handles, mapped, objects, regi
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
 const BATCH_WORDS: usize = 6;
+/// `CU_STREAM_ATTRIBUTE_PRIORITY`
+const PRIORITY: u64 = 8;
 const WAIT_32: u64 = 1;
 const WRITE_32: u64 = 2;
 const WAIT_64: u64 = 4;
@@ -290,7 +292,15 @@ driver! {
     }
 
     fn cuStreamGetPriority / cuStreamGetPriority_ptsz [default] (stream: *mut c_void, priority: *mut i32) {
-        give(priority, find(stream, default)?.1.priority)
+        let (client, stream) = find(stream, default)?;
+        stream.usable()?;
+        // The program may have changed it as an attribute.
+        let reply = client.call(op::cuStreamGetAttribute, |w| {
+            w.word(stream.handle);
+            w.word(PRIORITY);
+        })?;
+        let answer = string(&mut reply.reader())?.first_chunk().copied();
+        give(priority, answer.map(i32::from_ne_bytes).ok_or(UNKNOWN)?)
     }
 
     fn cuStreamGetFlags / cuStreamGetFlags_ptsz [default] (stream: *mut c_void, flags: *mut u32) {

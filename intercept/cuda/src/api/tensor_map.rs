@@ -6,8 +6,8 @@ use gpusession_link::Reply;
 use gpusession_proto::frame::{Reader, op};
 
 use crate::client::{string, word};
-use crate::clients;
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give, give_optional, take};
+use crate::{clients, mapped};
 
 /// `CUtensorMap`
 type Map = [u64; 16];
@@ -41,11 +41,14 @@ fn read_map(r: &mut Reader<'_>) -> Result<Map> {
 }
 
 /// Forwards a `cuTensorMapEncode*` call, whose answer depends on the arguments alone.
+///
+/// The first scalar is the address.
 fn encode(map: *mut Map, form: u64, rank: u32, scalars: &[u64], arrays: &[&[u8]]) -> Result {
     let client = clients::get()?;
     if map.is_null() || rank == 0 || rank > 5 {
         return Err(INVALID_VALUE);
     }
+    mapped::named(client, scalars[0])?;
     let reply = client.call(op::TENSOR_MAP, |w| {
         w.word(form);
         w.word(u64::from(rank));
@@ -121,6 +124,7 @@ driver! {
     }
 
     fn cuTensorMapReplaceAddress(map: *mut Map, address: u64) {
+        mapped::named(clients::get()?, address)?;
         let reply = changed(&take(map)?, change::ADDRESS, address)?;
         give(map, read_map(&mut reply.reader())?)
     }

@@ -6,7 +6,7 @@ use gpusession_proto::frame::{Writer, op};
 
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, give, give_optional};
-use crate::ranges::{self, Kind};
+use crate::ranges::{self, Kind, Range};
 use crate::streams::find;
 use crate::window::GRANULE;
 use crate::{clients, route};
@@ -154,14 +154,32 @@ driver! {
     }
 }
 
+/// Returns the number at a byte of the `CUmemAllocationProp` of physical memory.
+fn property(client: &Client, handle: u64, at: usize) -> Result<u32> {
+    let reply = client.call(op::cuMemGetAllocationPropertiesFromHandle, |w| w.word(handle))?;
+    let properties = string(&mut reply.reader())?.get(at..).and_then(|rest| rest.first_chunk().copied());
+    properties.map(u32::from_ne_bytes).ok_or(UNKNOWN)
+}
+
 /// Returns the worker's number of the device that holds physical memory.
 fn device_of(client: &Client, handle: u64) -> Result<u32> {
+    /// The id of the structure's location.
+    const DEVICE: usize = 12;
     if client.devices.len() == 1 {
         return Ok(0);
     }
-    let reply = client.call(op::cuMemGetAllocationPropertiesFromHandle, |w| w.word(handle))?;
-    let mut reader = reply.reader();
-    // `CUmemAllocationProp`: type, handle types, then the location's type and id.
-    let device = string(&mut reader)?.get(12..16).and_then(|id| id.try_into().ok()).map(u32::from_ne_bytes);
-    device.filter(|d| (*d as usize) < client.devices.len()).ok_or(UNKNOWN)
+    let device = property(client, handle, DEVICE)?;
+    if (device as usize) < client.devices.len() { Ok(device) } else { Err(UNKNOWN) }
+}
+
+/// Returns the kinds of handles as which the program may export the memory of a mapping.
+pub(super) fn handle_types(mapping: &Range) -> Result<u64> {
+    /// The structure's `requestedHandleTypes`.
+    const HANDLE_TYPES: usize = 4;
+    let client = clients::by_object(mapping.ctx)?;
+    let retained = client.call(op::cuMemRetainAllocationHandle, |w| w.word(mapping.base))?;
+    let handle = word(&mut retained.reader())?;
+    let types = property(client, handle, HANDLE_TYPES);
+    client.call(op::cuMemRelease, |w| w.word(handle))?;
+    Ok(types?.into())
 }

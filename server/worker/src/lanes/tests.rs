@@ -26,8 +26,8 @@ impl Lab {
     }
 
     /// Waits for a chunk of a transfer that its stream has reached.
-    fn next(&self, transfer: u64) -> Option<Chunk> {
-        self.lanes.next_chunk(self.driver, transfer, || true)
+    fn next(&self, transfer: u64) -> Result<Chunk, Status> {
+        self.lanes.next_chunk(self.driver, transfer, || Ok(true))
     }
 
     /// Serves a lane, and returns the client's end of it.
@@ -168,7 +168,7 @@ fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
         if asked == 2 {
             send(&mut peer, first + 1, WANTED, 0, &[8; 8]);
         }
-        asked == 2
+        Ok(asked == 2)
     };
     let chunk = lab.lanes.next_chunk(lab.driver, WANTED, &mut reached).unwrap();
     assert!(matches!(&chunk.memory, Memory::Heap(spill) if spill.bytes == [8; 8]));
@@ -182,7 +182,7 @@ fn program_is_held_back_while_streams_that_stand_still_have_all_slots() {
     lab.lanes.copied(chunk);
     let waiting = {
         let lanes = lab.lanes.clone();
-        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 90, || false).is_some())
+        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 90, || Ok(false)).is_ok())
     };
     assert_eq!(told(&mut program), (op::RELEASE, 0, 1), "although its stream has not reached the copy");
     send(&mut peer, first + 2, 90, 0, &[9; 8]);
@@ -231,13 +231,26 @@ fn frame_gives_up_when_a_lane_fails() {
     let (mut peer, serving) = lab.open(2);
     let waiting = {
         let lanes = lab.lanes.clone();
-        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 1, || true).is_none())
+        std::thread::spawn(move || lanes.next_chunk(fake::driver(), 1, || Ok(true)))
     };
     let mut header = chunk_header(1, 1, 0, 8, 0);
     header.op = op::LAUNCH.into();
     peer.0.write_all(header.as_bytes()).unwrap();
     assert!(serving.join().unwrap().is_err());
-    assert!(waiting.join().unwrap());
+    assert_eq!(waiting.join().unwrap().err(), Some(LANE_GONE));
+}
+
+#[test]
+fn frame_gives_up_when_its_stream_has_failed() {
+    const ILLEGAL_ADDRESS: Status = 700;
+    let lab = Lab::new();
+    let mut asked = 0;
+    let mut reached = || {
+        asked += 1;
+        if asked < 3 { Ok(asked == 2) } else { Err(ILLEGAL_ADDRESS) }
+    };
+    assert_eq!(lab.lanes.next_chunk(lab.driver, 1, &mut reached).err(), Some(ILLEGAL_ADDRESS));
+    assert_eq!(asked, 3);
 }
 
 #[test]
@@ -246,7 +259,7 @@ fn closed_lane_to_the_device_is_no_error() {
     let (peer, serving) = lab.open(1);
     peer.0.shutdown(Shutdown::Write).unwrap();
     assert!(serving.join().unwrap().is_ok());
-    assert!(lab.next(1).is_none());
+    assert_eq!(lab.next(1).err(), Some(LANE_GONE));
 }
 
 /// Queues a chunk from the device with this value on a stream of its own; returns its event.

@@ -62,6 +62,8 @@ pub struct Inner {
     pub charged: u64,
     /// Managed variables that the driver reported: size, and module or library.
     pub managed: HashMap<Address, (u64, u64)>,
+    /// Library of each module that is a part of one.
+    libraries: HashMap<u64, u64>,
     /// Means to find changes of mirrored device memory, by device.
     pub finders: HashMap<u32, Finder>,
 }
@@ -108,13 +110,23 @@ impl Mirrors {
     }
 
     /// Records a managed variable of `parent`; no other memory of the driver is mirrored in place.
+    ///
+    /// Variables of a library's module live as long as the library.
     pub fn know_managed(&self, address: Address, len: u64, parent: u64) {
-        self.lock().managed.insert(address, (len, parent));
+        let inner = &mut *self.lock();
+        let owner = inner.libraries.get(&parent).copied().unwrap_or(parent);
+        inner.managed.insert(address, (len, owner));
     }
 
-    /// Forgets the managed variables of a module or library that is about to be unloaded.
+    /// Records that a module is a part of a library.
+    pub fn know_module(&self, module: u64, library: u64) {
+        self.lock().libraries.insert(module, library);
+    }
+
+    /// Forgets the managed variables of a module or library that is about to end.
     pub fn forget_parent(&self, parent: u64) {
         let inner = &mut *self.lock();
+        inner.libraries.retain(|_, library| *library != parent);
         let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
         mirrors.retain(|_, mirror| {
             let Backing::Managed { shadow } = &mirror.backing else { return true };

@@ -72,7 +72,6 @@ pub struct Pointer {
 /// Imports of one object at an address.
 #[derive(Debug, Clone, Copy)]
 struct Import {
-    device: u32,
     object: Object,
     count: u32,
 }
@@ -109,11 +108,11 @@ impl Pointers {
     }
 
     /// Notes one import of an object at an address.
-    pub fn imported(&mut self, address: Address, device: u32, object: Object) {
+    pub fn imported(&mut self, address: Address, object: Object) {
         let imports = self.imported.entry(address).or_default();
         match imports.iter_mut().find(|import| import.object == object) {
             Some(known) => known.count += 1,
-            None => imports.push(Import { device, object, count: 1 }),
+            None => imports.push(Import { object, count: 1 }),
         }
     }
 
@@ -132,20 +131,6 @@ impl Pointers {
         }
         Some(object)
     }
-
-    /// Takes out the memory of a device: shares, and objects once for each import.
-    pub fn forget(&mut self, device: u32) -> (Vec<u64>, Vec<Object>) {
-        let own = self.own.extract_if(|_, pointer| pointer.device == device);
-        let shares = own.filter_map(|(_, pointer)| pointer.share).collect();
-        let mut objects = Vec::new();
-        self.imported.retain(|_, imports| {
-            for import in imports.extract_if(.., |import| import.device == device) {
-                objects.extend((0..import.count).map(|_| import.object));
-            }
-            !imports.is_empty()
-        });
-        (shares, objects)
-    }
 }
 
 #[cfg(test)]
@@ -159,7 +144,7 @@ mod tests {
     fn each_import_of_an_address_ends_once() {
         let mut pointers = Pointers::default();
         for object in [ONE, ONE, TWO] {
-            pointers.imported(0x100, 0, object);
+            pointers.imported(0x100, object);
         }
         let ended: Vec<_> = std::iter::from_fn(|| pointers.one_less(0x100)).collect();
         assert_eq!(ended, [ONE, ONE, TWO]);
@@ -177,21 +162,6 @@ mod tests {
         assert_eq!(pointers.take(0x100), None);
         pointers.keep(0x100, Pointer { share: Some(8), ..taken });
         assert_eq!(pointers.get_mut(0x100), Some(&mut taken.clone()), "no other process knows it");
-    }
-
-    #[test]
-    fn reset_of_a_device_ends_its_memory_alone() {
-        let mut pointers = Pointers::default();
-        for device in 0..2 {
-            let at = 0x100 + u64::from(device);
-            pointers.allocated(at, device, 5);
-            pointers.get_mut(at).unwrap().share = Some(at);
-            pointers.imported(0x200, device, if device == 0 { ONE } else { TWO });
-        }
-        pointers.imported(0x200, 0, ONE);
-        assert_eq!(pointers.forget(0), (vec![0x100], vec![ONE, ONE]));
-        assert_eq!((pointers.take(0x100), pointers.one_less(0x200)), (None, Some(TWO)));
-        assert!(pointers.take(0x101).is_some());
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use gpusession_image::fatbin::{self, Packing};
 use gpusession_proto::frame::{Reader, op};
+use gpusession_proto::handle;
 
 use super::generated;
 use crate::answer::{Answer, Done};
@@ -80,7 +81,7 @@ pub fn open_worker_context(session: &Session, device: u32) -> Result<(), Status>
 /// Subtracts a context that is about to be destroyed or reset, and all that belongs to it.
 pub fn context_gone(session: &Session, ctx: u64) {
     let mut state = session.allocations.lock();
-    let mut gone = Vec::new();
+    let (mut gone, mut modules) = (Vec::new(), Vec::new());
     let mut keep = |c: &Counted| {
         if c.ctx == ctx {
             gone.push(*c);
@@ -88,10 +89,20 @@ pub fn context_gone(session: &Session, ctx: u64) {
         c.ctx != ctx
     };
     state.arrays.retain(|_, c| keep(c));
-    state.objects.retain(|_, c| keep(c));
     state.heaps.retain(|_, c| keep(c));
+    state.objects.retain(|handle, c| {
+        if c.ctx == ctx && handle::kind(*handle) == handle::MODULE {
+            modules.push(*handle);
+        }
+        keep(c)
+    });
+    drop(state);
     for counted in gone {
         session.quota.give(counted.device, counted.bytes);
+    }
+    // Their variables end with them.
+    for module in modules {
+        session.mirrors.forget_parent(module);
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, direction};
 
-use super::copy::{Download, LANE_GONE, Mark, download, upload};
+use super::copy::{Download, Mark, download, upload};
 use super::flush::flush_results;
 use crate::answer::{Answer, Done, bounded};
 use crate::driver::{Handle, Status, check, status};
@@ -308,8 +308,7 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8], stream: Handle) 
     let mut left = packed.len();
     let mut mark = Mark::new(session.driver, stream);
     while left > 0 {
-        let next = session.lanes.next_chunk(session.driver, transfer, || mark.reached());
-        let Some(mut chunk) = next else { return Err(LANE_GONE) };
+        let mut chunk = session.lanes.next_chunk(session.driver, transfer, || mark.reached())?;
         let start = chunk.offset as usize;
         let inside = start.checked_add(chunk.len).and_then(|end| packed.get_mut(start..end));
         if let Some(target) = inside {

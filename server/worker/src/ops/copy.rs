@@ -26,8 +26,6 @@ const STAGE_BYTES: usize = 8 << 20;
 
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: u32 = 2;
-/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is lost, and the whole connection with it.
-pub const LANE_GONE: Status = 46;
 
 /// `cuMemcpyDtoDAsync_v2` in a lease of several devices: destination, source, length, stream.
 ///
@@ -130,8 +128,7 @@ pub fn upload(
     let mut outcome = Ok(());
     let mut mark = Mark::new(session.driver, stream);
     while left > 0 {
-        let next = session.lanes.next_chunk(session.driver, transfer, || mark.reached());
-        let Some(mut chunk) = next else { return Err(LANE_GONE.into()) };
+        let mut chunk = session.lanes.next_chunk(session.driver, transfer, || mark.reached())?;
         let inside =
             chunk.offset as usize <= len && chunk.len <= len - chunk.offset as usize && chunk.len <= left;
         if !inside {
@@ -152,7 +149,7 @@ pub fn upload(
             }
             Memory::Heap(_) => outcome.and_then(|()| {
                 // On a stream that stands still, the driver would wait in the call.
-                session.lanes.wait_reached(session.driver, || mark.reached());
+                session.lanes.wait_reached(session.driver, || mark.reached())?;
                 enqueue(offset, len, address)?;
                 // The memory lives no longer than the chunk.
                 // SAFETY: a stream of this worker.
@@ -171,30 +168,38 @@ pub struct Mark {
     /// Recorded in front of the copy when somebody asks; null before, and if that fails.
     event: Handle,
     passed: bool,
+    /// Why the work in front of the copy cannot complete.
+    failed: Option<Status>,
 }
 
 impl Mark {
     /// Marks the end of a stream of this worker, in the current context.
     pub fn new(driver: &'static Driver, stream: Handle) -> Self {
-        Self { driver, stream, event: NULL, passed: false }
+        Self { driver, stream, event: NULL, passed: false, failed: None }
     }
 
-    /// Returns `true` if the work in front of the copy is complete, or has failed.
+    /// Returns `true` if the work in front of the copy is complete; an error if it has failed.
     ///
     /// An event, since a query of a stream leaves out the default stream's work that it waits for.
-    pub fn reached(&mut self) -> bool {
+    pub fn reached(&mut self) -> Result<bool, Status> {
         let call = &self.driver.call;
-        if self.event.is_null() && !self.passed {
+        if self.event.is_null() && self.failed.is_none() {
             // SAFETY: the out pointer is valid; event and stream are this worker's.
             let marked = unsafe {
                 check((call.cuEventCreate)(&mut self.event, NO_TIMING))
                     .and_then(|()| check((call.cuEventRecord)(self.event, self.stream)))
             };
-            self.passed = marked.is_err();
+            self.failed = marked.err();
         }
-        // SAFETY: the event is this worker's.
-        self.passed = self.passed || unsafe { (call.cuEventQuery)(self.event) } != status::NOT_READY;
-        self.passed
+        if !self.passed && self.failed.is_none() {
+            // SAFETY: the event is this worker's.
+            match check(unsafe { (call.cuEventQuery)(self.event) }) {
+                Ok(()) => self.passed = true,
+                Err(status::NOT_READY) => {}
+                Err(status) => self.failed = Some(status),
+            }
+        }
+        self.failed.map_or(Ok(self.passed), Err)
     }
 }
 

@@ -36,6 +36,16 @@ impl HostNode {
 }
 
 extern "C" fn run(data: *mut c_void) {
+    call_client(data, 0);
+}
+
+/// As [`run`], for a callback: the driver calls it behind a fault, too, and reports that.
+extern "C" fn run_callback(_stream: Handle, status: Status, data: *mut c_void) {
+    call_client(data, status);
+}
+
+/// Lets the client run a function, and waits until it has.
+fn call_client(data: *mut c_void, status: Status) {
     let call = data.cast::<Call>();
     // SAFETY: `data` came from `Box::into_raw` in `enqueue` or `node`; a call that is not kept runs
     // once.
@@ -46,11 +56,16 @@ extern "C" fn run(data: *mut c_void) {
     }
     // Data copied before this point must reach the client before the function runs.
     let mut frames = Vec::new();
-    if let Some((ctx, stream, seq)) = at {
-        session.landing.reached(&session.replies, ctx, stream.0, seq, &mut frames);
+    if status == 0 {
+        if let Some((ctx, stream, seq)) = at {
+            session.landing.reached(&session.replies, ctx, stream.0, seq, &mut frames);
+        }
+        write_back(&session);
     }
-    write_back(&session);
-    session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
+    session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| {
+        w.word(id);
+        w.word(status as u32 as u64);
+    });
     let number = session.host_calls.ask(id, || session.replies.send_frames(frames));
     session.host_calls.wait(id, number);
 }
@@ -120,20 +135,29 @@ fn write_back(session: &Session) {
 
 impl HostCalls {
     /// Queues a call of the client's function `id` on a stream.
+    ///
+    /// The driver makes the call of a callback behind a fault, too.
     pub fn enqueue(
         session: &Arc<Session>,
         frame: &Frame,
         stream: Handle,
         id: u64,
         keep: bool,
+        callback: bool,
     ) -> Result<(), Status> {
         let at = (frame.header.ctx.get(), Object(stream), frame.header.seq.get());
         let at = (!keep).then_some(at);
         let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at, keep }));
-        // SAFETY: `run` takes ownership of the box.
-        let queued = check(unsafe { (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast()) });
+        // SAFETY: the function that the driver calls takes ownership of the box.
+        let queued = check(unsafe {
+            if callback {
+                (session.driver.call.cuStreamAddCallback)(stream, run_callback, data.cast(), 0)
+            } else {
+                (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast())
+            }
+        });
         if queued.is_err() {
-            // SAFETY: the driver refused, so `run` is never called.
+            // SAFETY: the driver refused, so it calls nothing.
             drop(unsafe { Box::from_raw(data) });
         }
         queued

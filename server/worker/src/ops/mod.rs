@@ -176,7 +176,6 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::PRIMARY_RESET => {
             let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
-            pool::forget(session, device);
             leave(session, make(CTX, 0, 1, device), answer);
             executor.current = 0;
             session.contexts.reset(session.driver, device)?;

@@ -129,11 +129,14 @@ pub fn unload_library(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// `LIBRARY_MODULE`: new module handle, library.
 pub fn library_module(session: &Session, r: &mut Reader<'_>) -> Done {
-    let (handle, library) = (r.word()?, session.libraries.get(r.word()?)?.0);
+    let (handle, library) = (r.word()?, r.word()?);
+    let of = session.libraries.get(library)?.0;
     let mut module = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
-    check(unsafe { (session.driver.call.cuLibraryGetModule)(&mut module, library) })?;
-    Ok(session.modules.put(handle, Object(module))?)
+    check(unsafe { (session.driver.call.cuLibraryGetModule)(&mut module, of) })?;
+    session.modules.put(handle, Object(module))?;
+    session.mirrors.know_module(handle, library);
+    Ok(())
 }
 
 /// `GET_FUNCTION`: new handle, parent, kind, name.

@@ -98,7 +98,7 @@ pub fn import_pointer(session: &Session, r: &mut Reader<'_>, answer: &mut Answer
         .and_then(|()| import_data(session, pool, given))
         .inspect_err(|_| session.shares.dropped(&mut session.shares.exports(), object))?;
     let charge = session.shares.exports().charge_of(&object);
-    session.allocations.lock().pointers.imported(address, charge.device, object);
+    session.allocations.lock().pointers.imported(address, object);
     answer.word(address);
     answer.word(charge.bytes);
     answer.word(u64::from(charge.device));
@@ -158,19 +158,4 @@ fn ended(session: &Session, objects: impl IntoIterator<Item = Object>) {
     for object in objects {
         session.shares.dropped(&mut session.shares.exports(), object);
     }
-}
-
-/// Ends what is shared of a device's pools, because its primary context is about to be reset.
-pub fn forget(session: &Session, device: u32) {
-    let mut state = session.allocations.lock();
-    let (mut shares, mut objects) = state.pointers.forget(device);
-    for pool in state.pools.values_mut().filter(|pool| pool.device == device) {
-        shares.extend(pool.share.take());
-    }
-    let gone = state.pools.extract_if(|_, pool| pool.device == device && pool.imported.is_some());
-    objects.extend(gone.filter_map(|(_, pool)| pool.imported));
-    for share in shares {
-        session.shares.moved(&mut session.shares.exports(), share, None);
-    }
-    ended(session, objects);
 }

@@ -111,10 +111,12 @@ pub fn batch(session: &Session, r: &mut Reader<'_>) -> Done {
     })?)
 }
 
-/// `HOST_FUNC`: stream, the client's number of the call, whether a graph may repeat it.
+/// `HOST_FUNC`: stream, the client's number of the call, whether a graph may repeat it, whether it
+/// is a callback (an older library omits that).
 pub fn host_func(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (stream, id, keep) = (session.stream(r.word()?)?, r.word()?, r.word()? != 0);
-    Ok(HostCalls::enqueue(session, frame, stream, id, keep)?)
+    let callback = !r.is_empty() && r.word()? != 0;
+    Ok(HostCalls::enqueue(session, frame, stream, id, keep, callback)?)
 }
 
 fn captures(session: &Session) -> MutexGuard<'_, HashMap<u64, u64>> {
