@@ -4,7 +4,9 @@
 //! `--probe-contained DRIVER STATE_DIR GPU...` takes the restrictions as a worker does, and tries
 //! acts that must fail. `--probe-free DRIVER` takes none, for comparison.
 
+use std::ffi::CString;
 use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -86,13 +88,19 @@ fn holes(state_dir: &Path) -> Vec<String> {
         let error = io::Error::last_os_error().raw_os_error();
         done == -1 && matches!(error, Some(libc::EPERM | libc::EACCES))
     };
+    let denied_by_filter =
+        |done: i64| done == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM);
+    // Where a change is possible, the folder keeps its mode.
+    let mode = std::fs::metadata(state_dir).map_or(0o700, |m| m.permissions().mode() & 0o7777);
+    let folder = CString::new(state_dir.as_os_str().as_encoded_bytes()).unwrap_or_default();
     // SAFETY: plain system calls; the filters refuse `execve` before it reads memory, and without
-    // them a null path is an error.
-    let (socket, exec, kill) = unsafe {
+    // them a null path is an error. The folder's path ends with NUL.
+    let (socket, exec, kill, chmod) = unsafe {
         (
             denied(libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0).into()),
             denied(libc::syscall(libc::SYS_execve, 0, 0, 0)),
             denied(libc::kill(libc::getppid(), 0).into()),
+            denied_by_filter(libc::chmod(folder.as_ptr(), mode).into()),
         )
     };
     let acts = [
@@ -106,6 +114,7 @@ fn holes(state_dir: &Path) -> Vec<String> {
         (socket, "make a network socket".into()),
         (exec, "start a program".into()),
         (kill, "send a signal to the server".into()),
+        (chmod, "change a file's mode".into()),
     ];
     acts.into_iter().filter(|(denied, _)| !denied).map(|(_, act)| format!("a worker can {act}")).collect()
 }

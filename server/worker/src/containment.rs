@@ -3,9 +3,9 @@
 //!
 //! Before it serves a client, a worker gives up these rights:
 //! * capabilities, all of them;
-//! * files, except those that a CUDA driver needs (Landlock);
-//! * sockets, except those that it receives, and other processes, new programs and rare system
-//!   calls (seccomp);
+//! * files, except those that a CUDA driver needs, and networks (Landlock);
+//! * sockets, except those that it receives, and other processes, new programs, changes of modes,
+//!   owners and times by path, and rare system calls (seccomp);
 //! * core dumps and large files (resource limits).
 
 use std::collections::BTreeMap;
@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use gpusession_proto::supervise::{Isolation, Start};
 use landlock::{
-    ABI, Access, AccessFs, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
-    RulesetStatus, path_beneath_rules,
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use seccompiler::{
@@ -96,7 +96,8 @@ pub enum Calls {
     Own,
     /// Local sockets: the driver connects to the MPS daemon as long as the program runs.
     ///
-    /// The server answers no worker on its administration socket.
+    /// The server answers no worker on its administration socket. Landlock keeps an adopted
+    /// connection from other peers, from version 4 on: no filter sees an address.
     Mps,
     /// Local sockets and other processes, for the helper that parks a worker.
     Park,
@@ -125,7 +126,10 @@ pub fn landlock() -> ABI {
     match unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0_usize, VERSION) } {
         1 => ABI::V1,
         2 => ABI::V2,
-        3.. => ABI::V3,
+        3 => ABI::V3,
+        4 => ABI::V4,
+        5 => ABI::V5,
+        6.. => ABI::V6,
         _ => ABI::Unsupported,
     }
 }
@@ -216,9 +220,7 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
             files & AccessFs::from_all(abi)
         }
     };
-    let status = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(abi))
+    let status = handled(files.mps, abi)
         .and_then(Ruleset::create)
         .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
         .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
@@ -230,6 +232,24 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
         RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
         RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
     }
+}
+
+/// Returns the rights that a process has by rules only: files, connections, and other processes.
+///
+/// No rule allows a connection.
+fn handled(mps: bool, abi: ABI) -> Result<Ruleset, RulesetError> {
+    let mut all = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(abi))?;
+    if abi >= ABI::V4 {
+        all = all.handle_access(AccessNet::from_all(abi))?;
+    }
+    if abi >= ABI::V6 {
+        // No test has determined whether a client of MPS uses the abstract sockets of NVIDIA's
+        // daemons, which no rule could allow.
+        all = all.scope(if mps { Scope::Signal.into() } else { Scope::from_all(abi) })?;
+    }
+    Ok(all)
 }
 
 /// Restricts the system calls of all threads, once the driver is warm.
@@ -318,6 +338,44 @@ const FORBIDDEN_CALLS: &[i64] = &[
     libc::SYS_vfork,
 ];
 
+/// System calls that change or watch what a path names, answered with EPERM.
+///
+/// Landlock does not see them, and a worker has the server's user: it could open the administration
+/// socket to all users, or close the server's state to the server. The error is that of another
+/// user's file, which a driver may meet anywhere. The calls by descriptor stay, for files that
+/// Landlock let the process open.
+const PATH_METADATA: &[i64] = &[
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    libc::SYS_fchmodat,
+    FCHMODAT2,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    SETXATTRAT,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    REMOVEXATTRAT,
+    FILE_SETATTR,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utime,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utimes,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_futimesat,
+    libc::SYS_inotify_add_watch,
+    libc::SYS_fanotify_init,
+];
+// Numbers of Linux 6.6, 6.13 and 6.17, the same on each architecture.
+const FCHMODAT2: i64 = 452;
+const SETXATTRAT: i64 = 463;
+const REMOVEXATTRAT: i64 = 466;
+const FILE_SETATTR: i64 = 469;
+
 /// Allowed for this process only, which the first argument names (0 is the caller).
 ///
 /// `abort` signals its own process; drivers query their limits, place their pages and choose their
@@ -386,11 +444,23 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     install(hidden, libc::ENOSYS)?;
     let others = if parks { &[] } else { CROSS_PROCESS_CALLS };
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        FORBIDDEN_CALLS.iter().chain(others).map(|call| (*call, Vec::new())).collect();
+        FORBIDDEN_CALLS.iter().chain(PATH_METADATA).chain(others).map(|call| (*call, Vec::new())).collect();
+    // Without a path, the call sets the times of a descriptor. A pointer has 64 bits.
+    let path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0).map_err(said)?;
+    rules.insert(libc::SYS_utimensat, vec![rule(vec![path])?]);
+    // The last `close` would wait, also that of a process that got the socket from this one.
+    let lingers = [(1, libc::SOL_SOCKET), (2, libc::SO_LINGER)]
+        .map(|(argument, value)| condition(argument, SeccompCmpOp::Eq, value as u64));
+    rules.insert(libc::SYS_setsockopt, vec![rule(lingers.into_iter().collect::<Result<_, _>>()?)?]);
     // The supervisor hands over the client's connections; a worker talks to no other process of
     // this host.
     if calls != Calls::Own {
         rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
+        // Landlock does not see that a call which sends makes a connection, too.
+        let connects = libc::MSG_FASTOPEN as u64;
+        for (call, flags) in [(libc::SYS_sendto, 3), (libc::SYS_sendmsg, 2), (libc::SYS_sendmmsg, 3)] {
+            rules.insert(call, vec![when(flags, SeccompCmpOp::MaskedEq(connects), connects)?]);
+        }
     } else {
         rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
         // A pair of stream sockets reaches no third process; a datagram socket may name a receiver.
@@ -557,12 +627,77 @@ mod tests {
         std::process::exit(0);
     }
 
+    /// Tries each call that changes what a path names, or watches it.
+    fn no_change_by_path() {
+        let null = std::ptr::null::<libc::c_char>();
+        let here = libc::AT_FDCWD;
+        let path = c"/".as_ptr();
+        // SAFETY: the filter refuses these calls before they read memory, and without it a null
+        // path is an error. The path of `utimensat` ends with NUL.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            for call in [
+                libc::SYS_chmod,
+                libc::SYS_chown,
+                libc::SYS_lchown,
+                libc::SYS_utime,
+                libc::SYS_utimes,
+                libc::SYS_futimesat,
+            ] {
+                denied(libc::syscall(call, null, 0, 0, 0), &format!("call {call}"));
+            }
+            for call in [
+                libc::SYS_setxattr,
+                libc::SYS_lsetxattr,
+                libc::SYS_removexattr,
+                libc::SYS_lremovexattr,
+                libc::SYS_fanotify_init,
+            ] {
+                denied(libc::syscall(call, null, null, null, 0, 0), &format!("call {call}"));
+            }
+            // The last numbers are fchmodat2, setxattrat, removexattrat and file_setattr.
+            for call in [libc::SYS_fchmodat, libc::SYS_fchownat, 452, 463, 466, 469] {
+                denied(libc::syscall(call, here, null, null, 0, 0), &format!("call {call}"));
+            }
+            denied(libc::syscall(libc::SYS_inotify_add_watch, -1, null, 0), "inotify");
+            denied(libc::utimensat(here, path, std::ptr::null(), 0).into(), "utimensat");
+        }
+        let file = nix::sys::memfd::memfd_create(c"own", nix::sys::memfd::MFdFlags::empty()).unwrap();
+        let file = std::fs::File::from(file);
+        file.set_times(std::fs::FileTimes::new().set_modified(std::time::SystemTime::UNIX_EPOCH)).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        file.set_permissions(mode).unwrap();
+    }
+
+    /// Tries to make a later `close`, also one of another process, wait.
+    fn no_close_that_waits(socket: &impl std::os::fd::AsFd) {
+        use nix::sys::socket::{setsockopt, sockopt};
+        let linger = libc::linger { l_onoff: 1, l_linger: 86_400 };
+        assert_eq!(setsockopt(socket, sockopt::Linger, &linger), Err(nix::errno::Errno::EPERM));
+        setsockopt(socket, sockopt::SndBuf, &65_536).unwrap();
+    }
+
+    #[test]
+    fn containment_denies_changes_by_path_and_a_close_that_waits() {
+        if std::env::var_os(ALONE).is_none() {
+            return alone("containment_denies_changes_by_path_and_a_close_that_waits", &[]);
+        }
+        before_driver(&files(false), landlock());
+        before_client(Calls::Own, landlock()).unwrap();
+        no_change_by_path();
+        no_close_that_waits(&std::os::unix::net::UnixStream::pair().unwrap().0);
+        println!("contained");
+        std::process::exit(0);
+    }
+
     #[test]
     fn a_helper_that_parks_reaches_processes_and_starts_none() {
         if std::env::var_os(ALONE).is_none() {
             return alone("a_helper_that_parks_reaches_processes_and_starts_none", &[]);
         }
         before_client(Calls::Park, landlock()).unwrap();
+        no_change_by_path();
+        no_close_that_waits(&std::os::unix::net::UnixStream::pair().unwrap().0);
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err(), "a network");
         // SAFETY: plain system calls without memory.
         unsafe {
@@ -587,8 +722,48 @@ mod tests {
         assert!(why.contains("require") && why.contains("landlock: missing"), "{why}");
     }
 
+    /// Tries to connect an adopted connection to another port.
+    fn no_other_peer(data: &std::net::TcpStream, service: &std::net::TcpListener) {
+        use std::os::fd::AsRawFd as _;
+        let fd = data.as_raw_fd();
+        let port = service.local_addr().unwrap().port().to_be();
+        let address = libc::sockaddr_in {
+            sin_family: libc::AF_INET as u16,
+            sin_port: port,
+            sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes([127, 0, 0, 1]) },
+            sin_zero: [0; 8],
+        };
+        let none = libc::sockaddr_in { sin_family: libc::AF_UNSPEC as u16, ..address };
+        let len = size_of_val(&address) as u32;
+        let connect = |to: &libc::sockaddr_in| {
+            // SAFETY: the address has this length.
+            unsafe { libc::connect(fd, std::ptr::from_ref(to).cast(), len) }
+        };
+        // SAFETY: an all-zero message is valid; the filter refuses these calls before they read
+        // the address, which has this length.
+        unsafe {
+            let to = std::ptr::from_ref(&address).cast();
+            let flags = libc::MSG_FASTOPEN | libc::MSG_NOSIGNAL;
+            denied(libc::sendto(fd, c"x".as_ptr().cast(), 1, flags, to, len) as i64, "sendto");
+            let mut message: libc::mmsghdr = std::mem::zeroed();
+            denied(libc::sendmsg(fd, &message.msg_hdr, flags) as i64, "sendmsg");
+            denied(libc::sendmmsg(fd, &mut message, 1, flags).into(), "sendmmsg");
+        }
+        // The kernel always lets a connection be dissolved.
+        connect(&none);
+        // Before version 4, Landlock knows no networks.
+        if landlock() >= ABI::V4 {
+            assert_eq!(connect(&address), -1, "another peer");
+            let error = std::io::Error::last_os_error().raw_os_error();
+            assert_eq!(error, Some(libc::EACCES), "another peer");
+            service.set_nonblocking(true).unwrap();
+            assert!(service.accept().is_err(), "a connection of the worker's");
+        }
+    }
+
     #[test]
     fn under_mps_a_worker_reaches_a_daemon_and_no_network() {
+        use std::net::{TcpListener, TcpStream};
         use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
         const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
         if std::env::var_os(ALONE).is_none() {
@@ -600,8 +775,16 @@ mod tests {
             return alone(test, &[(PIPES, pipes.as_path())]);
         }
         let pipes = PathBuf::from(std::env::var_os(PIPES).unwrap());
+        // A program's connection, and a service that only the server's host reaches.
+        let service = TcpListener::bind("127.0.0.1:0").unwrap();
+        let program = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _client = TcpStream::connect(program.local_addr().unwrap()).unwrap();
+        let (data, _) = program.accept().unwrap();
         let files = before_driver(&files(true), landlock());
         before_client(Calls::Mps, landlock()).unwrap();
+        no_change_by_path();
+        no_close_that_waits(&data);
+        no_other_peer(&data, &service);
         UnixStream::connect(pipes.join("control")).unwrap();
         UnixDatagram::unbound().unwrap();
         if files.is_empty() {
