@@ -21,11 +21,12 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 impl Supervisor {
     /// Applies a worker's message; only an answer about a shared object has a descriptor.
     pub(super) fn heard(&self, id: &WorkerId, message: FromWorker, descriptor: Option<OwnedFd>) {
+        let mut unused = None;
         let mut state = self.state();
         match message {
             FromWorker::ShareWanted { serial, name } => self.share_wanted(&mut state, *id, serial, name),
             FromWorker::ShareGiven { number, given } => {
-                self.share_given(&mut state, id, number, given, descriptor);
+                unused = self.share_given(&mut state, id, number, given, descriptor);
             }
             FromWorker::ShareDropped { worker, object } => {
                 self.share_dropped(&mut state, id, (worker, object));
@@ -36,6 +37,11 @@ impl Supervisor {
                 self.on_message(&mut state, id, message);
                 state.remember(id);
             }
+        }
+        drop(state);
+        if unused.is_some() {
+            // Without isolation, a worker's socket can make its last `close` wait.
+            tokio::task::spawn_blocking(move || drop(unused));
         }
     }
 

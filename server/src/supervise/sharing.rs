@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use gpusession_proto::share::{EVENTS, Name};
 use gpusession_proto::supervise::{Charge, Holding, MAX_HOLDINGS, ToWorker, Unshared};
+use tokio::sync::mpsc::error::SendError;
 use tracing::warn;
 
 use super::shares::{MAX_IMPORTED, Object, Request};
@@ -30,13 +31,15 @@ fn lost(workers: &HashMap<WorkerId, Worker>, to: &WorkerId, worker: WorkerId) {
     }
 }
 
-/// Answers a request for an object.
+/// Answers a request for an object; returns a descriptor that its worker does not get.
 fn answer(
     workers: &HashMap<WorkerId, Worker>,
     request: &Request,
     given: Result<(Charge, OwnedFd), Unshared>,
-) {
-    let Some(worker) = workers.get(&request.importer) else { return };
+) -> Option<OwnedFd> {
+    let Some(worker) = workers.get(&request.importer) else {
+        return given.ok().map(|(_, descriptor)| descriptor);
+    };
     let serial = request.serial;
     let command = match given {
         Ok((charge, descriptor)) => {
@@ -44,7 +47,10 @@ fn answer(
         }
         Err(why) => Command::Tell(ToWorker::ShareGranted { serial, given: Err(why) }),
     };
-    let _ = worker.orders.tells.send(command);
+    match worker.orders.tells.send(command) {
+        Err(SendError(Command::Give(_, descriptor))) => Some(descriptor),
+        _ => None,
+    }
 }
 
 impl Supervisor {
@@ -56,7 +62,8 @@ impl Supervisor {
         let request = Request { importer, serial, name, since: self.0.clock.now(), asked: true };
         let known = |w: &&Worker| w.phase == Phase::Parked || serves(w);
         let Some(to) = workers.get(&name.worker).filter(|to| known(to) && to.lease == from.lease) else {
-            return answer(workers, &request, Err(Unshared::Elsewhere));
+            answer(workers, &request, Err(Unshared::Elsewhere));
+            return;
         };
         let asked = !to.moving && to.phase == Phase::Active;
         match shares.ask(Request { asked, ..request.clone() }) {
@@ -65,7 +72,7 @@ impl Supervisor {
             Some(number) => {
                 let _ = to.orders.tells.send(Command::Tell(ToWorker::ShareAsked { number, name }));
             }
-            None => answer(workers, &request, Err(Unshared::Busy)),
+            None => drop(answer(workers, &request, Err(Unshared::Busy))),
         }
     }
 
@@ -79,6 +86,10 @@ impl Supervisor {
     }
 
     /// Passes on a worker's answer, which has no effect on a request that has ended.
+    ///
+    /// Returns the descriptor if no other worker gets it. The caller closes it without the state's
+    /// lock: a worker chooses what it sends, and the last `close` of a socket may wait.
+    #[must_use]
     pub(super) fn share_given(
         &self,
         state: &mut State,
@@ -86,11 +97,15 @@ impl Supervisor {
         number: u64,
         given: Result<Charge, Unshared>,
         descriptor: Option<OwnedFd>,
-    ) {
+    ) -> Option<OwnedFd> {
         let State { workers, shares, .. } = state;
-        let Some(request) = shares.answered(number, exporter) else { return };
-        let Some(importer) = workers.get(&request.importer) else { return };
-        let given = given.and_then(|charge| Ok((charge, descriptor.ok_or(Unshared::Unknown)?)));
+        let Some(request) = shares.answered(number, exporter) else { return descriptor };
+        let Some(importer) = workers.get(&request.importer) else { return descriptor };
+        let (given, unused) = match (given, descriptor) {
+            (Ok(charge), Some(descriptor)) => (Ok((charge, descriptor)), None),
+            (Ok(_), None) => (Err(Unshared::Unknown), None),
+            (Err(why), descriptor) => (Err(why), descriptor),
+        };
         if let Err(Unshared::Unknown) = given
             && let Some(more) = self.0.refusals.may()
         {
@@ -106,7 +121,7 @@ impl Supervisor {
         if given.is_ok() {
             shares.hold(request.name.counted(), request.importer, 1, false);
         }
-        answer(workers, &request, given);
+        answer(workers, &request, given).or(unused)
     }
 
     /// Subtracts an import that a worker no longer has.

@@ -22,6 +22,8 @@
 //! * `...heirs...`: a program's worker exits, and processes that it started keep sending in its
 //!   place.
 //! * `...clogged...`: a program's worker sends more than its channel holds, and reads no answer.
+//! * `...lingering...`: a program's worker passes the program's connection to the server, whose
+//!   last `close` waits a minute for the program.
 //! * `...contexts...`: a program's worker reports 40 contexts.
 //!
 //! Its NVML reports the contents of `readings.json` in the folder of the "driver"; without that
@@ -254,6 +256,11 @@ fn serve() {
                         .for_each(|serial| tell(&FromWorker::MemoryWanted { device: 0, serial, bytes: 0 }));
                     std::thread::sleep(std::time::Duration::from_secs(3600));
                 }
+                if s.driver.contains("lingering") {
+                    pass_a_lingering(&lane);
+                    // The server has the only descriptor from here on.
+                    continue;
+                }
                 if s.driver.contains("greedy") {
                     tell(&FromWorker::StagingFull { bytes: 300 << 20 });
                 }
@@ -287,6 +294,21 @@ fn serve() {
             ToWorker::Exit => return,
         }
     }
+}
+
+/// Passes a connection with unsent bytes as the answer to a question that the server never asked.
+fn pass_a_lingering(mut lane: &TcpStream) {
+    use nix::sys::socket::{ControlMessage, sendmsg, setsockopt, sockopt};
+    let linger = nix::libc::linger { l_onoff: 1, l_linger: 60 };
+    setsockopt(lane, sockopt::Linger, &linger).unwrap();
+    // The program reads its line only.
+    lane.set_nonblocking(true).unwrap();
+    while lane.write(&[7; 1 << 16]).is_ok() {}
+    let packet = encode(&FromWorker::ShareGiven { number: 7, given: Ok(Default::default()) });
+    let rights = [lane.as_raw_fd()];
+    let beside = [ControlMessage::ScmRights(&rights)];
+    let parts = [std::io::IoSlice::new(&packet)];
+    sendmsg::<()>(WORKER_FD, &parts, &beside, MsgFlags::empty(), None).unwrap();
 }
 
 /// Returns the number of bytes that the administration socket answers to this process.

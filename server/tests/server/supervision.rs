@@ -11,7 +11,7 @@ use tonic::Code;
 use zerocopy::IntoBytes;
 
 use crate::pid;
-use gpusession_test_server::{Server, alive, eventually, rest};
+use gpusession_test_server::{LONG, Server, alive, eventually, rest};
 
 #[tokio::test]
 async fn a_killed_worker_is_replaced_and_others_go_on() {
@@ -167,6 +167,27 @@ async fn a_worker_says_how_isolated_it_is_before_it_serves() {
     eventually("the journal says why", async || journal().contains("reported its isolation out of turn"))
         .await;
     assert!(!journal().contains("incomplete on this host"), "it was not believed: {}", journal());
+}
+
+#[tokio::test]
+async fn a_descriptor_whose_close_waits_delays_no_other_worker() {
+    // Without isolation, where no filter refuses the option.
+    let mut server = Server::prepare("lingering-libcuda.so.1", "isolation = \"off\"").await;
+    server.run().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let mut lanes = Vec::new();
+    for _ in 0..4 {
+        let worker = vm.take(&lease.id).await.unwrap();
+        lanes.push(server.adopt(&worker.id, 0, true));
+    }
+    // The verb asks for the state of the workers.
+    let begun = Instant::now();
+    for _ in 0..20 {
+        server.json(&["ps"]);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
 }
 
 #[tokio::test]
