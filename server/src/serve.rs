@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
-use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
@@ -197,7 +197,7 @@ fn start_tasks(
     pool: &Arc<Pool>,
     config: Config,
     data: TcpListener,
-    admin_socket: UnixListener,
+    admin_socket: admin::Socket,
     cache: Option<Cache>,
     closed: watch::Receiver<bool>,
 ) -> JoinSet<()> {

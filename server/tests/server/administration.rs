@@ -1,13 +1,18 @@
 //! `--server`: the verbs over the network, with an administrator's certificate.
 
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpusession_proto::control::administration_client::AdministrationClient;
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AskRequest, DescribeRequest};
+use nix::libc;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ServerConfig, ServerConnection};
@@ -53,7 +58,6 @@ fn refused(address: &str, identity: &Path, words: &[&str]) -> String {
 async fn verbs_over_the_network() {
     let server = Server::start().await;
     let alice = administrator(&server, "alice");
-    use std::os::unix::fs::PermissionsExt;
     assert_eq!(std::fs::metadata(&alice).unwrap().permissions().mode() & 0o777, 0o600);
     let address = server.control.as_str();
 
@@ -210,9 +214,8 @@ const ASKS: &str = "ADMINISTRATION_TEST_SOCKET";
 
 #[tokio::test]
 async fn a_request_of_an_exited_process_is_refused() {
-    use std::io::{IoSlice, IoSliceMut, Read, Write};
+    use std::io::{IoSlice, IoSliceMut};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-    use std::os::unix::net::UnixStream;
 
     use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
@@ -257,4 +260,88 @@ async fn a_request_of_an_exited_process_is_refused() {
     assert_eq!(server.json(&["status"])["server"]["state"], "online");
     assert!(ask(&UnixStream::connect(server.path("run/admin.sock")).unwrap()) > 0);
     assert!(server.json(&["status"])["server"]["state"].as_str().unwrap().starts_with("draining"));
+}
+
+/// Opens a connection to a socket as a user with a primary group and a supplementary one.
+fn connect_as(socket: PathBuf, user: u32, primary: u32, group: u32) -> UnixStream {
+    let connect = move || {
+        // SAFETY: these calls take plain numbers and one group, and change this thread alone.
+        let changed = unsafe {
+            [
+                libc::syscall(libc::SYS_setgroups, 1, &raw const group),
+                libc::syscall(libc::SYS_setresgid, primary, primary, primary),
+                libc::syscall(libc::SYS_setresuid, user, user, user),
+            ]
+        };
+        assert_eq!(changed, [0; 3]);
+        UnixStream::connect(socket).unwrap()
+    };
+    std::thread::spawn(connect).join().unwrap()
+}
+
+/// Returns the bytes of the answer to a request on a connection; 0: the server closed it.
+fn answer(mut socket: &UnixStream) -> usize {
+    let request = br#"{"verb":"ps"}"#;
+    // The server may close the connection before the request.
+    let _ = socket.write_all(&(request.len() as u32).to_le_bytes()).and_then(|()| socket.write_all(request));
+    let mut answer = Vec::new();
+    let _ = socket.read_to_end(&mut answer);
+    answer.len()
+}
+
+/// A user for whom the socket's mode is no obstacle has no right by that.
+#[tokio::test]
+async fn only_root_the_servers_user_and_its_group_may_administer() {
+    // Only root becomes another user.
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let server = Server::start().await;
+    let socket = server.path("run/admin.sock");
+    let group = std::fs::metadata(&socket).unwrap().gid();
+    for open in [server.path(""), server.path("run"), socket.clone()] {
+        std::fs::set_permissions(&open, PermissionsExt::from_mode(0o777)).unwrap();
+    }
+    const OTHER: u32 = 60_000;
+    for (user, primary, further, answered) in [
+        (60_001, OTHER, OTHER, false),
+        (60_001, OTHER, group, true),
+        (60_001, group, OTHER, true),
+        (0, OTHER, OTHER, true),
+    ] {
+        let socket = connect_as(socket.clone(), user, primary, further);
+        assert_eq!(answer(&socket) > 0, answered, "user {user}, groups {primary} and {further}");
+    }
+}
+
+#[tokio::test]
+async fn a_user_takes_a_part_of_the_administration_socket() {
+    const OF_ONE: usize = 16;
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let server = Server::start().await;
+    let socket = server.path("run/admin.sock");
+    let group = std::fs::metadata(&socket).unwrap().gid();
+    for open in [server.path(""), server.path("run")] {
+        std::fs::set_permissions(open, PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let open = |user: u32| {
+        let socket = connect_as(socket.clone(), user, user, group);
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        socket
+    };
+    let closed = |mut socket: &UnixStream| matches!(socket.read(&mut [0]), Ok(0));
+    let mut silent = Vec::new();
+    for user in 60_001..60_005 {
+        silent.extend((0..OF_ONE).map(|_| open(user)));
+        assert!(closed(&open(user)), "a further connection of user {user}");
+    }
+    assert!(closed(&open(60_005)), "a further user, when all are taken");
+    assert!(!closed(&silent[0]));
+    // Root's connections have no bound.
+    assert_eq!(server.json(&["status"])["server"]["name"], "s1");
+    silent.truncate(OF_ONE);
+    eventually("there is room again", async || answer(&open(60_005)) > 0).await;
+    assert!(closed(&open(60_001)), "the first user has its part");
 }
