@@ -85,7 +85,8 @@ demo: build
 
 gpu-bundle: build fuzz
 	@.ci/setup programs
-	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
+	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpusessiond --bin $(RELEASE)/gpuserver \
+		--bin $(RELEASE)/gpuserver-worker \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
@@ -123,7 +124,7 @@ test-conformance: build fuzz programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify
 	@tests/conformance/simgpu
 
-# Many clients for a long time, with faults: at the end nothing is left over.
+# Many clients for a long time, some with a daemon, with faults: at the end nothing is left over.
 soak: build fuzz programs
 	@tests/conformance/simgpu --soak $(or $(MINUTES),60) $(or $(CLIENTS),20)
 

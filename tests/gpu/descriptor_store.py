@@ -1,5 +1,6 @@
-"""Replaces systemd for gpuserver: keeps descriptors of a server, and passes them to the next."""
+"""Replaces systemd: keeps descriptors of gpuserver or gpusessiond, and passes them to the next."""
 import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -69,17 +70,28 @@ class DescriptorStore:
 
     def popen(self, command, env, **options):
         """Calls `subprocess.Popen` with the stored descriptors."""
+        self.hear()
         self.ready.clear()
         # Messages of a killed process may still arrive: no descriptor is closed before the child
         # has its copies.
         with self.lock:
             return self.start(command, env, options)
 
+    def hear(self):
+        """Waits until all messages sent before are heard, as systemd does before a start."""
+        end, sent = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(str(self.path))
+            socket.send_fds(sender, [b"BARRIER=1"], [sent])
+        os.close(sent)
+        # `listen` closes the descriptor of an unknown message.
+        os.read(end, 1)
+        os.close(end)
+
     def start(self, command, env, options):
         names, fds = [name for name, _ in self.kept], [fd for _, fd in self.kept]
 
         def place():
-            import fcntl
             high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3 + len(fds) + 64) for fd in fds]
             for target, fd in enumerate(high, 3):
                 os.dup2(fd, target)

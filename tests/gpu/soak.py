@@ -1,9 +1,10 @@
 """`./run soak`: many clients for a long time, with faults; at the end nothing is left over.
 
-Each client has an identity of its own, and runs one program after the other on a lease of its own.
-Meanwhile connections break, workers are killed, and the server is killed or upgraded. All results
-have to be right, and at the end the server is as before: no lease, worker, descriptor, file or
-memory more, and every lease and program in its accounting.
+Each client has an identity of its own. Most run one program after the other on a lease of its own;
+some have a daemon, and programs of their logins use its lease. Meanwhile connections break, workers
+are killed, and servers and daemons are killed, upgraded or stopped. All results have to be right,
+and at the end server and daemons are as before: no lease, worker, descriptor, file or memory more,
+and every lease and program in the accounting.
 """
 
 import collections
@@ -19,6 +20,8 @@ import tempfile
 import threading
 import time
 
+import daemon_client
+from daemon_client import DaemonClient
 from descriptor_store import DescriptorStore
 from faults import Relay
 from processes import kill_group, progress
@@ -39,10 +42,35 @@ PAUSES = (1, 6)
 # start about six programs in a second.
 PAUSE = 0.6
 STEPS = 60
+# One client in ten has a daemon, within these bounds.
+DAEMONS, MIN_DAEMONS, MAX_DAEMONS = 10, 2, 8
 # Folders whose files a later program uses again.
 CACHES = {"cache", "audit"}
 # Growth of the server's memory that caches may cause, in MiB.
 GROWTH = 24
+
+
+class PlainClient:
+    """A client without a daemon: each program has a lease of its own."""
+
+    def __init__(self, number, args, server, token):
+        self.name, self.users, self.args = f"client-{number}", 1, args
+        self.home = args.out / "clients" / str(number)
+        self.home.mkdir(parents=True)
+        command = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{args.port}", "--user", "--name", self.name]
+        server.call(command, self.environment())
+
+    def environment(self):
+        """Returns the environment of the client's user."""
+        return dict(os.environ, XDG_CONFIG_HOME=str(self.home))
+
+    def lease_for(self, _):
+        """Returns the words before a program that make it use GPUs."""
+        return ["./bin/gpusession", "run", "--server", f"127.0.0.1:{self.args.port}", "--allow-clear", "--memory", "256MiB", "--"]
+
+    def excuse(self, _why, _begun):
+        """Returns what explains a failure: nothing, since faults have no effect here."""
+        return ""
 
 
 class Soak:
@@ -58,26 +86,29 @@ class Soak:
         self.end = 0.0
         self.natively, self.bad = {}, []
         self.done, self.faults = collections.Counter(), collections.Counter()
-        # Clients whose worker a fault has killed, by name.
-        self.excused = set()
+        self.daemons = []
+        # When a fault last killed a worker of a client, by the client's name.
+        self.killed = {}
         # End of the latest fault of all connections.
         self.disturbed = 0.0
 
     # ---- clients
 
-    def join(self, number):
-        """Gives a client an identity; returns the folder of its configuration."""
-        home = self.args.out / "clients" / str(number)
-        home.mkdir(parents=True)
+    def join(self, number, daemons):
+        """Returns a client with an identity of its own; the first ones have daemons."""
         token = json.loads(self.server.tool("token", "create", "--json"))["token"]
         token = token["token"] if isinstance(token, dict) else token
-        command = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{self.args.port}", "--user", "--name", f"client-{number}"]
-        self.server.call(command, dict(os.environ, XDG_CONFIG_HOME=str(home)))
-        return home
+        if number >= daemons:
+            return PlainClient(number, self.args, self.server, token)
+        client = DaemonClient(number, self.args, self.server, self.here, f"{self.folder.name}/{number}")
+        self.daemons.append(client)
+        client.join(token)
+        return client
 
-    def client(self, number, home):
-        """Runs programs until the end."""
-        own = random.Random(self.args.fault_seed * 1000 + number)
+    def client(self, client, user):
+        """Runs programs of a user until the end."""
+        tag = f"{client.name}-{user}"
+        own = random.Random(f"{self.args.fault_seed} {tag}")
         while True:
             # The first activities begin as far apart as all later ones.
             time.sleep(own.random() * max(1, PAUSE * self.args.clients))
@@ -86,33 +117,49 @@ class Soak:
                 return
             what = own.choices(("steps", "program", "two", "killed", "stopped"), (4, 6, 2, 3, 1))[0]
             try:
-                why = self.activity(what, f"client-{number}", home, own)
+                why = self.activity(what, client, tag, own)
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 why = f"{type(error).__name__}: {error}"
             with self.lock:
-                excused = f"client-{number}" in self.excused
-                self.excused.discard(f"client-{number}")
-                unserved = any(words in why for words in UNSERVED) and self.disturbed > begun
-                self.done[f"{what}, worker killed" if why and excused else "unserved" if unserved else what] += 1
-                if why and not excused and not unserved:
+                excuse = why and self.excuse(client, why, begun)
+                self.done[f"{what}, {excuse}" if excuse else what] += 1
+                if excuse:
+                    self.log("excused.log", f"{tag}: {what}, {excuse}: {why}")
+                if why and not excuse:
                     kept = self.args.out / f"bad-{len(self.bad)}"
                     for end in ("out", "err"):
                         with contextlib.suppress(OSError):
-                            shutil.copy(self.args.out / f"client-{number}.{end}", f"{kept}.{end}")
-                    self.bad.append(f"{self.minute()} client-{number}: {what} ({kept.name}): {why}")
-                    progress(f"  {self.bad[-1]}")
+                            shutil.copy(self.args.out / f"{tag}.{end}", f"{kept}.{end}")
+                    self.report(f"{self.minute()} {tag}: {what} ({kept.name}): {why}")
 
-    def activity(self, what, name, home, own):
+    def excuse(self, client, why, begun):
+        """Returns what explains the failure of an activity that began then; nothing: it is bad."""
+        if self.killed.get(client.name, 0) > begun:
+            return "worker killed"
+        if self.disturbed > begun and any(words in why for words in UNSERVED):
+            return "unserved"
+        return client.excuse(why, begun)
+
+    def log(self, name, line):
+        """Adds a line to a log in the output folder."""
+        with open(self.args.out / name, "a", encoding="utf-8") as log:
+            log.write(f"{self.minute()} {line}\n")
+
+    def report(self, why):
+        """Notes a failure, and prints it."""
+        self.bad.append(why)
+        progress(f"  {why}")
+
+    def activity(self, what, client, tag, own):
         """Runs a program, or two in one lease; returns the failure."""
         steps = ["python3", "steps.py", str(own.randrange(3, STEPS))]
         program = [str(self.args.programs / "13" / own.choice(PROGRAMS))]
         command = steps if what in ("steps", "killed", "stopped") else program
-        lease = ["./bin/gpusession", "run", "--server", f"127.0.0.1:{self.args.port}", "--allow-clear", "--memory", "256MiB", "--"]
         words = ["sh", "-c", '"$@" & "$0" & wait', *program, *program] if what == "two" else command
-        out, err = (self.args.out / f"{name}.{end}" for end in ("out", "err"))
+        out, err = (self.args.out / f"{tag}.{end}" for end in ("out", "err"))
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
-            process = subprocess.Popen([*lease, *words], cwd=self.here, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                                       env=dict(os.environ, XDG_CONFIG_HOME=str(home), GPUSESSION_TRACE="why"), start_new_session=True)
+            process = subprocess.Popen([*client.lease_for(own), *words], cwd=self.here, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                                       env=dict(client.environment(), GPUSESSION_TRACE="why"), start_new_session=True)
         try:
             if what == "killed":
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -130,11 +177,12 @@ class Soak:
         finally:
             kill_group((process,))
         said = (out.read_text(errors="replace") + err.read_text(errors="replace")).strip().splitlines()
+        unserved = (*UNSERVED, *daemon_client.INTERRUPTED)
+        if refusal := next((line for line in said if any(words in line for words in unserved)), ""):
+            return refusal
         if process.returncode:
             return f"{pathlib.Path(command[0]).name}: exit status {process.returncode}: {said[-1][:300] if said else 'no message'}"
         native, lines = self.native(command), self.results(out.read_text(errors="replace"))
-        if unserved := next((line for line in said if any(words in line for words in UNSERVED)), ""):
-            return unserved
         if what == "two":
             native, lines = sorted(2 * native), sorted(lines)
         return "" if native == lines else difference(native, lines)
@@ -169,6 +217,7 @@ class Soak:
     def disturb(self):
         """Lets faults happen until the end."""
         kinds = {"reset": 4, "address": 1, "silence": 3, "outage": 3, "server-killed": 1, "server-upgraded": 1, "worker-stopped": 2, "worker-killed": 1}
+        kinds |= daemon_client.FAULTS if self.daemons else {}
         while time.monotonic() < self.end:
             time.sleep(self.random.uniform(*PAUSES))
             kind = self.random.choices(list(kinds), list(kinds.values()))[0]
@@ -179,14 +228,22 @@ class Soak:
             elif kind in ("silence", "outage"):
                 self.relay.say(f"{kind} {seconds:.2f}")
                 time.sleep(seconds)
+            elif kind.startswith("daemon"):
+                self.disturb_daemon(kind)
             elif kind.startswith("server"):
                 self.store.replace(self.server, signal.SIGKILL if kind == "server-killed" else signal.SIGUSR2)
             else:
                 self.disturb_worker(kind, seconds)
             self.disturbed = time.monotonic()
             self.faults[kind] += 1
-            with open(self.args.out / "faults.log", "a", encoding="utf-8") as log:
-                log.write(f"{self.minute()} {kind} {seconds:.1f}\n")
+            self.log("faults.log", f"{kind} {seconds:.1f}")
+
+    def disturb_daemon(self, kind):
+        """Lets a fault happen to one of the daemons; its log gets a line of it."""
+        daemon = self.random.choice(self.daemons)
+        self.log(daemon.log.name, kind)
+        if why := daemon.disturb(kind):
+            self.report(f"{self.minute()} {why}")
 
     def disturb_worker(self, kind, seconds):
         """Stops a worker for a time, or kills it."""
@@ -197,7 +254,7 @@ class Soak:
         with contextlib.suppress(ProcessLookupError):
             if kind == "worker-killed":
                 with self.lock:
-                    self.excused.add(row["client"])
+                    self.killed[row["client"]] = time.monotonic()
                 os.kill(row["pid"], signal.SIGKILL)
                 return
             os.kill(row["pid"], signal.SIGSTOP)
@@ -243,6 +300,7 @@ class Soak:
         """Returns the files of server and clients, apart from caches, and of shared memory."""
         lines = dict(line.split(" = ", 1) for line in self.server.configuration.read_text().splitlines() if " = " in line)
         folders = [lines[key].strip('"') for key in ("state_dir", "runtime_dir")] + [str(self.args.out / "clients")]
+        folders += [str(daemon.folder / "run") for daemon in self.daemons]
         found = {str(path) for folder in folders for path in pathlib.Path(folder).rglob("*")
                  if not CACHES & set(path.parts)}
         return found | {str(path) for path in pathlib.Path("/dev/shm").glob("gpus*")}
@@ -317,17 +375,21 @@ class Soak:
         self.server.popen = self.store.popen
         self.server.start()
         self.server.release_lease()
-        homes = [self.join(number) for number in range(self.args.clients)]
+        clients = self.join_all()
         # The first program of each kind fills caches, and the server has been replaced once.
-        self.activity("steps", "client-0", homes[0], self.random)
+        self.activity("steps", clients[-1], "first", self.random)
         self.store.replace(self.server, signal.SIGUSR2)
-        self.activity("two", "client-0", homes[0], self.random)
+        self.activity("two", clients[-1], "first", self.random)
+        for daemon in self.daemons:
+            self.warm_up(daemon)
         time.sleep(2)
         before, memory, files = self.state(), self.resident(), self.files()
         progress(f"  before: {before}, {memory:.1f} MiB")
+        for daemon in self.daemons:
+            daemon.boot()
         begun = time.monotonic()
         self.end = begun + 60 * self.args.minutes
-        threads = [threading.Thread(target=self.client, args=(number, home), daemon=True) for number, home in enumerate(homes)]
+        threads = [threading.Thread(target=self.client, args=(client, user), daemon=True) for client in clients for user in range(client.users)]
         threads.append(threading.Thread(target=self.guarded, daemon=True))
         for thread in threads:
             thread.start()
@@ -339,6 +401,12 @@ class Soak:
             thread.join(max(0.1, self.end + END_LIMIT - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             self.bad.append("a program hangs")
+        for daemon in self.daemons:
+            self.bad += daemon.leftovers()
+            try:
+                daemon.shut_down()
+            except RuntimeError as error:
+                self.bad.append(str(error))
         after = self.rest(before)
         self.bad += [f"{key}: {before.get(key, 0)} before, {after.get(key, 0)} after"
                      for key in {**before, **after} if self.more(before, after, key)]
@@ -351,8 +419,27 @@ class Soak:
             print(f"  {why}")
         print(f"\nSoak: {self.args.clients} clients, {self.args.minutes:g} minutes: {sum(self.done.values())} activities {dict(self.done)}; "
               f"{sum(self.faults.values())} faults {dict(self.faults)}; server {memory:.1f} MiB before, {self.resident():.1f} after; "
+              f"{len(self.daemons)} daemons, at most {max((daemon.memory for daemon in self.daemons), default=0):.1f} MiB before, "
+              f"{max((daemon.after for daemon in self.daemons), default=0):.1f} after; "
               f"{len(self.bad)} failures")
         return {"activities": self.done, "faults": self.faults, "before": before, "after": after, "failed": self.bad}
+
+    def join_all(self):
+        """Returns the clients, some of which have daemons if the machine has a bus."""
+        daemons = min(self.args.clients - 1, MAX_DAEMONS, max(MIN_DAEMONS, self.args.clients // DAEMONS))
+        if why := daemon_client.why_not(self.here):
+            progress(f"  no client has a daemon: {why}")
+            daemons = 0
+        return [self.join(number, daemons) for number in range(self.args.clients)]
+
+    def warm_up(self, daemon):
+        """Runs programs through a daemon and its successor, measures it, and stops it."""
+        daemon.boot()
+        for what in ("steps", "two"):
+            if why := self.activity(what, daemon, "first", self.random) or daemon.disturb("daemon-upgraded"):
+                raise RuntimeError(f"{daemon.name}: undisturbed: {why}")
+        daemon.measure()
+        daemon.shut_down()
 
     def guarded(self):
         """Runs the faults; notes their failure."""
@@ -363,6 +450,8 @@ class Soak:
 
     def stop(self):
         """Ends what still runs."""
+        for daemon in self.daemons:
+            daemon.stop()
         self.server.stop()
         self.server.popen = subprocess.Popen
         self.store.close()
