@@ -1,11 +1,15 @@
 //! The grant socket, with real sockets and processes and a simulated pool.
 
+/// Tests of one subject each.
+mod grant {
+    mod waits;
+}
+
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use gpusession_common::words::Class;
-use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
 use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, Outage, Outcome, PROGRAM_THREAD, Reply, Request, Want,
 };
@@ -313,73 +317,6 @@ async fn nonsense_about_workers_changes_nothing() {
     let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
     connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
     until(&engine, |s| failures(s).len() == 1 && s.leases[0].facts.processes == 4).await;
-}
-
-#[tokio::test]
-async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
-    let sim = SimServer::new("gpu-a", 1);
-    sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer")));
-    let engine = engine(&[&sim]);
-    let config = waiting(PATIENCE, &[1]);
-    want(&engine, &config).await;
-    let socket = GrantSocket::start(&engine, &config, Limits::default());
-    until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
-    let asking = ask_async(&socket.path, request());
-    sim.with(|s| s.failing = None);
-    let (reply, _connection) = asking.await;
-    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
-}
-
-#[tokio::test]
-async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
-    let sim = SimServer::new("gpu-a", 1);
-    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
-    let engine = engine(&[&sim]);
-    want(&engine, &quick()).await;
-    sim.until(|s| s.watched()).await;
-    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
-    let state = |state: &str, position| {
-        let change = StateChange { state: state.into(), position, waiting: position, ..Default::default() };
-        sim.send(PoolEvent { lease: "one".into(), event: Some(pool_event::Event::State(change)) });
-    };
-    sim.with(|s| s.away = Some("parked"));
-    state("parked", 0);
-    until(&engine, |s| s.leases[0].facts.state == LeaseState::Parked).await;
-    let path = socket.path.clone();
-    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
-    state("returning", 1);
-    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
-    sim.with(|s| (s.no_workers, s.away) = (false, None));
-    state("active", 0);
-    let (reply, _connection) = asking.await.expect("the task ends");
-    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
-}
-
-#[tokio::test]
-async fn a_first_call_waits_longer_for_a_lease_that_is_being_parked() {
-    waits_for_a_worker(Some("parking")).await;
-}
-
-#[tokio::test]
-async fn a_first_call_waits_longer_for_a_worker_that_starts() {
-    waits_for_a_worker(None).await;
-}
-
-async fn waits_for_a_worker(away: Option<&'static str>) {
-    let sim = SimServer::new("gpu-a", 1);
-    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
-    sim.with(|s| s.away = away);
-    let engine = engine(&[&sim]);
-    want(&engine, &quick()).await;
-    sim.until(|s| s.heartbeats > 0).await;
-    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
-    let path = socket.path.clone();
-    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
-    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
-    assert_eq!(engine.snapshot().borrow().leases[0].facts.state, LeaseState::Active);
-    sim.with(|s| (s.no_workers, s.away) = (false, None));
-    let (reply, _connection) = asking.await.expect("the task ends");
-    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
 }
 
 #[tokio::test]

@@ -1,0 +1,80 @@
+//! First calls that wait for a lease or a worker.
+
+use std::time::Duration;
+
+use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
+use gpusession_proto::grant::Reply;
+use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, engine, request, until, waiting, want};
+use gpusessiond::grant::Limits;
+use gpusessiond::leases::sim::SimServer;
+use gpusessiond::leases::{LeaseState, Leases as _};
+use gpusessiond::pool::{PoolError, Trouble};
+
+use crate::{QUICK, quick};
+
+#[tokio::test]
+async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer")));
+    let engine = engine(&[&sim]);
+    let config = waiting(PATIENCE, &[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
+    let asking = ask_async(&socket.path, request());
+    sim.with(|s| s.failing = None);
+    let (reply, _connection) = asking.await;
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
+async fn a_first_call_waits_longer_for_a_lease_whose_gpus_come_back() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
+    let engine = engine(&[&sim]);
+    want(&engine, &quick()).await;
+    sim.until(|s| s.watched()).await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let state = |state: &str, position| {
+        let change = StateChange { state: state.into(), position, waiting: position, ..Default::default() };
+        sim.send(PoolEvent { lease: "one".into(), event: Some(pool_event::Event::State(change)) });
+    };
+    sim.with(|s| s.away = Some("parked"));
+    state("parked", 0);
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Parked).await;
+    let path = socket.path.clone();
+    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    state("returning", 1);
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
+    sim.with(|s| (s.no_workers, s.away) = (false, None));
+    state("active", 0);
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
+async fn a_first_call_waits_longer_for_a_lease_that_is_being_parked() {
+    waits_for_a_worker(Some("parking")).await;
+}
+
+#[tokio::test]
+async fn a_first_call_waits_longer_for_a_worker_that_starts() {
+    waits_for_a_worker(None).await;
+}
+
+async fn waits_for_a_worker(away: Option<&'static str>) {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| (s.ids, s.no_workers) = (["one".to_owned()].into(), true));
+    sim.with(|s| s.away = away);
+    let engine = engine(&[&sim]);
+    want(&engine, &quick()).await;
+    sim.until(|s| s.heartbeats > 0).await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let path = socket.path.clone();
+    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
+    assert_eq!(engine.snapshot().borrow().leases[0].facts.state, LeaseState::Active);
+    sim.with(|s| (s.no_workers, s.away) = (false, None));
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
