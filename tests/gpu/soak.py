@@ -35,7 +35,7 @@ LIMIT, END_LIMIT = 300, 360
 # killed client ends 60 s after its last renewal, or after a restart of the server.
 REST_LIMIT = 150
 # Words about a program that got no lease, because no server ran.
-UNSERVED = ("that gpuserver runs there",)
+UNSERVED = ("that gpuserver runs there", "shows which server does not answer")
 # Pauses between two faults, in seconds.
 PAUSES = (1, 6)
 # Longest pause of a client between two activities, for each client and in seconds: two processors
