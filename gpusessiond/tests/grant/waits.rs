@@ -78,3 +78,20 @@ async fn waits_for_a_worker(away: Option<&'static str>) {
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
 }
+
+#[tokio::test]
+async fn a_first_call_waits_longer_for_a_worker_of_a_server_that_has_restarted() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.refuses_workers = Some(PoolError::new(Trouble::Unreachable, "the connection broke")));
+    let engine = engine(&[&sim]);
+    want(&engine, &quick()).await;
+    until(&engine, |s| s.leases[0].facts.trouble.is_some() && s.leases[0].facts.state == LeaseState::Active)
+        .await;
+    let socket = GrantSocket::start(&engine, &quick(), Limits::default());
+    let path = socket.path.clone();
+    let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
+    sim.with(|s| s.refuses_workers = None);
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}

@@ -223,7 +223,7 @@ impl Actor {
                 let _ = reply.send(Answer::Later(reason));
                 return;
             }
-            let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
+            let trouble = held.iter().find_map(|slot| self.no_stock(*slot));
             let _ = reply.send(match trouble {
                 None => Answer::Later("the server is starting a worker".into()),
                 trouble => no_worker(trouble, ""),
@@ -248,6 +248,16 @@ impl Actor {
         let held = wanted.held().filter(|held| held.state == LeaseState::Parked || held.parking)?;
         let place = held.waits().map(|waits| waits.waiting());
         Some(place.unwrap_or_else(|| "the lease's GPUs are with other leases, and come back".into()))
+    }
+
+    /// Returns why a lease's server gives no worker.
+    ///
+    /// A call that broke is no reason while the server answers heartbeats: it has restarted, and
+    /// starts a worker.
+    fn no_stock(&self, slot: Slot) -> Option<&PoolError> {
+        let wanted = self.machine.slot(slot)?;
+        let answers = wanted.held().is_some_and(|held| self.machine.health(held.server).trouble.is_none());
+        wanted.trouble.as_ref().filter(|e| !(answers && e.trouble == Trouble::Unreachable))
     }
 
     /// Returns why the lease's server would refuse a program's connection, if it would.
