@@ -1,13 +1,16 @@
 //! First calls that wait for a lease or a worker.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
-use gpusession_proto::grant::Reply;
-use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, engine, request, until, waiting, want};
+use gpusession_proto::grant::{Reply, Request};
+use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, engine, here, request, until, waiting, want};
 use gpusessiond::grant::Limits;
+use gpusessiond::leases::engine::{Engine, EngineOptions};
+use gpusessiond::leases::machine::{Saved, SavedLease};
 use gpusessiond::leases::sim::SimServer;
-use gpusessiond::leases::{LeaseState, Leases as _};
+use gpusessiond::leases::{LeaseState, Leases as _, Spec};
 use gpusessiond::pool::{PoolError, Trouble};
 
 use crate::{QUICK, quick};
@@ -92,6 +95,24 @@ async fn a_first_call_waits_longer_for_a_worker_of_a_server_that_has_restarted()
     let mut asking = tokio::spawn(async move { ask_async(&path, request()).await });
     tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits longer than configured");
     sim.with(|s| s.refuses_workers = None);
+    let (reply, _connection) = asking.await.expect("the task ends");
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
+async fn a_lease_of_an_earlier_daemon_is_found_by_its_id_before_its_server_answers() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| (s.ids, s.holds_allocations) = (["one".to_owned()].into(), true));
+    let spec = Spec::requested("request/1".into(), nix::unistd::getuid().as_raw());
+    let lease = SavedLease { spec, id: "one".into(), server: "gpu-a".into(), expires: Duration::ZERO };
+    let saved = Saved { leases: vec![lease], ..Saved::default() };
+    let engine = Engine::start_with(here(), EngineOptions { saved, ..EngineOptions::default() });
+    engine.connect(vec![Arc::new(sim.clone())]);
+    let socket = GrantSocket::start(&engine, &waiting(PATIENCE, &[]), Limits::default());
+    let (path, named) = (socket.path.clone(), Request { lease: Some("one".into()), ..request() });
+    let mut asking = tokio::spawn(async move { ask_async(&path, named).await });
+    tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits");
+    sim.with(|s| s.holds_allocations = false);
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
 }

@@ -24,14 +24,14 @@ use tempfile::TempDir;
 /// Longest wait for any condition.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// Facts of a host that does not exist.
+pub fn here() -> HostFacts {
+    HostFacts { boot_id: [9; 16], machine_id: "machine".into(), seed: 1, uptime: Duration::ZERO }
+}
+
 /// Starts a lease manager with simulated servers.
 pub fn engine(servers: &[&SimServer]) -> Engine {
-    let engine = Engine::start(HostFacts {
-        boot_id: [9; 16],
-        machine_id: "machine".into(),
-        seed: 1,
-        uptime: Duration::ZERO,
-    });
+    let engine = Engine::start(here());
     engine.connect(servers.iter().map(|s| Arc::new((*s).clone()) as Arc<dyn PoolServer>).collect());
     engine
 }

@@ -108,10 +108,12 @@ impl Actor {
         // first.
         let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
         let find = |id: &str| {
+            // Also a lease of an earlier daemon that its server has not confirmed yet.
+            let of_id = self.machine.slot_of(id);
             self.machine
                 .slots()
                 .filter(|_| !id.is_empty())
-                .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
+                .filter(|(slot, w)| of_id == Some(*slot) || w.spec.name == id)
                 .filter(|(_, w)| mine(&w.spec) || caller.uid == 0)
                 .min_by_key(|(_, w)| another(w))
                 .map(|(slot, _)| slot)

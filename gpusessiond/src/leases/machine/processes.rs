@@ -24,7 +24,7 @@ impl Machine {
         }
     }
 
-    /// Finds the slot of a lease that a process of an earlier daemon uses.
+    /// Finds the slot of a lease that is held, or that an earlier daemon held.
     pub fn slot_of(&self, lease: &str) -> Option<Slot> {
         let has = |w: &Wanted| {
             w.held().is_some_and(|h| h.lease.id == lease)
