@@ -665,8 +665,12 @@ mod tests {
         accounting.add(end("l2", 200));
         // A note that was taken before the end.
         accounting.note_lease(note("l2", 190));
+        // A minute's note that comes before that of the grant.
+        accounting.note_lease(note("l3", 200));
+        accounting.note_lease(LeaseNote { granted_after: Some(5), ..note("l3", 200) });
+        accounting.add(end("l3", 200));
         assert!(accounting.held().unwrap().is_empty());
-        assert_eq!(all(&accounting)[0].usage.leases, 2);
+        assert_eq!(all(&accounting)[0].usage.leases, 3);
         assert_eq!(all(&accounting)[0].usage.gpu_usec, 100 * 1_000_000);
     }
 

@@ -107,10 +107,7 @@ impl<'t> Hours<'t> {
     /// Adds the GPU time of a lease since it was noted before, and its grant if it is new.
     pub(super) fn lease(&mut self, note: &LeaseNote) -> Result<(), redb::Error> {
         let LeaseNote { record, gpus, granted_after } = note;
-        match granted_after {
-            Some(wait) => self.granted(record, Some(*wait))?,
-            None => self.count_unseen(record)?,
-        }
+        self.granted(record, *granted_after)?;
         self.lease_time(record)?;
         self.leased.insert(record.lease.as_str(), (record.end_unix, *gpus))?;
         Ok(())
@@ -119,23 +116,24 @@ impl<'t> Hours<'t> {
     /// Adds what is left of an ended lease.
     pub(super) fn ended(&mut self, record: &Record) -> Result<(), redb::Error> {
         debug_assert_eq!(record.kind, Kind::Lease);
-        self.count_unseen(record)?;
+        self.granted(record, None)?;
         self.lease_time(record)?;
         self.leased.remove(record.lease.as_str())?;
         Ok(())
     }
 
-    /// Counts a grant.
+    /// Counts the grant of a lease, unless an earlier note has counted it, and its wait.
+    ///
+    /// The note of the grant is lost if the server is killed right afterwards, and that of a minute
+    /// may come before it.
     fn granted(&mut self, record: &Record, wait: Option<u64>) -> Result<(), redb::Error> {
-        let waits = wait.map(|wait| (usage::bucket(wait), 1)).into_iter().collect();
-        let granted = Usage { leases: 1, waits, ..Usage::default() };
-        self.add(record.end_unix, &record.client, lease_owner(record), &record.user, &granted)
-    }
-
-    /// Counts the grant of a lease whose note is lost: its server was killed right afterwards.
-    fn count_unseen(&mut self, record: &Record) -> Result<(), redb::Error> {
         let seen = self.leased.get(record.lease.as_str())?.is_some();
-        if seen { Ok(()) } else { self.granted(record, None) }
+        if seen && wait.is_none() {
+            return Ok(());
+        }
+        let waits = wait.map(|wait| (usage::bucket(wait), 1)).into_iter().collect();
+        let granted = Usage { leases: u64::from(!seen), waits, ..Usage::default() };
+        self.add(record.end_unix, &record.client, lease_owner(record), &record.user, &granted)
     }
 
     fn lease_time(&mut self, record: &Record) -> Result<(), redb::Error> {
