@@ -30,6 +30,9 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for the state of a worker, which the daemon knows as well.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Most daemons that are asked: one that exits leaves a request without an answer.
+const MAX_ASKED: usize = 3;
+
 /// Socket of the daemon that granted the workers.
 ///
 /// Later questions come from other threads, which must not read the program's environment.
@@ -202,7 +205,33 @@ fn exchange(
     send_request(&socket_path(), &request, patience)
 }
 
+/// Sends a request; if the daemon exits before its answer, the next one gets the request again.
+///
+/// systemd keeps the socket, so that the connection to the next daemon waits for its start.
 fn send_request(path: &Path, request: &Request, patience: Duration) -> Result<(Reply, UnixStream), Refused> {
+    let mut asked = 1;
+    loop {
+        match send_once(path, request, patience) {
+            Err(Unanswered { exited: true, .. }) if asked < MAX_ASKED => asked += 1,
+            answer => return answer.map_err(|unanswered| unanswered.refused),
+        }
+    }
+}
+
+/// A request without an answer.
+struct Unanswered {
+    refused: Refused,
+    /// Whether the daemon closed the connection, as at its exit.
+    exited: bool,
+}
+
+impl From<Refused> for Unanswered {
+    fn from(refused: Refused) -> Self {
+        Self { refused, exited: false }
+    }
+}
+
+fn send_once(path: &Path, request: &Request, patience: Duration) -> Result<(Reply, UnixStream), Unanswered> {
     let failed = |what: &str, e: io::Error| {
         let denial = match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
@@ -233,7 +262,10 @@ fn send_request(path: &Path, request: &Request, patience: Duration) -> Result<(R
         stream.read_exact(&mut body)?;
         message::decode::<Reply>(&body).map_err(io::Error::other)
     })();
-    let reply = exchange.map_err(|e| failed("no valid answer from the daemon at", e))?;
+    let reply = exchange.map_err(|e: io::Error| Unanswered {
+        exited: matches!(e.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset),
+        refused: failed("no valid answer from the daemon at", e),
+    })?;
     Ok((reply, stream))
 }
 
@@ -247,4 +279,49 @@ fn program() -> String {
 fn executable() -> String {
     let path = std::fs::read_link("/proc/self/exe").unwrap_or_default();
     ticket::shortened(&path.to_string_lossy()).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Sends a request to daemons of which the first `exits` do not answer; returns the answer.
+    fn after(exits: usize) -> Result<Reply, Refused> {
+        let path = std::env::temp_dir().join(format!("grant-{}-{exits}.sock", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            for (number, stream) in listener.incoming().enumerate() {
+                let mut stream = stream.unwrap();
+                let mut prefix = [0; 4];
+                stream.read_exact(&mut prefix).unwrap();
+                let mut body = vec![0; message::body_len(prefix).unwrap()];
+                stream.read_exact(&mut body).unwrap();
+                if number >= exits {
+                    stream.write_all(&message::encode(&Reply::Version(13000))).unwrap();
+                }
+            }
+        });
+        let request = Request {
+            version: VERSION,
+            lease: None,
+            session: None,
+            program: "test".into(),
+            executable: String::new(),
+            environment: Vec::new(),
+            want: Want::Version,
+        };
+        let answer = send_request(&path, &request, READINGS_TIMEOUT);
+        std::fs::remove_file(&path).unwrap();
+        answer.map(|(reply, _)| reply)
+    }
+
+    #[test]
+    fn the_next_daemon_answers_a_request_that_one_left_without_an_answer() {
+        assert_eq!(after(1), Ok(Reply::Version(13000)));
+        let refused = after(MAX_ASKED).unwrap_err();
+        assert_eq!(refused.denial, Denial::NotReady, "{}", refused.reason);
+    }
 }
