@@ -27,11 +27,11 @@ LIMIT = 60
 # Longest life of a lease that a daemon requested when it was killed, and time for releases.
 EXPIRY, RELEASE_LIMIT = 65, 10
 # Growth of the daemon's memory that caches may cause, in MiB.
-GROWTH = 8
+GROWTH = 4
 # Faults, and their weights.
 FAULTS = {"daemon-killed": 3, "daemon-upgraded": 3, "daemon-stopped": 1}
-# Words of a refusal to a request that was under way when the daemon exited.
-INTERRUPTED = ("no valid answer from the daemon", "the daemon is not running", "the daemon does not answer")
+# Words of `gpusession run` whose request was under way when the daemon exited.
+INTERRUPTED = ("the daemon is not running", "the daemon does not answer")
 # How programs get GPUs, and how often: by the variables of a login, by `gpusession run` on the same
 # lease, or on a lease of their own.
 SHELL = 'set -e; variables=$(./bin/gpusession env); eval "$variables"; exec "$@"'
