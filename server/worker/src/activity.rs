@@ -3,8 +3,6 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use gpusession_proto::frame::op;
-
 use crate::calls;
 
 /// Time between two queries whether the GPU still works, while the client sends nothing.
@@ -36,7 +34,7 @@ impl Activity {
     /// Records that the replay of a frame begins.
     pub fn frame(&self, operation: u16, now: Instant) {
         self.calls.fetch_add(1, Ordering::Relaxed);
-        if works(operation) {
+        if calls::works(operation) {
             self.outstanding.store(true, Ordering::Relaxed);
             self.seen(now);
         }
@@ -54,25 +52,10 @@ impl Activity {
     }
 }
 
-/// Returns `true` for operations that give the GPU work, or copy.
-fn works(operation: u16) -> bool {
-    matches!(
-        operation,
-        op::LAUNCH
-            | op::GRAPH_LAUNCH
-            | op::COPY_TO_DEVICE
-            | op::COPY_FROM_DEVICE
-            | op::COPY_BOX
-            | op::COPY_HOST
-            | op::DECOMPRESS
-            | op::WRITE_HOST
-            | op::STREAM_BATCH
-            | op::HOST_FUNC
-    ) || calls::works(operation)
-}
-
 #[cfg(test)]
 mod tests {
+    use gpusession_proto::frame::op;
+
     use super::*;
 
     #[test]

@@ -13,18 +13,9 @@ pub const BOX: usize = 200;
 
 /// Returns `true` if the replay waits for the GPU, or for bytes that are still on their way.
 pub fn may_block(frame: &Frame) -> bool {
-    match frame.header.op.get() {
-        // A client sends one without reply when little is left to wait for; it is a barrier.
-        op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
-        op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
-        // Waits for another worker.
-        op::SHARE_IMPORT
-        | op::SHARE_OPEN
-        | op::SHARE_EVENT_OPEN
-        | op::SHARE_POOL_IMPORT
-        | op::SHARE_POINTER_IMPORT => true,
-        _ => false,
-    }
+    let operation = frame.header.op.get();
+    // A client sends a `STREAM_SYNC` without reply when little is left to wait for: a barrier.
+    calls::waits(operation) && (operation != op::STREAM_SYNC || frame.header.flags.get() & WAIT != 0)
 }
 
 /// Returns `true` for a copy to the device whose bytes arrive on the lanes.

@@ -505,7 +505,67 @@ fn ptx_bytes(image: &[u8]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
+
+    /// Calls of the table that neither allocate nor free device memory, with the reason.
+    ///
+    /// A star stands for the rest of a name.
+    const UNCOUNTED: &[(&str, &str)] = &[
+        ("uses memory that is counted", "cuMemset* cuGraphUpload"),
+        (
+            "reads or changes a setting",
+            "cuStreamCopyAttributes cuStreamGetAttribute cuStreamSetAttribute cuCtxResetPersistingL2Cache \
+             cuCtxEnablePeerAccess cuCtxDisablePeerAccess cuMemSetAccess cuMemGetAccess cuMemPoolSetAccess \
+             cuMemPoolGetAccess cuMemPoolSetAttribute cuMemPoolGetAttribute cuDeviceSetMemPool \
+             cuDeviceSetGraphMemAttribute cuDeviceGetGraphMemAttribute cuDeviceGetTexture1DLinearMaxWidth \
+             cuMemGetAllocationPropertiesFromHandle",
+        ),
+        (
+            "describes an array, or names a part of it",
+            "cuArrayGetDescriptor_v2 cuArray3DGetDescriptor_v2 cuArrayGetPlane cuArrayGetSparseProperties \
+             cuArrayGetMemoryRequirements cuMipmappedArrayGetLevel cuMipmappedArrayGetSparseProperties \
+             cuMipmappedArrayGetMemoryRequirements",
+        ),
+        ("describes how kernels read memory", "cuTexObject* cuSurfObject* cuTexRef* cuSurfRef*"),
+        (
+            "changes a graph, whose memory its launch counts",
+            "cuGraphNode* cuGraphKernelNode* cuGraphExecGet* cuGraphAddDependencies* \
+             cuGraphRemoveDependencies* cuGraphGetId cuGraphMemFreeNodeGetParams \
+             cuGraphConditionalHandleCreate",
+        ),
+        (
+            "counts references to an object of the program",
+            "cuUserObjectRetain cuUserObjectRelease cuGraphRetainUserObject cuGraphReleaseUserObject",
+        ),
+    ];
+
+    #[test]
+    fn each_call_of_the_table_is_counted_or_says_why_not() {
+        let arms = [include_str!("allocations.rs"), include_str!("mod.rs")]
+            .map(|file| file.split("mod tests").next().unwrap())
+            .concat();
+        let words: HashSet<_> =
+            arms.split(|c: char| !c.is_ascii_alphanumeric() && !"_:".contains(c)).collect();
+        let without_arm: Vec<_> = (0..op::COUNT as u16)
+            .map(op::name)
+            .filter(|name| name.starts_with("cu") && !words.contains(format!("op::{name}").as_str()))
+            .collect();
+        let stated: Vec<_> = UNCOUNTED.iter().flat_map(|(_, names)| names.split_whitespace()).collect();
+        let fits = |pattern: &str, name: &str| match pattern.strip_suffix('*') {
+            Some(start) => name.starts_with(start),
+            None => name == pattern,
+        };
+        for name in &without_arm {
+            let known = stated.iter().any(|pattern| fits(pattern, name));
+            assert!(known, "{name}: an arm of `generated` counts its memory, or UNCOUNTED names it");
+        }
+        for pattern in stated {
+            let used = without_arm.iter().any(|name| fits(pattern, name));
+            assert!(used, "{pattern}: UNCOUNTED names no call without an arm");
+        }
+    }
 
     #[test]
     fn variables_of_ptx() {
