@@ -174,9 +174,24 @@ pub enum Ask {
     RotateAbort,
 }
 
+/// Effect of a request, and the place where it is answered.
+enum Kind {
+    /// Changes nothing.
+    Read,
+    /// Changes nothing, and is not answered over the network, for this reason.
+    ReadHere(&'static str),
+    /// May change something, so the audit trail has it.
+    Change,
+    /// As [`Kind::Change`], and not answered over the network, for this reason.
+    ChangeHere(&'static str),
+    /// As [`Kind::ChangeHere`], by an operation that the signer does for root alone.
+    Root(&'static str, Privileged),
+}
+
 impl Ask {
-    /// Returns `true` if the request may change anything, so that it is logged.
-    pub(super) fn changes(&self) -> bool {
+    /// Returns effect and place: the one table of both.
+    fn kind(&self) -> Kind {
+        let rotate = |step| Kind::Root(KEPT_HERE, Privileged::Rotate(step));
         match self {
             Self::Status
             | Self::Ps
@@ -191,8 +206,8 @@ impl Ask {
             | Self::Accounting { .. }
             | Self::Config
             | Self::Tokens
-            | Self::RotateStatus
-            | Self::Administrators => false,
+            | Self::Administrators => Kind::Read,
+            Self::RotateStatus => Kind::ReadHere(KEPT_HERE),
             // The trail records its readers.
             Self::Audit { .. }
             | Self::Revoke { .. }
@@ -204,18 +219,28 @@ impl Ask {
             | Self::On { .. }
             | Self::Drop { .. }
             | Self::Drain { .. }
-            | Self::Stop { .. }
             | Self::ConfigSet { .. }
             | Self::Reload
             | Self::TokenCreate { .. }
             | Self::TokenRevoke { .. }
-            | Self::AdministratorCreate { .. }
-            | Self::AdministratorRevoke { .. }
-            | Self::RotateBegin { .. }
-            | Self::RotateSwitch { .. }
-            | Self::RotateFinish { .. }
-            | Self::RotateAbort => true,
+            | Self::AdministratorRevoke { .. } => Kind::Change,
+            Self::Stop { .. } => {
+                Kind::ChangeHere("a server is stopped on its own host: the command waits for its process")
+            }
+            Self::AdministratorCreate { name, csr_pem } => Kind::Root(
+                "administrators are made on a server's own host, so that a stolen certificate is worth nothing once it is revoked",
+                Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() },
+            ),
+            Self::RotateBegin { exported } => rotate(Step::Begin(exported.clone())),
+            Self::RotateSwitch { .. } => rotate(Step::Switch),
+            Self::RotateFinish { .. } => rotate(Step::Finish),
+            Self::RotateAbort => rotate(Step::Abort),
         }
+    }
+
+    /// Returns `true` if the request may change anything, so that it is logged.
+    pub(super) fn changes(&self) -> bool {
+        !matches!(self.kind(), Kind::Read | Kind::ReadHere(_))
     }
 
     /// Performs the request of an actor. The audit trail has a change before the answer.
@@ -249,22 +274,15 @@ impl Ask {
     /// Returns the request as an event, with those of its fields that are no secret.
     pub fn event(&self, actor: String) -> audit::Event {
         let mut words = serde_json::to_value(self).unwrap_or_default();
-        let mut take = |key: &str| {
-            let taken = words.as_object_mut().and_then(|words| words.remove(key));
-            taken.and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+        let text = |key: &str| words.get(key).and_then(|v| v.as_str()).unwrap_or_default().to_owned();
+        let (event, lease) = (text("verb"), text("lease"));
+        let client = match self {
+            Self::Revoke { name } | Self::Forget { name } => name.clone(),
+            _ => text("client"),
         };
-        let event = take("verb");
         if let Some(fields) = words.as_object_mut() {
             fields.retain(|field, _| RECORDED.contains(&field.as_str()));
         }
-        let client = match self {
-            Self::Revoke { name } | Self::Forget { name } => name.clone(),
-            _ => String::new(),
-        };
-        let lease = match self {
-            Self::Park { lease } | Self::Unpark { lease } => lease.clone(),
-            _ => String::new(),
-        };
         audit::Event { actor, client, lease, detail: words.to_string(), ..audit::own(&event) }
     }
 
@@ -314,33 +332,18 @@ impl Ask {
 
     /// Returns the operation that the signer does for root alone, if the answer needs one.
     pub fn privileged(&self) -> Option<Privileged> {
-        Some(match self {
-            Self::AdministratorCreate { name, csr_pem } => {
-                Privileged::Administrator { name: name.clone(), csr_pem: csr_pem.clone() }
-            }
-            Self::RotateBegin { exported } => Privileged::Rotate(Step::Begin(exported.clone())),
-            Self::RotateSwitch { .. } => Privileged::Rotate(Step::Switch),
-            Self::RotateFinish { .. } => Privileged::Rotate(Step::Finish),
-            Self::RotateAbort => Privileged::Rotate(Step::Abort),
-            _ => return None,
-        })
+        match self.kind() {
+            Kind::Root(_, operation) => Some(operation),
+            _ => None,
+        }
     }
 
     /// Returns a refusal if this request is not answered over the network.
     pub fn local(&self) -> Option<Refusal> {
-        let why = match self {
-            Self::Stop { .. } => "a server is stopped on its own host: the command waits for its process",
-            Self::AdministratorCreate { .. } => {
-                "administrators are made on a server's own host, so that a stolen certificate is worth nothing once it is revoked"
-            }
-            Self::RotateBegin { .. }
-            | Self::RotateStatus
-            | Self::RotateSwitch { .. }
-            | Self::RotateFinish { .. }
-            | Self::RotateAbort => KEPT_HERE,
-            _ => return None,
-        };
-        Some(local_only(why))
+        match self.kind() {
+            Kind::Read | Kind::Change => None,
+            Kind::ReadHere(why) | Kind::ChangeHere(why) | Kind::Root(why, _) => Some(local_only(why)),
+        }
     }
 
     /// Time that the caller waits for an answer.
@@ -352,6 +355,8 @@ impl Ask {
 }
 
 /// Fields of requests that the audit trail records: keys, certificate requests and values are none.
+///
+/// A field `client` or `lease` also names the client or lease of the event.
 const RECORDED: [&str; 15] = [
     "client", "end", "force", "gpu", "id", "key", "lease", "name", "pattern", "reason", "ttl", "user",
     "uses", "wanted", "worker",
@@ -405,6 +410,31 @@ pub fn read(body: &[u8]) -> serde_json::Result<Result<serde_json::Value, Refusal
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns the names that serde expected, which its error has between backquotes.
+    ///
+    /// A request without fields takes any.
+    fn expected(json: serde_json::Value) -> Vec<String> {
+        let error = serde_json::from_value::<Ask>(json).map_or_else(|e| e.to_string(), |_| String::new());
+        let names = error.split_once("expected").map_or("", |(_, names)| names);
+        names.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn each_field_of_a_request_is_recorded_or_stays_out_of_the_trail() {
+        // Secrets and long texts, and the fields of requests that change nothing.
+        const LEFT_OUT: [&str; 6] = ["csr_pem", "exported", "since_unix", "until_unix", "users", "value"];
+        let verbs = expected(serde_json::json!({ "verb": "?" }));
+        assert!(verbs.len() > 30, "{verbs:?}");
+        let fields = verbs.iter().map(|verb| (verb, expected(serde_json::json!({ "verb": verb, "?": 0 }))));
+        let mut found = 0;
+        for (verb, field) in fields.flat_map(|(verb, fields)| fields.into_iter().map(move |f| (verb, f))) {
+            found += 1;
+            let (recorded, left_out) = (RECORDED.contains(&&*field), LEFT_OUT.contains(&&*field));
+            assert!(recorded != left_out, "{verb}: {field} belongs to RECORDED, or else to LEFT_OUT");
+        }
+        assert!(found > 30, "{found}");
+    }
 
     #[test]
     fn the_trail_records_what_a_request_names_and_no_secret() {

@@ -329,7 +329,29 @@ impl Verb {
                 Some("a configuration is checked on its own host, whose driver and folders it names")
             }
             Self::Pool { .. } => Some(admin::KEPT_HERE),
-            _ => None,
+            Self::Token { .. }
+            | Self::Admin { .. }
+            | Self::Clients { .. }
+            | Self::Status
+            | Self::Ps { .. }
+            | Self::Leases
+            | Self::Gpus
+            | Self::Park { .. }
+            | Self::Unpark { .. }
+            | Self::Top { .. }
+            | Self::Mps
+            | Self::Queue
+            | Self::Off { .. }
+            | Self::On { .. }
+            | Self::Drop { .. }
+            | Self::Drain { .. }
+            | Self::Stop { .. }
+            | Self::Limits { .. }
+            | Self::Stats(_)
+            | Self::Accounting(_)
+            | Self::Audit(_)
+            | Self::Config { .. }
+            | Self::Kill { .. } => None,
         }
     }
 }

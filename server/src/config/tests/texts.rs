@@ -87,3 +87,51 @@ fn each_key_has_a_consumer() {
     let unread = unread(&file("server/src"), rows).unwrap();
     assert!(unread.is_empty(), "no code reads {unread:?}");
 }
+
+/// Yields path and text of each source file below a folder, tests left out.
+fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() && name != "tests" {
+            found.append(&mut sources(&path));
+        } else if name.ends_with(".rs") && name != "tests.rs" {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push((path, text));
+        }
+    }
+    found
+}
+
+/// A live key's value is present where code asks for it by `pool.config()`. Code that has the
+/// configuration of the start keeps a copy, which `Pool::reload` has to replace.
+#[test]
+fn a_reload_passes_on_each_live_value_that_the_start_copies() {
+    // Other programs, which read the files themselves, and the checks of the files.
+    const ELSEWHERE: [&str; 2] = ["cli", "config"];
+    let folder = file("server/src");
+    let reload = std::fs::read_to_string(folder.join("pool/reload.rs")).unwrap();
+    let reads = |text: &str, value: &str| {
+        let mut ends = text.match_indices(value).map(|(at, found)| at + found.len());
+        ends.any(|end| !text[end..].starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'))
+    };
+    let live = keys().filter(|row| row.live).map(|row| row.name).chain(["rules", "limits"]);
+    let mut copied = 0;
+    for value in live.map(|name| format!("config.{name}")) {
+        for (path, text) in sources(&folder) {
+            let within = |name| path.starts_with(folder.join(name));
+            if ELSEWHERE.into_iter().any(within) || path.ends_with("pool/reload.rs") {
+                continue;
+            }
+            // The pool has the present configuration, but for its facts.
+            let stale = if within("pool") { format!("facts.{value}") } else { value.clone() };
+            if reads(&text, &stale) {
+                copied += 1;
+                let path = path.display();
+                assert!(reads(&reload, &value), "{path} reads {stale}: Pool::reload passes its changes on");
+            }
+        }
+    }
+    assert!(copied >= 4, "the start copies {copied} values only");
+}

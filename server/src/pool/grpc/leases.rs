@@ -283,16 +283,18 @@ pub(super) async fn renew(
                 let standing = pool.registry.get(&id).await;
                 let lease = standing.map(|s| s.lease);
                 let lease = lease.as_ref();
+                // Every field by name: a new one does not compile until it has a value.
                 wire::RenewedLease {
                     devices: lease.map(|l| devices(l, &gpus)).unwrap_or_default(),
                     fencing_token: lease.map_or(0, |l| l.fencing_token),
                     idle_timeout_usec: lease.map_or(0, |l| micros(pool.timeouts(l).first())),
                     id,
+                    lost: false,
+                    reason: String::new(),
                     ttl_usec: micros(ttl),
                     state: state.into(),
                     position: place.position,
                     waiting: place.waiting,
-                    ..Default::default()
                 }
             }
             None => wire::RenewedLease {
