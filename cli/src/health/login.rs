@@ -309,6 +309,7 @@ fn polkit(facts: &Facts) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_bus::describe::{Failure, Lease};
     use gpusession_diagnosis::check::State;
 
     use super::super::testing::{described, facts, plant, program};
@@ -345,6 +346,40 @@ mod tests {
         assert_eq!(daemon(&facts).state, State::Warning);
         program(&root, "systemctl", "echo masked");
         assert_eq!(unit(&facts).state, State::Fault);
+    }
+
+    #[test]
+    fn a_lease_that_waits_or_failed_is_named() {
+        let (_root, mut facts) = facts();
+        assert_eq!((gpu(&facts).state, leases(&facts).state), (State::Skipped, State::Skipped));
+        let mut of = |lease: Lease| {
+            let mut described = described();
+            described.leases = vec![lease];
+            facts.daemon = Daemon::Answers(Box::new(described), vec!["l1".into()]);
+            (gpu(&facts).state, leases(&facts))
+        };
+        let held = Lease { id: "l1".into(), state: "active".into(), ..Default::default() };
+        let (own, all) = of(held.clone());
+        assert_eq!((own, all.state), (State::Ok, State::Ok));
+        let failures = vec![Failure { program: "train".into(), ..Default::default() }];
+        let (own, all) = of(Lease { failures, ..held.clone() });
+        assert_eq!((own, all.state), (State::Ok, State::Warning));
+        assert!(all.found.contains("train"), "{all:?}");
+        let (own, all) = of(Lease { state: "pending".into(), ..held.clone() });
+        assert_eq!((own, all.state), (State::Fault, State::Warning));
+        assert_eq!(of(Lease { id: "l2".into(), ..held }).0, State::Fault, "another user's");
+    }
+
+    #[test]
+    fn polkit_without_actions_is_a_warning() {
+        let (root, mut facts) = facts();
+        assert_eq!(polkit(&facts).state, State::Skipped);
+        facts.daemon = Daemon::Answers(Box::new(described()), vec![]);
+        assert!(polkit(&facts).remedy.contains("again"));
+        plant(&root, "usr/share/polkit-1/actions/org.gpusession1.policy", "");
+        assert_eq!(polkit(&facts).state, State::Ok);
+        program(&root, "systemctl", "echo not-found");
+        assert!(polkit(&facts).remedy.contains("polkitd"));
     }
 
     #[test]

@@ -76,10 +76,40 @@ mod tests {
 
     use super::*;
 
+    /// Files with tables of checks; the tests of a check lie beside it.
+    const SOURCES: [&str; 6] = [
+        include_str!("library.rs"),
+        include_str!("login.rs"),
+        include_str!("network.rs"),
+        include_str!("gpu.rs"),
+        include_str!("../../../diagnosis/src/host.rs"),
+        include_str!("../../../diagnosis/src/gpu_host.rs"),
+    ];
+
+    #[test]
+    fn each_check_has_a_test() {
+        for source in SOURCES {
+            let (code, tests) = source.split_once("mod tests {").unwrap();
+            let rows: Vec<_> = code.split("Check { id: \"").skip(1).collect();
+            let words: BTreeSet<_> = tests.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+            assert!(!rows.is_empty());
+            // Such a test runs all checks of its table.
+            if tests.contains("CHECKS.iter().map(|check| (check.run)(outcome).state)") {
+                continue;
+            }
+            for row in rows {
+                let (id, rest) = row.split_once("\", run: ").unwrap();
+                let name = rest.trim_start_matches("|facts| ").split([' ', '(', '}']).next().unwrap();
+                assert!(words.contains(name), "{id}: no test calls {name}");
+            }
+        }
+    }
+
     #[test]
     fn ids_are_unique_and_begin_with_their_group() {
         let (_root, facts) = testing::facts();
-        let findings = examine(&facts);
+        let mut findings = examine(&facts);
+        findings.run(Place::Gpu, gpu::CHECKS, &gpu::Outcome::Hung);
         let ids: BTreeSet<_> = findings.0.iter().map(|row| row.id.as_str()).collect();
         assert_eq!(ids.len(), findings.0.len());
         assert!(ids.len() >= 25, "{}", ids.len());

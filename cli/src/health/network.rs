@@ -356,7 +356,7 @@ fn buffers(facts: &Facts) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use gpusession_bus::describe::Survey;
+    use gpusession_bus::describe::{Lease, Survey};
     use gpusession_diagnosis::check::State;
 
     use super::super::testing::{described, facts, plant};
@@ -428,6 +428,22 @@ mod tests {
         assert!(text.contains("clock is behind"), "{text}");
         plant(&root, "var/lib/gpusession/identity/client.pem", "nonsense");
         assert_eq!(certificate(&facts).state, State::Fault);
+    }
+
+    #[test]
+    fn a_lease_without_encryption_is_a_warning() {
+        let (_root, mut facts) = facts();
+        assert_eq!(encryption(&facts).state, State::Skipped);
+        let mut of = |transport: &str, encrypted| {
+            let mut described = described();
+            let transport = transport.into();
+            described.leases = vec![Lease { transport, encrypted, ..Default::default() }];
+            facts.daemon = Daemon::Answers(Box::new(described), vec![]);
+            encryption(&facts).state
+        };
+        assert_eq!(of("", false), State::Skipped, "it holds no GPU");
+        assert_eq!(of("tcp", true), State::Ok);
+        assert_eq!(of("tcp", false), State::Warning);
     }
 
     #[test]

@@ -362,4 +362,31 @@ mod tests {
             .collect();
         assert_eq!(actions, asked);
     }
+
+    /// Starts of the names of methods for any caller: they read, or ask a server at once.
+    const FOR_ALL: [&str; 6] = ["can_", "describe", "get_", "list_", "ping", "reconnect"];
+
+    #[test]
+    fn each_method_that_changes_something_asks_whether_the_caller_may() {
+        let mut found = 0;
+        for file in [
+            include_str!("manager.rs"),
+            include_str!("lease.rs"),
+            include_str!("device.rs"),
+            include_str!("server.rs"),
+        ] {
+            let (_, objects) = file.split_once("#[interface(").unwrap();
+            let (methods, _) = objects.split_once("\n}\n").unwrap();
+            for method in methods.split("    async fn ").skip(1) {
+                let (name, body) = method.split_once('(').unwrap();
+                let (counted, asked) = (body.contains("Call::begin("), body.contains(".may("));
+                let touches = body.contains("touch(");
+                assert!(counted || touches, "{name} begins no Call");
+                let for_all = FOR_ALL.iter().any(|start| name.starts_with(start));
+                assert!(for_all || asked || touches, "{name} asks for no Deed");
+                found += 1;
+            }
+        }
+        assert!(found > 20, "{found}");
+    }
 }
