@@ -1,10 +1,11 @@
 //! Links the library under the driver's name, and generates code from the table of symbols: the
-//! functions that are not simulated, the table of `cuGetProcAddress`, and the names and texts of
-//! errors.
+//! functions that are not simulated, the list of those that gpusession serves, the table of
+//! `cuGetProcAddress`, and the names and texts of errors.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use gpusession_calls::Class;
 use gpusession_calls::tables::{Library, tables_source};
 
 /// Collects the names defined by `export!` blocks: `fn cuName(` and `fn cuName | cuName_ptsz(`.
@@ -37,6 +38,10 @@ fn main() {
     let out = std::env::var("OUT_DIR").expect("OUT_DIR");
     let write = |name: &str, text: String| std::fs::write(Path::new(&out).join(name), text).expect("write");
     write("unsupported.rs", gpusession_calls::unsupported_source(&implemented));
+    let calls = gpusession_calls::calls();
+    let served = calls.iter().filter(|(_, class)| !matches!(class, Class::None(_))).map(|(name, _)| *name);
+    let unsimulated: Vec<_> = served.filter(|name| !implemented.contains(*name)).collect();
+    write("unsimulated.rs", format!("const UNSIMULATED: &[&str] = &{unsimulated:?};"));
     write("proc_addresses.rs", gpusession_calls::proc_addresses_source());
     write("errors.rs", gpusession_calls::errors_source());
     write("export_tables.rs", tables_source(Library::Simgpu));

@@ -409,6 +409,8 @@ pub fn coverage() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -467,6 +469,47 @@ mod tests {
             })
             .collect();
         assert!(missing.is_empty(), "{missing:?}");
+    }
+
+    /// Collects the words of all files below a folder whose names end so.
+    fn words_of(folder: &Path, ends: &[&str], words: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                words_of(&path, ends, words);
+            } else if ends.iter().any(|end| path.extension().is_some_and(|found| found == *end)) {
+                let text = std::fs::read_to_string(path).unwrap();
+                words.extend(text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').map(str::to_owned));
+            }
+        }
+    }
+
+    /// A call that gpusession serves, and that no test or real program is known to use, is in
+    /// `unused.txt`, or else its author has forgotten the program.
+    #[test]
+    fn each_call_that_is_served_is_used_by_a_program() {
+        let mut words = BTreeSet::new();
+        words_of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests"), &["cu", "h", "rs"], &mut words);
+        words.extend(used().map(|entry| entry.split('@').next().unwrap_or(entry).to_owned()));
+        let is_used = |name: &str| {
+            let base = name.rsplit_once("_v").map_or(name, |(base, _)| base);
+            // By the driver's name, with or without version, or by that of the runtime library.
+            let names = [name, base].map(str::to_owned).into_iter().chain([base.replacen("cu", "cuda", 1)]);
+            names.into_iter().any(|name| words.contains(&name))
+        };
+        let calls = calls();
+        let served =
+            calls.iter().filter(|(_, class)| !matches!(class, Class::None(_))).map(|(name, _)| *name);
+        let unused: Vec<&str> = served.filter(|name| !is_used(name)).collect();
+        let lines = include_str!("../unused.txt").lines().filter(|line| !line.starts_with('#'));
+        let stated: Vec<&str> = lines.collect();
+        let only = |list: &[&str], other: &[&str]| -> Vec<String> {
+            list.iter().filter(|name| !other.contains(name)).map(|name| (*name).to_owned()).collect()
+        };
+        let forgotten = only(&unused, &stated);
+        assert!(forgotten.is_empty(), "{forgotten:?}: a program of tests/programs calls it");
+        let stale = only(&stated, &unused);
+        assert!(stale.is_empty(), "{stale:?}: a program uses it, so no line of unused.txt");
     }
 
     /// A row `array N COUNT` must name a scalar parameter.
