@@ -32,6 +32,7 @@ impl State {
 /// Result of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
+    /// Judgement, which also decides the exit code of `health`.
     pub state: State,
     /// Facts in one line.
     pub found: String,
@@ -44,14 +45,17 @@ impl Finding {
         Self { state, found: found.into(), remedy: remedy.into() }
     }
 
+    /// No measure is needed; `found` has the facts in one line.
     pub fn ok(found: impl Into<String>) -> Self {
         Self::new(State::Ok, found, "")
     }
 
+    /// Programs work; `found` says what is worse than it could be, `remedy` what to do.
     pub fn warning(found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::new(State::Warning, found, remedy)
     }
 
+    /// Programs do not work or will fail; `found` says why, `remedy` what to do.
     pub fn fault(found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::new(State::Fault, found, remedy)
     }
@@ -84,12 +88,19 @@ impl Finding {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Place {
+    /// Which `libcuda.so.1` programs load.
     Library,
+    /// Daemon, configuration and sessions.
     Login,
+    /// Way to the servers.
     Network,
+    /// Limits and resources of this machine.
     Host,
+    /// Driver and cards of this machine.
     GpuHost,
+    /// `gpuserver` on this host.
     Server,
+    /// A CUDA program of the command itself.
     Gpu,
 }
 
@@ -111,17 +122,23 @@ impl Place {
 pub struct Check<F: ?Sized> {
     /// Name that stays the same in all versions, such as `library.first`.
     pub id: &'static str,
+    /// Judges the facts; it changes nothing and does not wait for the network.
     pub run: fn(&F) -> Finding,
 }
 
 /// A finding with its check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Row {
+    /// As [`Check::id`].
     pub id: String,
+    /// Heading below which the text lists it.
     #[serde(rename = "where")]
     pub place: Place,
+    /// As [`Finding::state`].
     pub state: State,
+    /// As [`Finding::found`].
     pub found: String,
+    /// As [`Finding::remedy`].
     pub remedy: String,
 }
 

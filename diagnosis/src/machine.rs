@@ -27,6 +27,7 @@ pub struct Machine {
     pub environment: BTreeMap<String, String>,
     /// Seconds since the epoch.
     pub now: u64,
+    /// Effective uid of the caller; 0 reads all files.
     pub uid: u32,
 }
 
@@ -101,6 +102,7 @@ impl Machine {
         bytes.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).map_err(unread)
     }
 
+    /// Returns `true` if the path exists; a dangling link does.
     pub fn exists(&self, path: impl AsRef<Path>) -> bool {
         self.at(path).symlink_metadata().is_ok()
     }

@@ -12,9 +12,13 @@ use serde_json::Value;
 /// Sort of a name, and the start of its pseudonyms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
+    /// A person: `user1`, `user2`.
     User,
+    /// An identity of the pool, as `client1`.
     Client,
+    /// A name in DNS, as `host1`.
     Host,
+    /// An IPv4 or IPv6 address, as `address1`.
     Address,
 }
 

@@ -22,7 +22,9 @@ const MAX_JOURNAL: usize = 20 << 20;
 /// A file of the archive.
 #[derive(Debug, Clone, Serialize)]
 pub struct File {
+    /// Path within the archive.
     pub path: String,
+    /// Size after the removal of secrets.
     pub bytes: usize,
     /// Whether something was left out of it.
     pub redacted: bool,
@@ -35,6 +37,7 @@ pub struct File {
 #[derive(Debug, Default)]
 pub struct Report {
     files: Vec<File>,
+    /// Texts that no file of the archive may hold.
     pub secrets: Secrets,
     names: Option<Pseudonyms>,
 }

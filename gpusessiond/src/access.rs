@@ -34,6 +34,7 @@ pub struct Gate {
 }
 
 impl Gate {
+    /// Creates a gate with this system's owners of subordinate uids.
     pub fn new(access: Access) -> Self {
         Self::with_owners(access, Owners::system())
     }

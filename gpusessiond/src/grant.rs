@@ -38,6 +38,7 @@ use crate::peer::{Peer, control_groups, has_thread, peer, watched};
 pub struct Limits {
     /// Connections of one user, including those of running programs.
     pub per_uid: usize,
+    /// Connections of all users together.
     pub total: usize,
     /// Time to send a request, and to accept the answer.
     pub io_timeout: Duration,

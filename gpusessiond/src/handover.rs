@@ -134,7 +134,12 @@ fn valid(name: &str) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kept {
     /// Pidfd of a process that has a worker.
-    Process { lease: String, worker: [u8; 16] },
+    Process {
+        /// Id of the lease.
+        lease: String,
+        /// Id of the worker.
+        worker: [u8; 16],
+    },
     /// The daemon's end of a lease descriptor.
     LeaseFd {
         /// Key of the lease's request.

@@ -40,10 +40,20 @@ pub enum IdentityError {
     Missing(PathBuf),
     /// A file of the identity cannot be read or written.
     #[error("{}: {error}", path.display())]
-    File { path: PathBuf, error: io::Error },
+    File {
+        /// File of the identity, or its folder.
+        path: PathBuf,
+        /// Reason of the operating system.
+        error: io::Error,
+    },
     /// A file of the identity has invalid content.
     #[error("{}: {message}", path.display())]
-    Bad { path: PathBuf, message: String },
+    Bad {
+        /// File of the identity.
+        path: PathBuf,
+        /// Error in it, in one line.
+        message: String,
+    },
     /// The name is not allowed for a client.
     #[error("`{0}` cannot name a client: use a-z, 0-9, `-` and dots, 64 characters at most")]
     Name(String),

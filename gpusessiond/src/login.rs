@@ -112,6 +112,7 @@ impl Sessions {
         by_cgroup.or_else(|| mine().find(|s| Some(s.id.as_str()) == hint)).cloned()
     }
 
+    /// Returns all sessions, in the order of their ids.
     pub fn list(&self) -> Vec<Arc<Session>> {
         self.known().values().map(|k| k.session.clone()).collect()
     }

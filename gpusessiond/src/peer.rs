@@ -13,8 +13,11 @@ use tokio::net::{UnixListener, UnixStream};
 
 /// The process at the other end of a connection, according to the kernel.
 pub struct Peer {
+    /// Effective uid when the process connected.
     pub uid: u32,
+    /// Pid in this namespace; 0 for a process of another one.
     pub pid: u32,
+    /// Descriptor of the process; `None` if it exited, or the kernel has none.
     pub pidfd: Option<OwnedFd>,
 }
 
@@ -48,6 +51,9 @@ pub fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
 }
 
+/// Returns the process at the other end.
+///
+/// It is the process that connected, even if others inherited the connection.
 pub fn peer(stream: &UnixStream) -> io::Result<Peer> {
     let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
     let pid = u32::try_from(credentials.pid()).unwrap_or(0);

@@ -64,6 +64,7 @@ impl Trouble {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct PoolError {
+    /// Kind, which decides whether a retry helps.
     pub trouble: Trouble,
     /// One line for users, naming the server.
     pub message: String,

@@ -28,6 +28,7 @@ pub struct Owners {
 /// The user to whom a uid is subordinate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Principal {
+    /// Uid of the owner; without a line in `/etc/passwd`, the first uid of its first range.
     pub uid: u32,
     /// User name, if the user database has one.
     pub name: Option<String>,

@@ -5,16 +5,23 @@
 
 /// Kind of contexts; slots below the number of the worker's devices are the primary contexts.
 pub const CTX: u8 = 0x11;
+/// Kind of streams, but for the default streams 0, 1 and 2.
 pub const STREAM: u8 = 0x12;
+/// Kind of events.
 pub const EVENT: u8 = 0x13;
+/// Kind of modules.
 pub const MODULE: u8 = 0x14;
+/// Kind of libraries.
 pub const LIBRARY: u8 = 0x15;
 /// Kind of kernels and functions, since the driver accepts each in the other's place.
 pub const FUNC: u8 = 0x16;
+/// Kind of graphs; an instantiated one has a handle of [`EXEC`].
 pub const GRAPH: u8 = 0x17;
+/// Kind of instantiated graphs.
 pub const EXEC: u8 = 0x18;
 /// Kind of states of the linker.
 pub const LINK: u8 = 0x19;
+/// Kind of user objects, which graphs keep alive.
 pub const USER_OBJECT: u8 = 0x1a;
 /// Kind of green contexts; each also has a handle of the kind of contexts.
 pub const GREEN: u8 = 0x1b;

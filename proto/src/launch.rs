@@ -5,8 +5,11 @@ pub const ATTRIBUTE: usize = 72;
 
 /// `CU_LAUNCH_ATTRIBUTE_*`
 pub const COOPERATIVE: u32 = 2;
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT`, whose value names an event.
 pub const PROGRAMMATIC_EVENT: u32 = 7;
+/// `CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT`, whose value names an event.
 pub const COMPLETION_EVENT: u32 = 12;
+/// `CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE`, which `libcuda.so.1` refuses.
 pub const DEVICE_UPDATABLE: u32 = 13;
 
 /// Returns id and first word of the value of each attribute; a part of one at the end is ignored.

@@ -20,7 +20,8 @@ pub type Result<T> = std::result::Result<T, BusError>;
 macro_rules! errors {
     ($($function:ident = $name:expr),+ $(,)?) => {
         impl BusError {
-            $(pub fn $function(message: impl Into<String>) -> Self {
+            $(/// Creates the error with this D-Bus name; `message` is one line for the caller.
+            pub fn $function(message: impl Into<String>) -> Self {
                 Self { name: $name, message: message.into() }
             })+
         }

@@ -43,7 +43,9 @@ use crate::settings::Settings;
 
 /// Parts of the daemon that the API uses.
 pub struct Parts {
+    /// Lease manager, to which all calls go.
     pub leases: Arc<dyn Leases>,
+    /// Configuration, which `Reload` replaces.
     pub settings: Arc<Settings>,
     /// Login sessions, if the daemon tracks them.
     pub sessions: Option<Arc<Sessions>>,

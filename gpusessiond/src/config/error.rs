@@ -9,10 +9,16 @@ use gpusession_common::units::nearest;
 pub enum ConfigError {
     /// A file cannot be read.
     #[error("{}: {error}", path.display())]
-    Read { path: PathBuf, error: std::io::Error },
+    Read {
+        /// File, or folder of drop-ins.
+        path: PathBuf,
+        /// Reason of the operating system.
+        error: std::io::Error,
+    },
     /// A file is not valid TOML, or has an unknown key or a bad value.
     #[error("{}:{line}:{column}: {message}", path.display())]
     Parse {
+        /// File with the error.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
@@ -23,7 +29,12 @@ pub enum ConfigError {
     },
     /// The values do not fit together.
     #[error("{}: {message}", path.display())]
-    Invalid { path: PathBuf, message: String },
+    Invalid {
+        /// File with one of the values.
+        path: PathBuf,
+        /// Description with a suggestion.
+        message: String,
+    },
 }
 
 impl ConfigError {

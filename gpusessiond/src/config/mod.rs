@@ -25,10 +25,13 @@ use read::{File, Reader};
 pub struct Config {
     /// Values of the keys outside of tables.
     pub keys: Keys,
+    /// `[client]`: name and pool of this machine.
     pub client: Client,
+    /// `[access]`: users who may have GPUs.
     pub access: Access,
     /// `[[lease]]` tables in file order.
     pub leases: Vec<LeaseConfig>,
+    /// `[transport]`: connections of programs to workers.
     pub transport: Transport,
     /// `[environment]`: set for login sessions unless the user has set them.
     pub environment: BTreeMap<String, String>,
@@ -228,6 +231,7 @@ impl Servers {
         text
     }
 
+    /// Returns HOST:PORT of each server, in the order of the file.
     pub fn addresses(&self) -> Vec<String> {
         self.servers.iter().map(|s| s.address.clone()).collect()
     }

@@ -64,33 +64,57 @@ impl LeaseState {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
     /// The daemon wants a new lease.
-    New { slot: Slot },
+    New {
+        /// Slot of the lease.
+        slot: Slot,
+    },
     /// A server granted the lease.
-    Granted { slot: Slot },
+    Granted {
+        /// Slot of the lease.
+        slot: Slot,
+    },
     /// Properties of the lease changed.
-    Changed { slot: Slot },
+    Changed {
+        /// Slot of the lease.
+        slot: Slot,
+    },
     /// The lease's stock of workers changed.
-    Stock { slot: Slot },
+    Stock {
+        /// Slot of the lease.
+        slot: Slot,
+    },
     /// A one-time request was refused; its slot no longer exists.
-    Failed { slot: Slot, error: PoolError },
+    Failed {
+        /// Slot that the request had.
+        slot: Slot,
+        /// Refusal, for the caller.
+        error: PoolError,
+    },
     /// The lease will end, or be parked.
     PrepareForLoss {
+        /// Slot of the lease.
         slot: Slot,
+        /// Time until then.
         left: Duration,
+        /// Reason in one line, for people.
         reason: String,
         /// Its programs are idle: any GPU work of theirs prevents the measure.
         idle: bool,
     },
     /// The server took the lease away, or it expired.
     Lost {
+        /// Slot of the lease.
         slot: Slot,
         /// Id that the lease had.
         id: String,
+        /// Reason in one line, for people.
         reason: String,
     },
     /// The slot no longer exists.
     Removed {
+        /// Slot that the lease had.
         slot: Slot,
+        /// Reason in one line, for people.
         reason: String,
         /// Lost, not released.
         lost: bool,
@@ -114,12 +138,14 @@ pub struct Update {
 /// Answer to a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
+    /// Workers for the process, and all that were taken for it, usable or not.
     Granted(Vec<Endpoint>, Vec<Granted>),
     /// No worker now: ask again after the next [`Snapshot`], or give up with this denial.
     Wait(Denial, String),
     /// The lease is held, and its server starts a worker or brings lent or parked GPUs back: as
     /// `Wait`, but for longer.
     Later(String),
+    /// The process gets no GPU; the text says why and what helps.
     Denied(Denial, String),
 }
 

@@ -8,7 +8,9 @@ use crate::subuid::Principal;
 /// A process that asks for GPUs, as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
+    /// Uid of the process, from the socket.
     pub uid: u32,
+    /// Pid in the daemon's namespace.
     pub pid: u32,
     /// User name, if the user database knows one.
     pub user: Option<String>,
@@ -48,6 +50,7 @@ pub struct WorkerRequest {
 /// A worker that was granted to a process; returned with [`Leases::ended`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
+    /// Slot of the lease.
     pub slot: Slot,
     /// Id of the lease.
     pub lease: String,
@@ -58,9 +61,11 @@ pub struct Granted {
 /// A program that a lease did not serve, or not to its end; shown to its user and to root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
+    /// Uid of the process.
     pub uid: u32,
     /// User name, if the user database knows one.
     pub user: String,
+    /// Pid that the process had.
     pub pid: u32,
     /// Name of the program.
     pub program: String,
@@ -75,7 +80,9 @@ pub struct Failure {
 /// A program whose connection to its worker broke; shown to its user and to root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interruption {
+    /// Uid of the process.
     pub uid: u32,
+    /// Pid in the daemon's namespace.
     pub pid: u32,
     /// Name of the program.
     pub program: String,

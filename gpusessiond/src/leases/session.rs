@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 pub struct Session {
     /// Id of the session: the login's `GPUSESSION_ID`.
     pub id: String,
+    /// Uid of the user who logged in.
     pub uid: u32,
+    /// Name of that user.
     pub user: String,
     /// PAM service that opened it.
     pub service: String,

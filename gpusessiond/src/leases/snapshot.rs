@@ -16,6 +16,7 @@ use crate::pool::PoolError;
 /// The lease manager's clock and the wall clock at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Clock {
+    /// Time since boot.
     pub now: Time,
     /// Microseconds since the epoch.
     pub wall_usec: u64,
@@ -33,19 +34,24 @@ impl Clock {
 /// A lease as other parts of the daemon see it.
 #[derive(Debug, Clone)]
 pub struct LeaseView {
+    /// Properties that observers are notified of.
     pub facts: LeaseFacts,
+    /// Properties that move all the time.
     pub gauges: LeaseGauges,
 }
 
 /// Properties of a lease whose change observers learn.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LeaseFacts {
+    /// Slot, the same for as long as the lease is wanted.
     pub slot: Slot,
     /// Id from the server; while pending, an id made of the lease's name.
     pub id: String,
+    /// Description with which it was wanted.
     pub spec: Spec,
     /// Owner's uid; `u32::MAX` for all users, `u32::MAX - 1` for an unknown user.
     pub uid: u32,
+    /// State that `State` of the D-Bus object shows.
     pub state: LeaseState,
     /// Empty while pending.
     pub devices: Vec<DeviceView>,
@@ -53,6 +59,7 @@ pub struct LeaseFacts {
     pub server: String,
     /// Time of the grant; while pending, of the first request.
     pub created: Time,
+    /// Grows with each grant on other GPUs; 0 while pending.
     pub fencing_token: u64,
     /// Whether data connections are encrypted.
     pub encrypted: bool,
@@ -90,7 +97,9 @@ pub struct LeaseGauges {
 /// A GPU of a lease, as its server describes it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct DeviceView {
+    /// UUID, as `GPU-` and hexadecimal digits.
     pub uuid: String,
+    /// Model, such as `NVIDIA H100`.
     pub name: String,
     /// State at the server; empty from servers that predate it.
     pub state: String,
@@ -102,6 +111,7 @@ pub struct DeviceView {
     pub sm_percent: u32,
     /// Compute capability: major, minor.
     pub compute: (u32, u32),
+    /// PCI address on the server's host.
     pub pci_address: String,
     /// Name of its server.
     pub server: String,
@@ -136,7 +146,9 @@ impl LeaseFacts {
 /// A server as other parts of the daemon see it.
 #[derive(Debug, Clone, Default)]
 pub struct ServerView {
+    /// Properties that observers are notified of.
     pub facts: ServerFacts,
+    /// Properties that move all the time.
     pub gauges: ServerGauges,
 }
 
@@ -189,6 +201,7 @@ pub struct Snapshot {
     pub leases: Vec<LeaseView>,
     /// Servers in configuration order, with those that are gone.
     pub servers: Vec<ServerView>,
+    /// Login sessions that the daemon tracks; empty if it tracks none.
     pub sessions: Vec<Arc<Session>>,
     /// The moment of the snapshot on both clocks.
     pub clock: Clock,

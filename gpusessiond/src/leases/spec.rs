@@ -23,6 +23,7 @@ pub enum Owner {
     Everyone,
     /// A user by name, whose uid is known once the user database has answered.
     User(String),
+    /// A user by uid.
     Uid(u32),
 }
 
@@ -38,6 +39,7 @@ pub struct Spec {
     pub request_id: Option<String>,
     /// Position among the leases that one process gets together.
     pub order: u32,
+    /// Number of GPUs, all of one server.
     pub gpus: u32,
     /// Limit on each GPU's memory.
     pub memory: Memory,
@@ -49,6 +51,7 @@ pub struct Spec {
     /// On a GPU shared by MPS, the share of the multiprocessors equals that of the memory.
     #[serde(default)]
     pub sm_auto: bool,
+    /// Place among requests that wait at the server.
     pub priority: Priority,
     /// How the GPU is shared; `None` leaves it to the server.
     pub sharing: Option<Sharing>,
@@ -60,11 +63,13 @@ pub struct Spec {
     pub servers: Vec<String>,
     /// UUIDs of GPUs that are preferred if they are free.
     pub sticky: Vec<String>,
+    /// Users whose programs get it.
     pub owner: Owner,
     /// Uid of the user that `owner` names, once the user database has answered.
     pub uid: Option<u32>,
     /// User for the server's limits and accounting; empty for the client's own leases.
     pub user: String,
+    /// Event with which the lease begins and ends.
     pub class: Class,
     /// Login session whose end releases the lease.
     pub session: Option<String>,

@@ -3,6 +3,7 @@
 //! The peer reads and discards all frames, as a worker does whose GPU keeps up. The second part
 //! measures bursts, and counts the thread's system calls.
 #![expect(clippy::disallowed_methods, reason = "a benchmark pauses between bursts")]
+#![allow(missing_docs, reason = "criterion_group makes a public function")]
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -107,9 +107,13 @@ enum Role {
 
 /// One attempt to bring a lane back.
 pub struct Attempt<'a> {
+    /// Key of the session, which proves both ends.
     pub key: &'a SessionKey,
+    /// Id of the worker that the connection names.
     pub worker: [u8; 16],
+    /// Number of the lane; 0 is the log.
     pub lane: u16,
+    /// Number of the attempt, so that no answer serves two.
     pub number: u32,
 }
 

@@ -22,8 +22,11 @@ pub struct Described {
     pub state: String,
     /// Whether the configuration has leases that begin with a session or a first call.
     pub leases_on_demand: bool,
+    /// Number of GPUs of all leases that this machine wants now.
     pub gpus_wanted: u32,
+    /// Number of those that it has.
     pub gpus_leased: u32,
+    /// Whether every boot lease was held at one time since the start of the daemon.
     pub boot_allocation_complete: bool,
     /// Files that were read.
     #[serde(default)]
@@ -33,8 +36,11 @@ pub struct Described {
     /// `None` before the client has joined a pool, and from older daemons.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub identity: Option<Identity>,
+    /// In the order in which they were first wanted.
     pub leases: Vec<Lease>,
+    /// In the order of the configuration.
     pub servers: Vec<Server>,
+    /// Empty from older daemons.
     #[serde(default)]
     pub sessions: Vec<Session>,
 }
@@ -51,13 +57,17 @@ pub struct Identity {
     pub trouble: Option<String>,
 }
 
+/// A lease that this machine has or wants.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Lease {
+    /// Id from the server; while pending, an id made of the name.
     pub id: String,
     /// Configured name; empty without one.
     pub name: String,
+    /// `pending`, `active`, `idle`, `parked` and so on, as `State` on D-Bus.
     pub state: String,
+    /// `boot`, `session`, `user` or `background`.
     pub class: String,
     /// Id of the login session whose end releases it.
     pub session: Option<String>,
@@ -66,6 +76,7 @@ pub struct Lease {
     pub control_group: Option<String>,
     /// `None` for all users.
     pub uid: Option<u32>,
+    /// Name of that user; empty for all users.
     pub user: String,
     /// Whether a user asked for it once.
     pub requested: bool,
@@ -75,6 +86,7 @@ pub struct Lease {
     pub server: String,
     /// Memory of each GPU that the lease may use; `None` while pending.
     pub memory_limit_bytes: Option<u64>,
+    /// Share of the multiprocessors in percent; while pending, the wanted one.
     pub sm_percent: u32,
     /// Microseconds since the epoch.
     pub created_usec: u64,
@@ -86,12 +98,17 @@ pub struct Lease {
     pub idle_timeout_usec: u64,
     /// Number of processes that use it.
     pub processes: usize,
+    /// Whether programs' data is encrypted; `false` while pending.
     pub encrypted: bool,
     /// Empty while pending.
     pub transport: String,
+    /// Reason for it, for people; empty while pending.
     pub transport_reason: String,
+    /// Why it is not held, or its latest trouble: one line.
     pub trouble: Option<String>,
+    /// Word for programs, such as `no-capacity`.
     pub trouble_kind: Option<String>,
+    /// Programs of the asking user, for root of all users, in the last 10 minutes.
     pub failures: Vec<Failure>,
     /// Programs whose connection broke at least once.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -100,10 +117,13 @@ pub struct Lease {
     pub position: Option<u32>,
     /// Length of that queue.
     pub waiting: Option<u32>,
+    /// Microseconds until the next try, while pending.
     pub retry_in_usec: Option<u64>,
     /// Program that asked.
     pub who: String,
+    /// Reason that it gave.
     pub why: String,
+    /// Empty while pending.
     pub devices: Vec<Device>,
 }
 
@@ -120,13 +140,17 @@ impl Lease {
 pub struct Failure {
     /// Microseconds since the epoch.
     pub usec: u64,
+    /// Uid of the program.
     pub uid: u32,
     /// Empty if the user database knows no name.
     pub user: String,
+    /// Pid that it had on this machine.
     pub pid: u32,
+    /// Name of the executable.
     pub program: String,
     /// The program had GPUs and lost them.
     pub running: bool,
+    /// One line, without control characters.
     pub reason: String,
 }
 
@@ -134,8 +158,11 @@ pub struct Failure {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Interruption {
+    /// Uid of the program.
     pub uid: u32,
+    /// Pid on this machine.
     pub pid: u32,
+    /// Name of the executable.
     pub program: String,
     /// Microseconds since the epoch at which the connection broke; `None` if it is back.
     pub since_usec: Option<u64>,
@@ -143,13 +170,17 @@ pub struct Interruption {
     pub number: u32,
 }
 
+/// A GPU of a lease.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Device {
     /// Number within the lease, from 0.
     pub ordinal: u32,
+    /// `GPU-` and hexadecimal digits, as in `nvidia-smi -L`.
     pub uuid: String,
+    /// Model, such as `NVIDIA H100`.
     pub name: String,
+    /// As `State` of its D-Bus object.
     pub state: String,
     /// Memory of the card.
     pub memory_bytes: u64,
@@ -157,27 +188,37 @@ pub struct Device {
     pub limit_bytes: u64,
     /// Such as `9.0`.
     pub compute_capability: String,
+    /// PCI address on the server's host.
     pub pci_address: String,
+    /// Version of the server's NVIDIA driver.
     pub driver_version: String,
     /// Such as `13.0`.
     pub cuda_version: String,
 }
 
+/// A server of the pool, by the heartbeats of the daemon.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Server {
+    /// Name; the address until the server has reported its name.
     pub name: String,
+    /// HOST:PORT of the control service.
     pub address: String,
+    /// `connecting`, `online`, `suspect`, `offline`, `stopped`, `draining` or `unauthorized`.
     pub state: String,
     /// Reason of the last failed call.
     pub trouble: Option<String>,
     /// Microseconds since the epoch; 0 for never.
     pub last_seen_usec: u64,
+    /// Round trip of the last call, in microseconds.
     pub rtt_usec: u64,
+    /// Program and version, such as `gpuserver 0.1.0`.
     pub software: String,
     /// Version of the data plane's protocol; 0 until reported.
     pub protocol: u32,
+    /// Number of GPUs that it serves.
     pub gpus: u32,
+    /// Number of those that no lease holds.
     pub gpus_free: u32,
 }
 
@@ -185,8 +226,11 @@ pub struct Server {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Session {
+    /// The login's `GPUSESSION_ID`.
     pub id: String,
+    /// Uid of the user who logged in.
     pub uid: u32,
+    /// Name of that user.
     pub user: String,
     /// PAM service that opened it.
     pub service: String,
@@ -211,19 +255,23 @@ pub struct Survey {
 pub struct Surveyed {
     /// Name; the address of a server that does not answer.
     pub name: String,
+    /// HOST:PORT of the control service.
     pub address: String,
     /// `online` or `draining`; `unauthorized`, `stopped` or `offline` with a trouble.
     pub state: String,
     /// Why it does not answer.
     pub trouble: Option<String>,
+    /// Round trip of this call, in microseconds.
     pub rtt_usec: u64,
     /// The server's clock less this machine's, in microseconds; `None` from older servers.
     pub clock_skew_usec: Option<i64>,
+    /// Program and version, such as `gpuserver 0.1.0`.
     pub software: String,
     /// Newest version of the data plane's protocol that its workers serve.
     pub protocol: u32,
     /// Oldest version that they serve; `None` if that is `protocol`.
     pub oldest_protocol: Option<u32>,
+    /// Version of its NVIDIA driver.
     pub driver_version: String,
     /// Such as `13.0`.
     pub cuda_version: String,
@@ -235,6 +283,7 @@ pub struct Surveyed {
     pub waiting: Option<u32>,
     /// Number of running programs of all clients.
     pub programs: Option<u32>,
+    /// In the order of its indices.
     pub cards: Vec<Card>,
     /// Use of its GPUs in the present hour and the 24 before it; empty from older servers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -247,6 +296,7 @@ pub struct Surveyed {
 pub struct Usage {
     /// `all`, `machine` or `you`.
     pub by: String,
+    /// Sums, whose keys stand beside `by`.
     #[serde(flatten)]
     pub sums: UsageSums,
 }
@@ -259,6 +309,7 @@ pub struct Endpoint {
     pub server: String,
     /// HOST:PORT of the data plane.
     pub addresses: Vec<String>,
+    /// Id that the preface names in place of a worker.
     pub id: [u8; 16],
     /// SHA-256 of the endpoint's certificate.
     pub fingerprint: [u8; 32],
@@ -274,10 +325,13 @@ pub struct Endpoint {
 pub struct Card {
     /// Number within the server, from 0.
     pub index: u32,
+    /// `GPU-` and hexadecimal digits, as in `nvidia-smi -L`.
     pub uuid: String,
+    /// Model, such as `NVIDIA H100`.
     pub name: String,
     /// `free`, `leased`, `off`, `off-pending`, `stopped` or `broken`.
     pub state: String,
+    /// Memory of the card.
     pub memory_bytes: u64,
     /// Memory that no lease holds.
     pub free_bytes: u64,
@@ -285,8 +339,11 @@ pub struct Card {
     pub sharing: String,
     /// Memory that programs use.
     pub used_bytes: Option<u64>,
+    /// Time with a running kernel, by NVML; `None` if unknown.
     pub utilization_percent: Option<u32>,
+    /// Degrees Celsius, by NVML; `None` if unknown.
     pub temperature_c: Option<u32>,
+    /// Milliwatts, by NVML; `None` if unknown.
     pub power_mw: Option<u32>,
     /// Programs of the asking user on it, for root those of all users of this machine.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -297,10 +354,13 @@ pub struct Card {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct CardProgram {
+    /// Pid on this machine.
     pub pid: u32,
+    /// Uid of the program.
     pub uid: u32,
     /// Empty if the user database knows no name.
     pub user: String,
+    /// Name of the executable.
     pub name: String,
     /// Id of its lease.
     pub lease: String,

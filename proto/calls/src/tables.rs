@@ -32,6 +32,7 @@ pub struct Slot {
 pub struct Table {
     /// Bytes of the id, the first byte highest.
     pub id: u128,
+    /// Name that this project gives it, for messages.
     pub name: &'static str,
     /// Users of the table, or the reason for refusing it.
     pub about: &'static str,

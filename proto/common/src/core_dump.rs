@@ -7,12 +7,19 @@ pub const TEXT: usize = 1024;
 
 /// `CUcoredumpSettings`, from 1.
 pub mod attribute {
+    /// Whether a fault of a kernel writes a dump.
     pub const ON_EXCEPTION: u32 = 1;
+    /// Whether a fault also aborts the process.
     pub const TRIGGER_HOST: u32 = 2;
+    /// Whether a dump leaves out memory.
     pub const LIGHTWEIGHT: u32 = 3;
+    /// Whether the pipe can ask for a dump.
     pub const USER_TRIGGER: u32 = 4;
+    /// Name of the dump, with `%p` and the like.
     pub const FILE: u32 = 5;
+    /// Name of the pipe that asks for a dump.
     pub const PIPE: u32 = 6;
+    /// `CUCoredumpGenerationFlags`: parts that a dump leaves out.
     pub const FLAGS: u32 = 7;
 }
 

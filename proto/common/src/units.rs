@@ -32,6 +32,7 @@ const SECOND: u64 = 1_000_000_000;
 pub enum Memory {
     /// Percentage of the GPU's memory, up to 100.
     Percent(f64),
+    /// Absolute size.
     Bytes(u64),
 }
 

@@ -45,9 +45,11 @@ struct Section<'a> {
 
 /// A variable; bytes after `init` are zero.
 pub struct Variable {
+    /// Symbol, by which the driver finds it.
     pub name: String,
     /// In bytes.
     pub size: u64,
+    /// Initial bytes, at most `size`.
     pub init: Vec<u8>,
 }
 

@@ -24,24 +24,29 @@ pub struct Entry<'a> {
     pub kind: u16,
     /// Compute capability that it is for, such as 75.
     pub sm: u32,
+    /// Image, perhaps compressed.
     pub payload: Payload<'a>,
 }
 
 /// Bytes of an entry as the fat binary has them.
 #[derive(Debug, Clone, Copy)]
 pub struct Payload<'a> {
+    /// Bytes within the fat binary, without the padding of a compressed one.
     pub bytes: &'a [u8],
+    /// Compression that the entry names.
     pub packing: Packing,
 }
 
 /// Compression of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
+    /// No compression.
     Plain,
     /// With the length of the image in bytes, by the entry's own word.
     Lz4(u64),
     /// With the length of the image in bytes, by the entry's own word.
     Zstd(u64),
+    /// A compression that this code does not know.
     Unknown,
 }
 

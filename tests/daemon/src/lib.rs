@@ -1,5 +1,7 @@
 //! Helpers of the integration tests: a private bus, a simulated pool, processes that request GPUs.
 
+#![allow(missing_docs, reason = "helpers of tests")]
+
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

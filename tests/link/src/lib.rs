@@ -1,4 +1,6 @@
 //! Helpers for tests and benchmarks of links.
 
+#![allow(missing_docs, reason = "helpers of tests")]
+
 pub mod peer;
 pub mod syscalls;

@@ -1,5 +1,7 @@
 //! A real server process with fake workers, and clients of it.
 
+#![allow(missing_docs, reason = "helpers of tests")]
+
 use std::ffi::OsString;
 use std::io::Read;
 use std::net::TcpStream;

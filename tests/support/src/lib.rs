@@ -1,5 +1,7 @@
 //! Helpers that tests of several crates share.
 
+#![allow(missing_docs, reason = "helpers of tests")]
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;

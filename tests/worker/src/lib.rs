@@ -3,6 +3,8 @@
 //! The supervisor hands over connections as `gpuserver` does. The clients break the protocol where
 //! a test needs that.
 
+#![allow(missing_docs, reason = "helpers of tests")]
+
 pub mod supervised;
 
 use std::io::{self, IoSlice, Read, Write};

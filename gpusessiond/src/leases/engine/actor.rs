@@ -28,6 +28,7 @@ pub struct HostFacts {
     pub boot_id: [u8; 16],
     /// Hash of this host's machine id.
     pub machine_id: String,
+    /// Seed of the jitter of retries, so that a fleet does not try at once.
     pub seed: u64,
     /// Time since boot: the clock of the lease manager, so that times outlive the daemon.
     pub uptime: Duration,

@@ -81,6 +81,7 @@ pub struct SavedRelease {
 /// Phase of a slot.
 #[derive(Debug, Clone)]
 pub enum Phase {
+    /// No request is in flight.
     Waiting {
         /// When the next try is due.
         retry: Time,
@@ -94,7 +95,9 @@ pub enum Phase {
 /// A lease that this client wants.
 #[derive(Debug, Clone)]
 pub struct Wanted {
+    /// Description, which outlives single leases.
     pub spec: Spec,
+    /// Progress of the present try.
     pub phase: Phase,
     /// Why the last try failed.
     pub trouble: Option<PoolError>,

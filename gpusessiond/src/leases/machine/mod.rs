@@ -96,10 +96,15 @@ impl Machine {
         self.slots.iter().map(|(slot, wanted)| (*slot, wanted))
     }
 
+    /// Returns the wanted lease of a slot, or `None` once it has been removed.
     pub fn slot(&self, slot: Slot) -> Option<&Wanted> {
         self.slots.get(&slot)
     }
 
+    /// Returns the state of a server.
+    ///
+    /// # Panics
+    /// If no server has this index.
     pub fn health(&self, server: usize) -> &Health {
         &self.servers[server]
     }

@@ -12,7 +12,9 @@ use crate::leases::Time;
 /// A lease that outlives the daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedLease {
+    /// Description with which the next daemon continues to want it.
     pub spec: Spec,
+    /// Id from the server.
     pub id: String,
     /// Name of the server that holds it.
     pub server: String,
@@ -23,6 +25,7 @@ pub struct SavedLease {
 /// State that the next daemon of the same boot needs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
+    /// Leases that a server holds for this client.
     pub leases: Vec<SavedLease>,
     /// How often each wanted lease was given up or lost; part of its request id, so that no request
     /// is repeated by mistake.

@@ -45,6 +45,7 @@ impl Open {
 /// Stream of a transfer; a default stream's handle is the same in every context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct On {
+    /// Handle of the context.
     pub ctx: u64,
     /// Handle of the stream, 0 for the legacy default stream.
     pub stream: u64,
@@ -57,6 +58,7 @@ pub struct On {
 pub struct Detached {
     /// Position of its frame in the log.
     pub seq: u64,
+    /// Stream behind whose work it comes.
     pub on: On,
     range: HostRange,
 }
