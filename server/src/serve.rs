@@ -14,14 +14,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
 use crate::accounting::Accounting;
 use crate::audit;
-use crate::cache::{Cache, TRIM_INTERVAL};
+use crate::cache::{Cache, MEASURE_INTERVAL, TRIM_INTERVAL};
 use crate::cgroups::Cgroups;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
@@ -209,7 +209,7 @@ fn start_tasks(
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(pool.clone().tell_of_workers());
     if let Some(cache) = cache {
-        tasks.spawn(keep_small(cache));
+        tasks.spawn(keep_small(cache, pool.supervisor().clone()));
     }
     tasks.spawn(health::watch(pool.clone(), pool.monitor().clone()));
     tasks.spawn(pool.clone().serve_parking());
@@ -288,10 +288,10 @@ impl Host {
 ///
 /// The child has the server's descriptors until it executes a worker, on a busy host for seconds.
 async fn lock_state(folder: &Path) -> Result<store::Lock, store::StoreError> {
-    let end = tokio::time::Instant::now() + LOCK_TIMEOUT;
+    let end = Instant::now() + LOCK_TIMEOUT;
     loop {
         match store::lock(folder) {
-            Err(store::StoreError::Locked(_)) if tokio::time::Instant::now() < end => {
+            Err(store::StoreError::Locked(_)) if Instant::now() < end => {
                 tokio::time::sleep(LOCK_INTERVAL).await;
             }
             locked => return locked,
@@ -433,11 +433,11 @@ async fn drain(pool: &Pool, stop: &mut Stop, ends: End) -> End {
     if all {
         pool.registry().stop().await;
     }
-    let end = tokio::time::Instant::now() + limit;
+    let end = Instant::now() + limit;
     let mut told = Vec::new();
     loop {
         let programs = pool.supervisor().programs(all);
-        let left = end.saturating_duration_since(tokio::time::Instant::now());
+        let left = end.saturating_duration_since(Instant::now());
         if programs.is_empty() || left.is_zero() {
             return ends;
         }
@@ -496,11 +496,11 @@ fn raise_descriptor_limit() {
 }
 
 async fn housekeeping(pool: Arc<Pool>) {
-    let mut records = tokio::time::Instant::now();
+    let mut records = Instant::now();
     let mut told = status(&pool).await;
     loop {
         pool.tick().await;
-        if records <= tokio::time::Instant::now() {
+        if records <= Instant::now() {
             pool.forget_records();
             records += Duration::from_secs(3600);
         }
@@ -514,12 +514,24 @@ async fn housekeeping(pool: Arc<Pool>) {
     }
 }
 
-/// Trims the cache at intervals, on a blocking thread.
-async fn keep_small(cache: Cache) {
+/// Bounds the cache at intervals, on a blocking thread.
+async fn keep_small(cache: Cache, supervisor: Supervisor) {
+    let mut trimmed = None;
     loop {
-        let cache = cache.clone();
-        let _ = tokio::task::spawn_blocking(move || cache.trim(clock::wall())).await;
-        tokio::time::sleep(TRIM_INTERVAL).await;
+        let began = Instant::now();
+        let due = trimmed.is_none_or(|at| began.duration_since(at) >= TRIM_INTERVAL);
+        if due {
+            trimmed = Some(began);
+        }
+        let (cache, supervisor) = (cache.clone(), supervisor.clone());
+        let bound = move || {
+            if supervisor.bound_compiled() || due {
+                cache.trim(clock::wall());
+            }
+        };
+        let _ = tokio::task::spawn_blocking(bound).await;
+        // Large folders take at most a fifth of one processor.
+        tokio::time::sleep(MEASURE_INTERVAL.max(began.elapsed() * 4)).await;
     }
 }
 

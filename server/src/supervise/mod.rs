@@ -43,6 +43,7 @@ mod admission;
 mod adopt;
 mod attend;
 pub mod channel;
+mod compiled;
 mod errors;
 mod event;
 mod exit;

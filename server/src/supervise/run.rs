@@ -10,6 +10,7 @@ use tokio::time::timeout;
 
 use super::attend::{End, Ending, REAP_TIMEOUT};
 use super::channel::Channel;
+use super::compiled::owner;
 use super::event::Event;
 use super::exit::describe;
 use super::handover::Keepable;
@@ -202,12 +203,16 @@ impl Supervisor {
             let (_, bounds) = state.bounds(id).ok_or(gone)?;
             let worker = state.workers.get(id).ok_or(gone)?;
             let lease = state.leases.get(&worker.lease).map(|known| &known.lease);
-            let user = lease.filter(|lease| !lease.user.is_empty()).map(|lease| lease.uid);
+            let user = lease.and_then(owner);
             (worker.gpus.join(","), worker.client.clone(), user, bounds)
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
-        match self.0.options.cache.as_ref().and_then(|cache| cache.compiled(&client, user)) {
-            Some(folder) => variables.push(("CUDA_CACHE_PATH".into(), folder.into())),
+        let cache = self.0.options.cache.as_ref();
+        match cache.and_then(|cache| Some((cache.compiled(&client, user)?, cache.compiled_max()))) {
+            Some((folder, most)) => variables.extend([
+                ("CUDA_CACHE_PATH".into(), folder.into()),
+                ("CUDA_CACHE_MAXSIZE".into(), most.to_string().into()),
+            ]),
             None => variables.push(("CUDA_CACHE_DISABLE".into(), "1".into())),
         }
         let (own, environment): (Vec<_>, Vec<_>) =

@@ -184,6 +184,39 @@ async fn a_worker_has_no_more_threads_than_its_limit() {
     assert!(journal.lines().any(|l| l.contains(wanted) && l.contains("threads")), "{journal}");
 }
 
+#[tokio::test]
+async fn too_much_compiled_code_ends_its_writers_alone() {
+    let mut server = Server::prepare("libcuda.so.1", "cache_max = \"8MiB\"").await;
+    server.run_into("journal").await;
+    let (mut excessive, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
+    let (mut lanes, mut folders) = (Vec::new(), Vec::new());
+    for vm in [&mut excessive, &mut other] {
+        let lease = vm.allocate(10.0).await.unwrap();
+        let (lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+        assert_eq!(said["environment"]["CUDA_CACHE_MAXSIZE"], (1 << 20).to_string(), "half of its share");
+        lanes.push(lane);
+        folders.push(std::path::PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap()));
+    }
+    let share = folders[1].join("code");
+    std::fs::write(&share, vec![1; 1 << 20]).unwrap();
+    let deep = folders[0].join("a/b/c");
+    std::fs::create_dir_all(&deep).unwrap();
+    for n in 0..5 {
+        std::fs::write(deep.join(n.to_string()), vec![1; 1 << 20]).unwrap();
+    }
+    assert!(rest(&mut lanes[0]).is_empty(), "ended");
+    eventually("its folder is gone", async || !deep.exists()).await;
+    assert_eq!(server.workers().iter().filter(|w| w["state"] == "active").count(), 1, "the other continues");
+    assert!(share.exists(), "with its compiled code");
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(journal.contains("more than 4 MiB of compiled code; killed"), "{journal}");
+    eventually("the trail has the reason", async || {
+        let trail = server.json(&["audit", "--event", "program-ended"]).to_string();
+        trail.contains("wrote more than 4 MiB of compiled code")
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;

@@ -82,6 +82,7 @@ async fn join_allocate_use_release() {
     let names: Vec<_> = said["environment"].as_object().unwrap().keys().cloned().collect();
     assert!(
         names.iter().all(|n| [
+            "CUDA_CACHE_MAXSIZE",
             "CUDA_CACHE_PATH",
             "CUDA_VISIBLE_DEVICES",
             "LANG",

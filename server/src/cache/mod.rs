@@ -1,0 +1,372 @@
+//! Disk cache of workers, which lets the next program start sooner.
+//!
+//! It may be deleted at any time.
+//! Images lie under the hash of their content, which a worker checks before it uses one. The driver
+//! does not check its own files, compiled from PTX. Each client has its own folder for both, so
+//! that no client reads, fills or changes another's. Each user with a lease of the user's own has
+//! one for compiled files.
+
+use std::cmp::Reverse;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use nix::sys::statvfs::statvfs;
+use tracing::{debug, warn};
+
+use self::tree::{BEYOND, Measured};
+use crate::clock::wall;
+use crate::config::{Config, Origin};
+
+mod tree;
+
+/// Folder of images, with one for each client.
+const IMAGES: &str = "modules";
+/// Folder of compiled code, with one for each client or user.
+const COMPILED: &str = "compiled";
+/// Folder of what the server deletes.
+const GONE: &str = "gone";
+/// Divisor of the cache's limit for one client's images, and again for its compiled code, so that
+/// other clients' stay.
+const CLIENT_SHARE: u64 = 4;
+/// Most bytes of compiled code that the driver is asked to keep.
+const MOST_COMPILED: u64 = 1 << 30;
+/// Bytes that stay free for others on the file system, unless a tenth of it is less.
+const KEEP_FREE: u64 = 5 << 30;
+/// Interval of [`Cache::trim`].
+pub const TRIM_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval at which folders are measured that live workers write.
+pub const MEASURE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Folder of the cache, and its limit in bytes.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    folder: PathBuf,
+    max: u64,
+}
+
+/// A file or folder that the server keeps or deletes as a whole.
+struct Entry {
+    path: PathBuf,
+    found: Measured,
+}
+
+impl Cache {
+    /// Creates the folders; returns `None` without a cache, where programs start more slowly.
+    pub fn open(config: &Config) -> Option<Self> {
+        let folder = match std::env::var_os("CACHE_DIRECTORY") {
+            Some(folder) if !folder.is_empty() => PathBuf::from(folder),
+            _ => Self::folder(config),
+        };
+        Self::at(folder, config.cache_max)
+    }
+
+    /// Returns the folder of a server whose unit names no other.
+    pub fn folder(config: &Config) -> PathBuf {
+        match config.origin("state_dir") {
+            Origin::Default => "/var/cache/gpuserver".into(),
+            _ => config.state_dir.join("cache"),
+        }
+    }
+
+    fn at(folder: PathBuf, max: u64) -> Option<Self> {
+        let cache = Self { folder, max };
+        if max == 0 {
+            cache.trim(wall());
+            return None;
+        }
+        match [IMAGES, COMPILED, GONE].iter().try_for_each(|kind| made(&cache.folder.join(kind))) {
+            Ok(()) => Some(cache),
+            Err(e) => {
+                warn!("cache {}: not created: {e}; workers keep no images", cache.folder.display());
+                None
+            }
+        }
+    }
+
+    /// Returns the bytes of one client's images, and of one folder of compiled code.
+    fn share(&self) -> u64 {
+        self.max / CLIENT_SHARE
+    }
+
+    /// Returns the folder of a client's images (cubins, fatbins, PTX), and its size in bytes.
+    pub fn images(&self, client: &str) -> Option<(PathBuf, u64)> {
+        Some((ready(self.place(IMAGES, client, None))?, self.share()))
+    }
+
+    /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client, or for the
+    /// user of the client whose lease it is.
+    pub fn compiled(&self, client: &str, user: Option<u32>) -> Option<PathBuf> {
+        ready(self.compiled_place(client, user))
+    }
+
+    /// Returns the path that [`Self::compiled`] creates.
+    pub fn compiled_place(&self, client: &str, user: Option<u32>) -> PathBuf {
+        self.place(COMPILED, client, user)
+    }
+
+    /// Returns the bytes that the driver may keep as compiled code (`CUDA_CACHE_MAXSIZE`).
+    ///
+    /// The driver counts lengths. Even if each file takes twice its length, as with small ones,
+    /// they are within the share.
+    pub fn compiled_max(&self) -> u64 {
+        MOST_COMPILED.min(self.share() / 2)
+    }
+
+    fn place(&self, kind: &str, client: &str, user: Option<u32>) -> PathBuf {
+        let name = blake3::hash(client.as_bytes()).to_hex();
+        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
+        self.folder.join(kind).join(format!("{}{user}", &name[..32]))
+    }
+
+    /// Returns the bytes of all files of the cache, at most.
+    pub fn max(&self) -> u64 {
+        self.max
+    }
+
+    /// Measures a folder of compiled code; `None`: it is gone.
+    pub fn compiled_bytes(&self, folder: &Path) -> Option<u64> {
+        Some(measured(folder, self.share().saturating_mul(2))?.bytes)
+    }
+
+    /// Returns why this is too much compiled code for a folder, or `None` if it is not.
+    ///
+    /// The driver keeps to [`Self::compiled_max`], so that only a worker that its client has taken
+    /// over fills more.
+    pub fn excess(&self, bytes: u64) -> Option<String> {
+        let share = self.share();
+        match bytes {
+            BEYOND => Some(format!("more than {} MiB of compiled code", share >> 19)),
+            _ if bytes > share && !leaves_room(&self.folder, 0) => {
+                Some(format!("{} MiB of compiled code on a disk that is nearly full", bytes >> 20))
+            }
+            _ => None,
+        }
+    }
+
+    /// Deletes a file or folder whatever is in it.
+    pub fn delete(&self, path: &Path) {
+        let gone = self.folder.join(GONE);
+        let deleted = match path.is_dir() && !path.is_symlink() {
+            true => made(&gone).and_then(|()| tree::discard(path, &gone)).and_then(|()| tree::empty(&gone)),
+            false => std::fs::remove_file(path),
+        };
+        if let Err(e) = deleted.or_else(absent) {
+            warn!("cache {}: not deleted: {e}; delete it by hand", path.display());
+        }
+    }
+
+    /// Returns the images of all clients, and those of a version that did not separate clients.
+    fn all_images(&self) -> Vec<Entry> {
+        let most = self.share().saturating_mul(2);
+        let all = paths(&self.folder.join(IMAGES)).into_iter().flat_map(|path| match path.is_dir() {
+            // A folder that cannot be read, or that has too much, goes as a whole.
+            true => match measured(&path, most) {
+                Some(Measured { bytes: BEYOND, .. }) | None => entries(vec![path], most),
+                Some(_) => entries(paths(&path), most),
+            },
+            false => entries(vec![path], most),
+        });
+        all.collect()
+    }
+
+    /// Deletes what is too large, then the least recently used entries until the rest fits the
+    /// limit.
+    ///
+    /// An image is an entry, and so is a whole folder of compiled files.
+    pub fn trim(&self, now: SystemTime) {
+        if let Err(e) = tree::empty(&self.folder.join(GONE)).or_else(absent) {
+            warn!("cache {}: not emptied: {e}; delete it by hand", self.folder.join(GONE).display());
+        }
+        let most = self.share().saturating_mul(2);
+        let mut kept = self.all_images();
+        kept.extend(entries(paths(&self.folder.join(COMPILED)), most));
+        let share = self.share();
+        // A worker sets times at will: the future counts as now, and what exceeds its share goes
+        // first.
+        let order = |Measured { bytes, used }| (bytes <= share, used.min(now), Reverse(bytes));
+        kept.sort_by_key(|entry| order(entry.found));
+        let sum = |total: u64, entry: &Entry| total.saturating_add(entry.found.bytes);
+        let mut total = kept.iter().filter(|entry| entry.found.bytes != BEYOND).fold(0, sum);
+        for Entry { path, found } in kept {
+            if found.bytes != BEYOND && total <= self.max {
+                continue;
+            }
+            debug!("cache {}: least recently used, {} bytes: deleted", path.display(), found.bytes);
+            self.delete(&path);
+            total = total.saturating_sub(if found.bytes == BEYOND { 0 } else { found.bytes });
+        }
+    }
+}
+
+/// Creates a folder that only its owner can read.
+fn made(folder: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
+}
+
+/// Creates a client's folder; `None`: not possible, which it logs.
+fn ready(folder: PathBuf) -> Option<PathBuf> {
+    made(&folder)
+        .inspect_err(|e| {
+            warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
+        })
+        .ok()?;
+    Some(folder)
+}
+
+fn absent(e: io::Error) -> io::Result<()> {
+    if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }
+}
+
+fn paths(folder: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+}
+
+fn entries(paths: Vec<PathBuf>, most: u64) -> Vec<Entry> {
+    let all = paths.into_iter();
+    all.filter_map(|path| measured(&path, most).map(|found| Entry { path, found })).collect()
+}
+
+/// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
+fn measured(path: &Path, most: u64) -> Option<Measured> {
+    let found = path.symlink_metadata().and_then(|facts| match facts.is_dir() {
+        true => tree::measured(path, most),
+        false => Ok(Measured::of_file(&facts)),
+    });
+    match found {
+        Ok(found) => Some(found),
+        Err(e) => {
+            if e.kind() != io::ErrorKind::NotFound {
+                warn!("cache {}: not measured: {e}; the next check tries again", path.display());
+            }
+            None
+        }
+    }
+}
+
+/// Returns `true` if the file system has room for `bytes` and the reserve for others.
+fn leaves_room(folder: &Path, bytes: u64) -> bool {
+    statvfs(folder).is_ok_and(|facts| {
+        let unit = facts.fragment_size();
+        let keep = KEEP_FREE.min(facts.blocks().saturating_mul(unit) / 10);
+        let free = facts.blocks_available().saturating_mul(unit);
+        // Some file systems count no files.
+        let files = facts.files() == 0 || facts.files_available() >= facts.files() / 10;
+        files && free >= bytes.saturating_add(keep)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIB: u64 = 1024;
+
+    fn aged(path: &Path, age: u64) {
+        let then = wall() - Duration::from_secs(age);
+        let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
+        std::fs::File::open(path).unwrap().set_times(times).unwrap();
+    }
+
+    fn file(path: &Path, kib: usize, age: u64) {
+        std::fs::write(path, vec![1; kib * KIB as usize]).unwrap();
+        aged(path, age);
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let all = std::fs::read_dir(folder).unwrap();
+        let mut names: Vec<_> = all.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn trim_removes_the_least_recently_used_entries() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
+        let (images, bytes) = cache.images("vm-a").unwrap();
+        assert_eq!(bytes, 100 * KIB);
+        let (others, _) = cache.images("vm-b").unwrap();
+        assert_ne!(others, images);
+        for (name, age) in [("old", 9000), ("older", 9999), ("new", 1000)] {
+            file(&images.join(name), 60, age);
+            file(&others.join(name), 60, age + 1);
+        }
+        cache.trim(wall());
+        assert_eq!((names(&images).len(), names(&others).len()), (3, 3), "there is room");
+        // One in use stays, and the oldest ones go.
+        let (third, _) = cache.images("vm-c").unwrap();
+        file(&third.join("now"), 60, 0);
+        cache.trim(wall());
+        assert_eq!((names(&images).len(), names(&others)), (3, vec!["new".into(), "old".into()]));
+        file(&third.join("too"), 60, 0);
+        cache.trim(wall());
+        assert_eq!((names(&images), names(&third).len()), (vec!["new".into(), "old".into()], 2));
+    }
+
+    #[test]
+    fn each_client_and_user_has_a_folder_that_goes_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
+        let (a, b) = (cache.compiled("vm-a", None).unwrap(), cache.compiled("../../etc", None).unwrap());
+        assert_eq!(cache.compiled("vm-a", None), Some(a.clone()));
+        let (alice, bob) = (cache.compiled("vm-a", Some(1000)).unwrap(), cache.compiled("vm-a", Some(1001)));
+        assert!(alice != a && Some(&alice) != bob.as_ref() && alice.parent() == a.parent());
+        assert_eq!(cache.compiled("vm-a", Some(1000)), Some(alice.clone()));
+        assert!(a != b && b.starts_with(folder.path().join("compiled")));
+        for (folder, age) in [(&a, 5000), (&b, 500), (&alice, 600)] {
+            file(&folder.join("index"), 150, age);
+            aged(folder, age);
+        }
+        cache.trim(wall());
+        assert!(!a.exists() && b.exists() && alice.exists());
+        assert_eq!(Cache::at(folder.path().into(), 0).map(|c| c.max), None);
+        assert!(!b.exists(), "none is kept");
+    }
+
+    #[test]
+    fn a_file_that_is_touched_for_ever_keeps_no_more_than_its_share() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
+        let compiled = |client: &str, kib: usize, age: u64| {
+            let folder = cache.compiled(client, None).unwrap();
+            file(&folder.join("code"), kib, age);
+            folder
+        };
+        let others: Vec<_> = ["b", "c", "d"].iter().map(|client| compiled(client, 80, 100)).collect();
+        let touched = compiled("a", 190, 0);
+        let later = std::fs::FileTimes::new().set_modified(wall() + Duration::from_secs(1 << 32));
+        std::fs::File::open(touched.join("code")).unwrap().set_times(later).unwrap();
+        let share = compiled("e", 80, 0);
+        cache.trim(wall());
+        assert!(!touched.exists() && share.exists());
+        assert!(others.iter().all(|folder| folder.exists()), "others lose nothing");
+        // More than twice its share goes although there is room.
+        let large = compiled("a", 210, 0);
+        others.iter().for_each(|folder| cache.delete(folder));
+        cache.trim(wall());
+        assert!(!large.exists() && share.exists());
+    }
+
+    #[test]
+    fn a_folder_beyond_twice_its_share_is_in_excess() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 400 << 20).unwrap();
+        assert_eq!(cache.compiled_max(), 50 << 20);
+        let compiled = cache.compiled("vm-a", None).unwrap();
+        let excess = || cache.excess(cache.compiled_bytes(&compiled)?);
+        assert_eq!(excess(), None);
+        let code = std::fs::File::create(compiled.join("code")).unwrap();
+        let fill = |mib: i64| {
+            use nix::fcntl::{FallocateFlags, fallocate};
+            fallocate(&code, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, mib << 20).unwrap();
+        };
+        fill(150);
+        assert_eq!(excess(), None);
+        fill(201);
+        assert_eq!(excess().unwrap(), "more than 200 MiB of compiled code");
+        cache.delete(&compiled);
+        assert_eq!(excess(), None, "it is gone");
+    }
+}

@@ -1,0 +1,291 @@
+//! Folders that workers fill: measured and deleted so that no depth, name or mode hides anything.
+//!
+//! A worker is presumed to be controlled by its client. So each step goes from a descriptor to a
+//! name below it, never along a path, and never through a link.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{Metadata, Permissions, ReadDir};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, OFlag, openat, renameat};
+use nix::sys::stat::Mode;
+use nix::unistd::{UnlinkatFlags, unlinkat};
+
+/// Bytes of a folder that has too much, that goes too deep, or that the server may not read.
+pub(super) const BEYOND: u64 = u64::MAX;
+/// Least bytes that a file or folder counts: empty ones fill a file system, too.
+const LEAST: u64 = 4096;
+/// Most folders inside each other. The driver makes two.
+const MAX_DEPTH: usize = 64;
+
+/// Disk space of a file or folder, and the last use of a file in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Measured {
+    pub(super) bytes: u64,
+    pub(super) used: SystemTime,
+}
+
+impl Measured {
+    const NOTHING: Self = Self { bytes: 0, used: SystemTime::UNIX_EPOCH };
+
+    pub(super) fn add(&mut self, facts: &Metadata) {
+        // Blocks, not bytes: a million small files fill a disk, too.
+        self.bytes = self.bytes.saturating_add(LEAST.max(facts.blocks() * 512));
+        if !facts.is_dir() {
+            // Most file systems note a read at least once a day. Listing a folder is no use of it.
+            let times = [facts.modified(), facts.accessed()].into_iter().flatten();
+            self.used = times.fold(self.used, SystemTime::max);
+        }
+    }
+
+    /// Returns the measure of a single file.
+    pub(super) fn of_file(facts: &Metadata) -> Self {
+        let mut found = Self::NOTHING;
+        found.add(facts);
+        found
+    }
+}
+
+/// A folder that needs no right of its own: its mode cannot keep its owner out.
+struct Folder(OwnedFd);
+
+impl Folder {
+    fn at(path: &Path) -> io::Result<Self> {
+        Self::below(AT_FDCWD, path.as_os_str())
+    }
+
+    fn below(parent: impl AsFd, name: &OsStr) -> io::Result<Self> {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        Ok(Self(openat(parent, name, flags, Mode::empty())?))
+    }
+
+    /// Returns a path to exactly this folder, which lasts as long as the descriptor.
+    fn path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+    }
+
+    /// Lists the entries; the standard library looks at each one from a descriptor, too.
+    fn list(&self) -> io::Result<ReadDir> {
+        std::fs::read_dir(self.path())
+    }
+
+    /// Gives the owner all rights.
+    fn unlock(&self) -> io::Result<()> {
+        std::fs::set_permissions(self.path(), Permissions::from_mode(0o700))
+    }
+}
+
+/// Returns `None` instead of the error of an entry that was deleted or replaced meanwhile.
+fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+    match found {
+        Ok(found) => Ok(Some(found)),
+        Err(e)
+            if matches!(
+                e.raw_os_error(),
+                Some(nix::libc::ENOENT | nix::libc::ENOTDIR | nix::libc::ELOOP)
+            ) =>
+        {
+            Ok(None)
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// Measures a folder with all that is in it, up to `most` bytes; more are [`BEYOND`].
+pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
+    match walked(path, most) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            Ok(Measured { bytes: BEYOND, ..Measured::NOTHING })
+        }
+        measured => measured,
+    }
+}
+
+fn walked(path: &Path, most: u64) -> io::Result<Measured> {
+    let mut found = Measured { bytes: LEAST, ..Measured::NOTHING };
+    let folder = Folder::at(path)?;
+    let entries = folder.list()?;
+    let mut open = vec![(folder, entries)];
+    loop {
+        let depth = open.len();
+        let Some((folder, entries)) = open.last_mut() else { return Ok(found) };
+        let Some(entry) = entries.next().transpose()? else {
+            open.pop();
+            continue;
+        };
+        let Some(facts) = still_there(entry.metadata())? else { continue };
+        found.add(&facts);
+        if found.bytes > most || depth >= MAX_DEPTH {
+            return Ok(Measured { bytes: BEYOND, ..found });
+        }
+        if facts.is_dir()
+            && let Some(inner) = still_there(Folder::below(&folder.0, &entry.file_name()))?
+        {
+            let entries = inner.list()?;
+            open.push((inner, entries));
+        }
+    }
+}
+
+/// Moves a folder into `gone`, where no worker's rights reach what is in it.
+///
+/// [`empty`] deletes it from there.
+pub(super) fn discard(path: &Path, gone: &Path) -> io::Result<()> {
+    let folder = Folder::at(path)?;
+    discard_from(AT_FDCWD, path.as_os_str(), &folder, &Folder::at(gone)?).map(drop)
+}
+
+/// Moves an open folder into `gone`; returns its new name.
+fn discard_from(parent: impl AsFd, name: &OsStr, folder: &Folder, gone: &Folder) -> io::Result<OsString> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    // The kernel changes the entry `..` of a moved folder, which takes a right of that folder.
+    folder.unlock()?;
+    loop {
+        let n = NEXT.fetch_add(1, Ordering::Relaxed);
+        let fresh = OsString::from(format!("{}-{n}", std::process::id()));
+        match renameat(parent.as_fd(), name, &gone.0, fresh.as_os_str()) {
+            Ok(()) => return Ok(fresh),
+            // An earlier process of the same id left it.
+            Err(Errno::ENOTEMPTY | Errno::EEXIST) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Deletes all that is in `gone`.
+///
+/// A folder inside a folder moves up first, so that no depth takes descriptors. If a dying worker
+/// still adds files, these stay for the next call.
+pub(super) fn empty(gone: &Path) -> io::Result<()> {
+    let gone = Folder::at(gone)?;
+    let mut left = Vec::new();
+    for entry in gone.list()? {
+        left.push(entry?.file_name());
+    }
+    while let Some(name) = left.pop() {
+        let Some(folder) = still_there(Folder::below(&gone.0, &name))? else {
+            still_there(unlink(&gone, &name, UnlinkatFlags::NoRemoveDir))?;
+            continue;
+        };
+        folder.unlock()?;
+        for entry in folder.list()? {
+            let name = entry?.file_name();
+            match still_there(Folder::below(&folder.0, &name))? {
+                Some(inner) => {
+                    let moved = discard_from(&folder.0, &name, &inner, &gone);
+                    left.extend(still_there(moved)?);
+                }
+                None => drop(still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?),
+            }
+        }
+        match unlink(&gone, &name, UnlinkatFlags::RemoveDir) {
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+            removed => drop(still_there(removed)?),
+        }
+    }
+    Ok(())
+}
+
+fn unlink(folder: &Folder, name: &OsStr, how: UnlinkatFlags) -> io::Result<()> {
+    Ok(unlinkat(&folder.0, name, how)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const KIB: u64 = 1024;
+
+    /// Deletes a folder as [`super::super::Cache`] does.
+    fn delete(root: &Path, folder: &Path) {
+        let gone = root.join("gone");
+        std::fs::create_dir_all(&gone).unwrap();
+        discard(folder, &gone).unwrap();
+        empty(&gone).unwrap();
+        assert!(!folder.exists());
+        assert_eq!(std::fs::read_dir(&gone).unwrap().count(), 0, "nothing is left");
+    }
+
+    /// Makes folders inside each other, beyond the longest path, with a file in the last one.
+    fn deep(top: &Path, depth: usize, bytes: usize) {
+        std::fs::create_dir(top).unwrap();
+        let mut folder = Folder::at(top).unwrap();
+        let name = "x".repeat(200);
+        for _ in 0..depth {
+            nix::sys::stat::mkdirat(&folder.0, name.as_str(), Mode::S_IRWXU).unwrap();
+            folder = Folder::below(&folder.0, OsStr::new(&name)).unwrap();
+        }
+        std::fs::write(folder.path().join("code"), vec![1; bytes]).unwrap();
+    }
+
+    #[test]
+    fn no_depth_hides_a_file_and_none_keeps_it() {
+        let root = tempfile::tempdir().unwrap();
+        for (depth, seen) in [(3, true), (60, true), (100, false), (3000, false)] {
+            let folder = root.path().join("folder");
+            deep(&folder, depth, 1 << 20);
+            let found = measured(&folder, 1 << 30).unwrap().bytes;
+            match seen {
+                true => assert!((1 << 20..2 << 20).contains(&found), "{depth}: {found}"),
+                false => assert_eq!(found, BEYOND, "{depth}"),
+            }
+            delete(root.path(), &folder);
+        }
+    }
+
+    #[test]
+    fn a_mode_hides_nothing_and_keeps_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("folder");
+        let root_reads_all = nix::unistd::geteuid().is_root();
+        for (locked, mode) in
+            [("folder", 0o0), ("folder/inner", 0o0), ("folder/inner", 0o400), ("folder/inner", 0o100)]
+        {
+            std::fs::create_dir_all(folder.join("inner/innermost")).unwrap();
+            std::fs::write(folder.join("inner/innermost/code"), vec![1; 1 << 20]).unwrap();
+            let locked = root.path().join(locked);
+            std::fs::set_permissions(&locked, Permissions::from_mode(mode)).unwrap();
+            let found = measured(&folder, 1 << 30).unwrap().bytes;
+            assert!(found == BEYOND || root_reads_all && found > 1 << 20, "{mode:o}: {found}");
+            delete(root.path(), &folder);
+        }
+    }
+
+    #[test]
+    fn empty_folders_and_files_count() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("folder");
+        for n in 0..200 {
+            std::fs::create_dir_all(folder.join(format!("{n}"))).unwrap();
+            std::fs::write(folder.join(format!("{n}-file")), b"").unwrap();
+        }
+        assert!(measured(&folder, 1 << 30).unwrap().bytes >= 400 * LEAST);
+        assert_eq!(measured(&folder, 300 * LEAST).unwrap().bytes, BEYOND);
+        delete(root.path(), &folder);
+    }
+
+    #[test]
+    fn links_lead_nowhere() {
+        let root = tempfile::tempdir().unwrap();
+        let (folder, other) = (root.path().join("folder"), root.path().join("other"));
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::create_dir(&other).unwrap();
+        std::fs::write(other.join("kept"), vec![1; 100 * KIB as usize]).unwrap();
+        symlink(&other, folder.join("link")).unwrap();
+        symlink(other.join("kept"), folder.join("file")).unwrap();
+        nix::unistd::mkfifo(&folder.join("pipe"), Mode::S_IRWXU).unwrap();
+        assert!(measured(&folder, 1 << 30).unwrap().bytes < 100 * KIB);
+        delete(root.path(), &folder);
+        assert!(other.join("kept").exists());
+        symlink(&other, &folder).unwrap();
+        assert!(measured(&folder, 1 << 30).is_err(), "a link in a folder's place is none");
+    }
+}

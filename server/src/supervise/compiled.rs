@@ -1,0 +1,76 @@
+//! Disk space of compiled code, which workers write: the supervisor ends the workers of a folder
+//! that has too much.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use tracing::warn;
+
+use super::exit::stop;
+use super::stock::WorkerId;
+use super::supervisor::{State, Supervisor};
+use super::worker::{Phase, hex};
+use crate::cache::Cache;
+use crate::lease::Lease;
+
+/// Returns the user whose compiled code is apart from that of the client's other users.
+pub(super) fn owner(lease: &Lease) -> Option<u32> {
+    (!lease.user.is_empty()).then_some(lease.uid)
+}
+
+impl State {
+    /// Returns the folders of compiled code that live workers write, each with these workers.
+    fn writers(&self, cache: &Cache) -> HashMap<PathBuf, Vec<WorkerId>> {
+        let mut folders: HashMap<_, Vec<_>> = HashMap::new();
+        for (id, worker) in self.workers.iter().filter(|(_, worker)| worker.pid.is_some()) {
+            let Some(known) = self.leases.get(&worker.lease) else { continue };
+            let folder = cache.compiled_place(&worker.client, owner(&known.lease));
+            folders.entry(folder).or_default().push(*id);
+        }
+        folders
+    }
+
+    /// Stops workers that filled a folder with `excess`.
+    fn stop_writers(&mut self, ids: &[WorkerId], excess: &str) {
+        let Self { workers, leases, .. } = self;
+        for id in ids {
+            let Some(worker) = workers.get_mut(id).filter(|w| w.phase != Phase::Ending) else { continue };
+            warn!(
+                gpusession_worker = hex(id),
+                gpusession_lease = worker.lease,
+                gpusession_client = worker.client,
+                "worker {}: it and the others that write the same folder have {excess}; killed",
+                hex(id)
+            );
+            if let Some(lease) = leases.get_mut(&worker.lease) {
+                lease.stock.leave(id, worker.starts());
+            }
+            let reason =
+                format!("its client's programs wrote {excess}: the server keeps less; start it again");
+            stop(id, worker, &reason);
+        }
+    }
+}
+
+impl Supervisor {
+    /// Ends the workers of folders with too much compiled code, and deletes these folders.
+    ///
+    /// It waits for the disk. Returns `true` if the others have too much together.
+    pub fn bound_compiled(&self) -> bool {
+        let Some(cache) = &self.0.options.cache else { return false };
+        let writers = self.state().writers(cache);
+        let mut total: u64 = 0;
+        // The lock is free while the folders are measured.
+        for (folder, ids) in writers {
+            let Some(bytes) = cache.compiled_bytes(&folder) else { continue };
+            match cache.excess(bytes) {
+                Some(excess) => {
+                    self.state().stop_writers(&ids, &excess);
+                    cache.delete(&folder);
+                }
+                None => total = total.saturating_add(bytes),
+            }
+        }
+        total > cache.max()
+    }
+}
