@@ -102,7 +102,8 @@ pub enum ToWorker {
     /// Another server supervises from now on: repeat open questions.
     ///
     /// These are a [`FromWorker::Sealed`], a [`FromWorker::Presented`], a
-    /// [`FromWorker::MemoryWanted`] or a [`FromWorker::ShareWanted`] without an answer.
+    /// [`FromWorker::MemoryWanted`] or a [`FromWorker::ShareWanted`] without an answer. Those about
+    /// images are not repeated.
     TakenOver,
     /// Another worker of the lease wants an object of this one.
     ///
@@ -131,6 +132,22 @@ pub enum ToWorker {
     ShareLost {
         /// Id of the worker.
         worker: [u8; 16],
+    },
+    /// Answers [`FromWorker::ImageWanted`], with the file to read in the same packet.
+    ///
+    /// The worker checks the content: only the hash names it.
+    Image {
+        /// Serial number of the request.
+        serial: u64,
+        /// Length of the image; `None`, without a file: the server does not have it.
+        bytes: Option<u64>,
+    },
+    /// Answers [`FromWorker::ImageOffered`], with a pipe to write into in the same packet.
+    ImageRoom {
+        /// Serial number of the request.
+        serial: u64,
+        /// Whether there is a pipe; else the server does not want the image.
+        room: bool,
     },
     /// A message of a later release, which the receiver ignores.
     #[serde(other)]
@@ -194,10 +211,9 @@ pub struct Start {
     pub devices: Vec<DeviceLimit>,
     /// Whether connections without TLS are refused.
     pub require_tls: bool,
-    /// Folder of the client's module cache, if it has one.
-    pub module_cache: Option<String>,
-    /// Maximum number of bytes in this folder.
-    pub module_cache_bytes: u64,
+    /// Whether the server keeps images, so that the worker asks for them and offers them.
+    #[serde(default)]
+    pub images: bool,
     /// Whether to initialise the driver before a client connects (not under MPS).
     pub warm: bool,
     /// Whether the worker is a client of NVIDIA's MPS.
@@ -388,6 +404,25 @@ pub enum FromWorker {
         /// Whether the program has come back.
         over: bool,
     },
+    /// The worker lacks an image; answered with [`ToWorker::Image`].
+    ///
+    /// The server looks among the images of the worker's client only.
+    ImageWanted {
+        /// Serial number that the answer repeats.
+        serial: u64,
+        /// BLAKE3 hash of the image.
+        hash: [u8; 32],
+    },
+    /// The driver has accepted an image that the client sent; answered with
+    /// [`ToWorker::ImageRoom`].
+    ImageOffered {
+        /// Serial number that the answer repeats.
+        serial: u64,
+        /// BLAKE3 hash of the image.
+        hash: [u8; 32],
+        /// Length of the image.
+        bytes: u64,
+    },
     /// A message of a later release, which the receiver ignores.
     #[serde(other)]
     Unknown,
@@ -446,8 +481,7 @@ mod tests {
             driver: "/driver".into(),
             devices: vec![device],
             require_tls: true,
-            module_cache: Some("/cache".into()),
-            module_cache_bytes: 2 << 30,
+            images: false,
             warm: false,
             mps: true,
             resume_grace_s: 60,
@@ -481,6 +515,8 @@ mod tests {
             ToWorker::ShareInherited { worker: [7; 16], object: 1050 },
             ToWorker::ShareLost { worker: [7; 16] },
             ToWorker::Opened { refused: Some("reason".into()) },
+            ToWorker::Image { serial: 1600, bytes: Some(1650) },
+            ToWorker::ImageRoom { serial: 1700, room: true },
         ];
         let usage = Usage {
             calls: 1,
@@ -511,6 +547,8 @@ mod tests {
             FromWorker::SharesHeld { held: vec![holding] },
             FromWorker::Outage { ms: 1500, over: true },
             FromWorker::Sealed { ticket: vec![10; 64] },
+            FromWorker::ImageWanted { serial: 1800, hash: [11; 32] },
+            FromWorker::ImageOffered { serial: 1900, hash: [12; 32], bytes: 1950 },
         ];
         (to, from)
     }
@@ -518,12 +556,15 @@ mod tests {
     /// The messages as the first release with this [`VERSION`] wrote them; later ones add lines.
     const FIRST: &str = include_str!("supervise/messages.jsonl");
 
+    /// Fields of [`Start`] that only earlier releases have: a server starts the worker of its own.
+    const DROPPED: [&str; 2] = ["module_cache", "module_cache_bytes"];
+
     /// Returns `true` if `present` is `first` with further fields.
     fn extends(present: &Value, first: &Value) -> bool {
         match (present, first) {
-            (Value::Object(present), Value::Object(first)) => {
-                first.iter().all(|(key, value)| present.get(key).is_some_and(|now| extends(now, value)))
-            }
+            (Value::Object(present), Value::Object(first)) => first.iter().all(|(key, value)| {
+                DROPPED.contains(&key.as_str()) || present.get(key).is_some_and(|now| extends(now, value))
+            }),
             (Value::Array(present), Value::Array(first)) => {
                 present.len() == first.len()
                     && present.iter().zip(first).all(|(now, then)| extends(now, then))

@@ -113,8 +113,11 @@ pub fn decide(wanted: Isolation, verdict: Verdict) -> Result<Decision, String> {
 }
 
 /// Tests this host, and decides; logs the result.
+///
+/// `images` is a folder that workers must not reach.
 pub async fn settle(
     config: &Config,
+    images: &Path,
     worker: &Path,
     driver: &Path,
     gpus: &[Gpu],
@@ -122,7 +125,7 @@ pub async fn settle(
     let decision = match config.isolation {
         Isolation::Off => Decision::off("isolation = \"off\""),
         wanted => {
-            let verdict = probe(&config.state_dir, worker, driver, gpus).await;
+            let verdict = probe([&config.state_dir, images], worker, driver, gpus).await;
             if let Verdict::Works(_, Some(unknown)) = &verdict {
                 warn!("isolation: not tested with the driver: {unknown}; workers start only isolated");
             }
@@ -142,10 +145,12 @@ pub async fn settle(
 }
 
 /// Tests whether this host and its driver allow a worker's restrictions.
-pub async fn probe(state_dir: &Path, worker: &Path, driver: &Path, gpus: &[Gpu]) -> Verdict {
+///
+/// `hidden` are folders that workers must not reach: `state_dir`, and that of images.
+pub async fn probe(hidden: [&Path; 2], worker: &Path, driver: &Path, gpus: &[Gpu]) -> Verdict {
     let mut fails = String::new();
     for _ in 0..TRIES {
-        let (level, reason) = match run(worker, driver, Some(state_dir), gpus).await {
+        let (level, reason) = match run(worker, driver, Some(hidden), gpus).await {
             Ok(Report { lacking, .. }) if !lacking.is_empty() => return Verdict::Lacks(lacking),
             Ok(Report { landlock, driver, .. }) => {
                 let level = if landlock >= FULL_LANDLOCK { Level::Full } else { Level::Basic };
@@ -179,12 +184,17 @@ enum NoReport {
     Failed(String),
 }
 
-/// Runs one process of the worker's program; `fenced`: a folder that must be out of its reach.
-async fn run(worker: &Path, driver: &Path, fenced: Option<&Path>, gpus: &[Gpu]) -> Result<Report, NoReport> {
+/// Runs one process of the worker's program; `fenced`: folders that must be out of its reach.
+async fn run(
+    worker: &Path,
+    driver: &Path,
+    fenced: Option<[&Path; 2]>,
+    gpus: &[Gpu],
+) -> Result<Report, NoReport> {
     let uuids: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
     let mut command = Command::new(worker);
     match fenced {
-        Some(folder) => command.arg("--probe-contained").arg(driver).arg(folder).args(&uuids),
+        Some(hidden) => command.arg("--probe-contained").arg(driver).args(hidden).args(&uuids),
         None => command.arg("--probe-free").arg(driver),
     };
     command

@@ -98,15 +98,17 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         end = stop.wait() => return Ok(end),
     };
     let _gpus_are_ours = lock_gpus(&config, &host.gpus)?;
+    // Before the test of isolation, which looks whether workers reach the images.
+    let cache = Cache::open(&config);
+    let images = Cache::images_of(&config);
     let isolation = tokio::select! {
-        decided = isolation::settle(&config, &host.worker, &host.driver, &host.gpus) => decided?,
+        decided = isolation::settle(&config, &images, &host.worker, &host.driver, &host.gpus) => decided?,
         end = stop.wait() => return Ok(end),
     };
     let ports = Ports::bind(&config, &mut left, &store).await?;
     let admin_path = config.admin_socket();
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
 
-    let cache = Cache::open(&config);
     let options = Options {
         program: host.worker.clone(),
         driver: host.driver.clone(),

@@ -1,28 +1,34 @@
 //! Disk cache of workers, which lets the next program start sooner.
 //!
 //! It may be deleted at any time.
-//! Images lie under the hash of their content, which a worker checks before it uses one. The driver
-//! does not check its own files, compiled from PTX. Each client has its own folder for both, so
-//! that no client reads, fills or changes another's. Each user with a lease of the user's own has
-//! one for compiled files.
+//! Images lie under the hash of their content, which a worker checks before it uses one. Only the
+//! server opens and writes them. The driver itself writes the code that it compiled from PTX, and
+//! does not check it: workers write these folders, and the server bounds them. Each client has its
+//! own folder for both, so that no client reads, fills or changes another's. Each user with a lease
+//! of the user's own has one for compiled files.
 
 use std::cmp::Reverse;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use nix::sys::statvfs::statvfs;
 use tracing::{debug, warn};
 
+use self::files::{Entry, leaves_room, made, name_of, paths};
+pub use self::images::{Images, Incoming};
 use self::tree::{BEYOND, Measured};
 use crate::clock::wall;
 use crate::config::{Config, Origin};
 
+mod files;
+mod images;
 mod tree;
 
 /// Folder of images, with one for each client.
-const IMAGES: &str = "modules";
+const IMAGES: &str = "images";
+/// Folder of images that workers of an earlier version wrote.
+const FORMER_IMAGES: &str = "modules";
 /// Folder of compiled code, with one for each client or user.
 const COMPILED: &str = "compiled";
 /// Folder of what the server deletes.
@@ -32,34 +38,35 @@ const GONE: &str = "gone";
 const CLIENT_SHARE: u64 = 4;
 /// Most bytes of compiled code that the driver is asked to keep.
 const MOST_COMPILED: u64 = 1 << 30;
-/// Bytes that stay free for others on the file system, unless a tenth of it is less.
-const KEEP_FREE: u64 = 5 << 30;
 /// Interval of [`Cache::trim`].
 pub const TRIM_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval at which folders are measured that live workers write.
 pub const MEASURE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Folder of the cache, and its limit in bytes.
+/// Folder of the cache, its limit in bytes, and its images.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: PathBuf,
     max: u64,
-}
-
-/// A file or folder that the server keeps or deletes as a whole.
-struct Entry {
-    path: PathBuf,
-    found: Measured,
+    images: Arc<Images>,
 }
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
     pub fn open(config: &Config) -> Option<Self> {
-        let folder = match std::env::var_os("CACHE_DIRECTORY") {
+        Self::at(Self::present_folder(config), config.cache_max)
+    }
+
+    fn present_folder(config: &Config) -> PathBuf {
+        match std::env::var_os("CACHE_DIRECTORY") {
             Some(folder) if !folder.is_empty() => PathBuf::from(folder),
             _ => Self::folder(config),
-        };
-        Self::at(folder, config.cache_max)
+        }
+    }
+
+    /// Returns the folder of images, which no worker may reach.
+    pub fn images_of(config: &Config) -> PathBuf {
+        Self::present_folder(config).join(IMAGES)
     }
 
     /// Returns the folder of a server whose unit names no other.
@@ -70,8 +77,15 @@ impl Cache {
         }
     }
 
-    fn at(folder: PathBuf, max: u64) -> Option<Self> {
-        let cache = Self { folder, max };
+    /// Creates the folders in `folder`, for `max` bytes.
+    pub fn at(folder: PathBuf, max: u64) -> Option<Self> {
+        let images = Arc::new(Images::new(folder.join(IMAGES), max, max / CLIENT_SHARE, wall()));
+        let cache = Self { folder, max, images };
+        // Workers of an earlier version that still run lose their images, and nothing else.
+        let former = cache.folder.join(FORMER_IMAGES);
+        if former.exists() {
+            cache.delete(&former);
+        }
         if max == 0 {
             cache.trim(wall());
             return None;
@@ -79,7 +93,7 @@ impl Cache {
         match [IMAGES, COMPILED, GONE].iter().try_for_each(|kind| made(&cache.folder.join(kind))) {
             Ok(()) => Some(cache),
             Err(e) => {
-                warn!("cache {}: not created: {e}; workers keep no images", cache.folder.display());
+                warn!("cache {}: not created: {e}; programs start more slowly", cache.folder.display());
                 None
             }
         }
@@ -90,20 +104,27 @@ impl Cache {
         self.max / CLIENT_SHARE
     }
 
-    /// Returns the folder of a client's images (cubins, fatbins, PTX), and its size in bytes.
-    pub fn images(&self, client: &str) -> Option<(PathBuf, u64)> {
-        Some((ready(self.place(IMAGES, client, None))?, self.share()))
+    /// Returns the images of all clients.
+    pub fn images(&self) -> &Arc<Images> {
+        &self.images
     }
 
     /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client, or for the
     /// user of the client whose lease it is.
     pub fn compiled(&self, client: &str, user: Option<u32>) -> Option<PathBuf> {
-        ready(self.compiled_place(client, user))
+        let folder = self.compiled_place(client, user);
+        made(&folder)
+            .inspect_err(|e| {
+                warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
+            })
+            .ok()?;
+        Some(folder)
     }
 
     /// Returns the path that [`Self::compiled`] creates.
     pub fn compiled_place(&self, client: &str, user: Option<u32>) -> PathBuf {
-        self.place(COMPILED, client, user)
+        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
+        self.folder.join(COMPILED).join(name_of(client) + &user)
     }
 
     /// Returns the bytes that the driver may keep as compiled code (`CUDA_CACHE_MAXSIZE`).
@@ -112,12 +133,6 @@ impl Cache {
     /// they are within the share.
     pub fn compiled_max(&self) -> u64 {
         MOST_COMPILED.min(self.share() / 2)
-    }
-
-    fn place(&self, kind: &str, client: &str, user: Option<u32>) -> PathBuf {
-        let name = blake3::hash(client.as_bytes()).to_hex();
-        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
-        self.folder.join(kind).join(format!("{}{user}", &name[..32]))
     }
 
     /// Returns the bytes of all files of the cache, at most.
@@ -157,20 +172,6 @@ impl Cache {
         }
     }
 
-    /// Returns the images of all clients, and those of a version that did not separate clients.
-    fn all_images(&self) -> Vec<Entry> {
-        let most = self.share().saturating_mul(2);
-        let all = paths(&self.folder.join(IMAGES)).into_iter().flat_map(|path| match path.is_dir() {
-            // A folder that cannot be read, or that has too much, goes as a whole.
-            true => match measured(&path, most) {
-                Some(Measured { bytes: BEYOND, .. }) | None => entries(vec![path], most),
-                Some(_) => entries(paths(&path), most),
-            },
-            false => entries(vec![path], most),
-        });
-        all.collect()
-    }
-
     /// Deletes what is too large, then the least recently used entries until the rest fits the
     /// limit.
     ///
@@ -180,8 +181,10 @@ impl Cache {
             warn!("cache {}: not emptied: {e}; delete it by hand", self.folder.join(GONE).display());
         }
         let most = self.share().saturating_mul(2);
-        let mut kept = self.all_images();
-        kept.extend(entries(paths(&self.folder.join(COMPILED)), most));
+        self.images.scan(now);
+        let mut kept = self.images.entries();
+        let compiled = paths(&self.folder.join(COMPILED)).into_iter();
+        kept.extend(compiled.filter_map(|path| Some(Entry { found: measured(&path, most)?, path })));
         let share = self.share();
         // A worker sets times at will: the future counts as now, and what exceeds its share goes
         // first.
@@ -197,35 +200,14 @@ impl Cache {
             self.delete(&path);
             total = total.saturating_sub(if found.bytes == BEYOND { 0 } else { found.bytes });
         }
+        self.images.scan(now);
+        let images: u64 = self.images.entries().iter().map(|entry| entry.found.bytes).sum();
+        self.images.note_others(total.saturating_sub(images));
     }
-}
-
-/// Creates a folder that only its owner can read.
-fn made(folder: &Path) -> io::Result<()> {
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
-}
-
-/// Creates a client's folder; `None`: not possible, which it logs.
-fn ready(folder: PathBuf) -> Option<PathBuf> {
-    made(&folder)
-        .inspect_err(|e| {
-            warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
-        })
-        .ok()?;
-    Some(folder)
 }
 
 fn absent(e: io::Error) -> io::Result<()> {
     if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }
-}
-
-fn paths(folder: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
-}
-
-fn entries(paths: Vec<PathBuf>, most: u64) -> Vec<Entry> {
-    let all = paths.into_iter();
-    all.filter_map(|path| measured(&path, most).map(|found| Entry { path, found })).collect()
 }
 
 /// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
@@ -243,18 +225,6 @@ fn measured(path: &Path, most: u64) -> Option<Measured> {
             None
         }
     }
-}
-
-/// Returns `true` if the file system has room for `bytes` and the reserve for others.
-fn leaves_room(folder: &Path, bytes: u64) -> bool {
-    statvfs(folder).is_ok_and(|facts| {
-        let unit = facts.fragment_size();
-        let keep = KEEP_FREE.min(facts.blocks().saturating_mul(unit) / 10);
-        let free = facts.blocks_available().saturating_mul(unit);
-        // Some file systems count no files.
-        let files = facts.files() == 0 || facts.files_available() >= facts.files() / 10;
-        files && free >= bytes.saturating_add(keep)
-    })
 }
 
 #[cfg(test)]
@@ -285,24 +255,40 @@ mod tests {
     fn trim_removes_the_least_recently_used_entries() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
-        let (images, bytes) = cache.images("vm-a").unwrap();
-        assert_eq!(bytes, 100 * KIB);
-        let (others, _) = cache.images("vm-b").unwrap();
-        assert_ne!(others, images);
-        for (name, age) in [("old", 9000), ("older", 9999), ("new", 1000)] {
-            file(&images.join(name), 60, age);
-            file(&others.join(name), 60, age + 1);
+        let image = |client: &str, n: u8| {
+            let folder = folder.path().join(IMAGES).join(name_of(client));
+            made(&folder).unwrap();
+            folder.join(data_encoding::HEXLOWER.encode(&[n; 32]))
+        };
+        for (client, younger) in [("vm-a", 1), ("vm-b", 0)] {
+            for (n, age) in [(1, 9999), (2, 9000), (3, 1000)] {
+                file(&image(client, n), 60, age - younger);
+            }
         }
+        let left = |client: &str| [1, 2, 3].iter().filter(|n| image(client, **n).exists()).count();
         cache.trim(wall());
-        assert_eq!((names(&images).len(), names(&others).len()), (3, 3), "there is room");
+        assert_eq!((left("vm-a"), left("vm-b")), (3, 3), "there is room");
         // One in use stays, and the oldest ones go.
-        let (third, _) = cache.images("vm-c").unwrap();
-        file(&third.join("now"), 60, 0);
+        file(&image("vm-c", 1), 60, 0);
         cache.trim(wall());
-        assert_eq!((names(&images).len(), names(&others)), (3, vec!["new".into(), "old".into()]));
-        file(&third.join("too"), 60, 0);
+        assert_eq!((left("vm-a"), left("vm-b")), (3, 2));
+        assert!(!image("vm-b", 1).exists());
+        // An image that a worker has asked for is no longer old.
+        assert!(cache.images().open("vm-a", &[1; 32], wall()).is_some());
+        file(&image("vm-c", 2), 60, 0);
         cache.trim(wall());
-        assert_eq!((names(&images), names(&third).len()), (vec!["new".into(), "old".into()], 2));
+        assert!(image("vm-a", 1).exists() && !image("vm-b", 2).exists() && image("vm-a", 2).exists());
+        assert!(image("vm-c", 1).exists() && image("vm-c", 2).exists());
+    }
+
+    #[test]
+    fn what_workers_of_an_earlier_version_wrote_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let former = folder.path().join("modules/client/deep");
+        std::fs::create_dir_all(&former).unwrap();
+        std::fs::write(former.join("image"), b"image").unwrap();
+        Cache::at(folder.path().into(), 400 * KIB).unwrap();
+        assert_eq!(names(folder.path()), ["compiled", "gone", "images"]);
     }
 
     #[test]

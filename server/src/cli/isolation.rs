@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::show::Output;
+use crate::cache::Cache;
 use crate::config::Config;
 use crate::discovery::{self, find_driver};
 use crate::isolation::{self, Verdict};
@@ -19,7 +20,7 @@ pub(super) fn check_isolation(out: &mut Output<'_>, config: &Config) -> anyhow::
     let verdict = runtime.block_on(async {
         let found = discovery::probe(&worker, &driver).await?;
         let gpus = discovery::choose(&config.gpus, found.devices)?;
-        Ok(isolation::probe(&config.state_dir, &worker, &driver, &gpus).await)
+        Ok(isolation::probe([&config.state_dir, &Cache::images_of(config)], &worker, &driver, &gpus).await)
     });
     let verdict = verdict.map_err(|e: discovery::DiscoveryError| e.placed(config))?;
     let (untested, lacking) = match &verdict {

@@ -13,6 +13,7 @@ use tracing::debug;
 
 use super::adopt::adopt;
 use super::channel::Channel;
+use super::images::ImageDesk;
 use super::mps;
 use super::process::Process;
 use super::stock::WorkerId;
@@ -36,10 +37,10 @@ pub(super) const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bounded, since another process of its group may keep sending.
 const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
 /// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
-/// about memory count separately, shared memory included: after `MAX_MEMORY_PACKETS` the supervisor
-/// reads the channel again in the next second.
+/// about memory and images count separately, shared memory included: after `MAX_REQUESTS` the
+/// supervisor reads the channel again in the next second.
 const MAX_PACKETS: u32 = 1000;
-const MAX_MEMORY_PACKETS: u32 = 20_000;
+const MAX_REQUESTS: u32 = 20_000;
 
 /// Progress of a worker's end. Neither the worker's messages nor a full channel prolong it.
 #[derive(Default)]
@@ -80,21 +81,22 @@ struct Attendance<'a> {
     said_end: bool,
     said_ready: bool,
     received: Received,
+    images: ImageDesk,
 }
 
 /// Messages of a worker in the present second.
 struct Received {
     since: Instant,
     packets: u32,
-    memory_packets: u32,
-    /// Whether it asked for memory too often: its messages wait for the next second.
+    requests: u32,
+    /// Whether it asked too often: its messages wait for the next second.
     paused: bool,
 }
 
 impl Received {
     fn count(&mut self, message: &FromWorker) -> Result<(), String> {
         if self.since.elapsed() >= Duration::from_secs(1) {
-            (self.since, self.packets, self.memory_packets) = (Instant::now(), 0, 0);
+            (self.since, self.packets, self.requests) = (Instant::now(), 0, 0);
         }
         match message {
             FromWorker::MemoryWanted { .. }
@@ -103,9 +105,12 @@ impl Received {
             | FromWorker::ShareGiven { .. }
             | FromWorker::ShareDropped { .. }
             | FromWorker::ShareEnded { .. }
-            | FromWorker::SharesHeld { .. } => {
-                self.memory_packets += 1;
-                self.paused = self.memory_packets > MAX_MEMORY_PACKETS;
+            | FromWorker::SharesHeld { .. }
+            // A program may load thousands of modules in a second.
+            | FromWorker::ImageWanted { .. }
+            | FromWorker::ImageOffered { .. } => {
+                self.requests += 1;
+                self.paused = self.requests > MAX_REQUESTS;
             }
             _ => self.packets += 1,
         }
@@ -144,7 +149,8 @@ impl Supervisor {
             told_to_end: false,
             said_end: false,
             said_ready: false,
-            received: Received { since: Instant::now(), packets: 0, memory_packets: 0, paused: false },
+            received: Received { since: Instant::now(), packets: 0, requests: 0, paused: false },
+            images: ImageDesk::new(self, id),
         };
         if let Some(start) = start {
             let by = Instant::now() + START_TIMEOUT;
@@ -256,6 +262,7 @@ impl Attendance<'_> {
 
     async fn on_message(&mut self, message: FromWorker, descriptor: Option<OwnedFd>) -> Result<(), String> {
         self.received.count(&message)?;
+        let Some(message) = self.images.take(message) else { return Ok(()) };
         if let FromWorker::Contained { lacking } = &message
             && !self.supervisor.state().workers.get(self.id).is_none_or(|w| w.may_be_contained(lacking))
         {

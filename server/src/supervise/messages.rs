@@ -93,12 +93,14 @@ impl Supervisor {
             }
             FromWorker::Sealed { ticket } => worker.open(&ticket),
             FromWorker::Presented(process) => self.presented(state, *id, process),
-            // `heard` takes these, and a later release's worker sends unknown ones.
+            // Others take these, and a later release's worker sends unknown ones.
             FromWorker::ShareWanted { .. }
             | FromWorker::ShareGiven { .. }
             | FromWorker::ShareDropped { .. }
             | FromWorker::ShareEnded { .. }
             | FromWorker::SharesHeld { .. }
+            | FromWorker::ImageWanted { .. }
+            | FromWorker::ImageOffered { .. }
             | FromWorker::Unknown => {}
             FromWorker::Admitted { number, lane } => {
                 worker.unadmitted.admitted(number);

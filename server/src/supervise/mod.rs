@@ -50,6 +50,7 @@ mod exit;
 mod farewells;
 pub mod handover;
 mod host_bounds;
+mod images;
 mod messages;
 mod mps;
 pub mod park;

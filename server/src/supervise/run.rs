@@ -60,7 +60,6 @@ impl Supervisor {
         }
         let entry = state.leases.get(lease)?;
         let options = &self.0.options;
-        let cache = options.cache.as_ref().and_then(|cache| cache.images(&entry.lease.client));
         let start = Start {
             worker: id,
             lease: lease.into(),
@@ -68,8 +67,7 @@ impl Supervisor {
             driver: options.driver.display().to_string(),
             devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
-            module_cache: cache.as_ref().map(|(folder, _)| folder.display().to_string()),
-            module_cache_bytes: cache.map_or(0, |(_, bytes)| bytes),
+            images: options.cache.is_some(),
             // Under MPS a context takes one of the server's places.
             warm: !entry.lease.mps,
             mps: entry.lease.mps,

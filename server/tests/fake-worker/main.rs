@@ -24,6 +24,7 @@
 //! * `...clogged...`: a program's worker sends more than its channel holds, and reads no answer.
 //! * `...lingering...`: a program's worker passes the program's connection to the server, whose
 //!   last `close` waits a minute for the program.
+//! * `...curious...`: a program's worker asks for 5000 images, and reports the answers on its lane.
 //! * `...contexts...`: a program's worker reports 40 contexts.
 //!
 //! Its NVML reports the contents of `readings.json` in the folder of the "driver"; without that
@@ -128,6 +129,9 @@ fn monitor(driver: &str) {
     }
 }
 
+/// Images that a curious worker asks for.
+const IMAGES: u64 = 5000;
+
 fn tell(message: &FromWorker) {
     let packet = encode(message);
     let _ = send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL);
@@ -138,6 +142,7 @@ fn serve() {
     let mut start = None;
     // The connections stay open, as in a real worker.
     let mut lanes: Vec<TcpStream> = Vec::new();
+    let mut answers = 0;
     loop {
         let mut packet = vec![0; MAX_PACKET];
         let mut space = nix::cmsg_space!([i32; 1]);
@@ -261,6 +266,11 @@ fn serve() {
                     // The server has the only descriptor from here on.
                     continue;
                 }
+                if s.driver.contains("curious") {
+                    let ask = |serial| tell(&FromWorker::ImageWanted { serial, hash: [7; 32] });
+                    // A thread of its own, since this one reads the answers.
+                    std::thread::spawn(move || (0..IMAGES).for_each(ask));
+                }
                 if s.driver.contains("greedy") {
                     tell(&FromWorker::StagingFull { bytes: 300 << 20 });
                 }
@@ -277,7 +287,14 @@ fn serve() {
                 }
                 return;
             }
+            ToWorker::Image { bytes: None, .. } => {
+                answers += 1;
+                if answers == IMAGES {
+                    writeln!(lanes[0], "{answers} answers").unwrap();
+                }
+            }
             ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
+            ToWorker::Image { .. } | ToWorker::ImageRoom { .. } => panic!("it offers no image"),
             // It shares nothing, and no other worker learns a name of its objects.
             ToWorker::ShareAsked { .. }
             | ToWorker::ShareGranted { .. }

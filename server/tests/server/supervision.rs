@@ -1,6 +1,7 @@
 //! Workers that exit, hang, report too much, do not start or are too many.
 
 use std::collections::HashMap;
+use std::io::Read as _;
 use std::time::{Duration, Instant};
 
 use gpusession_proto::control::pool_event::Event;
@@ -83,6 +84,19 @@ async fn a_worker_that_does_not_listen_is_killed() {
         })
         .await;
     }
+}
+
+#[tokio::test]
+async fn a_worker_that_asks_for_thousands_of_images_is_answered_and_stays() {
+    let server = Server::start_with("curious-libcuda.so.1", "warm_workers = 1").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let (mut lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+    lane.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let mut all = [0; "5000 answers\n".len()];
+    lane.read_exact(&mut all).unwrap();
+    assert_eq!(&all, b"5000 answers\n");
+    assert!(alive(pid(&said["pid"])));
 }
 
 #[tokio::test]

@@ -1,8 +1,8 @@
 //! Shows whether this host and its driver allow a worker's restrictions, before any client is
 //! served.
 //!
-//! `--probe-contained DRIVER STATE_DIR GPU...` takes the restrictions as a worker does, and tries
-//! acts that must fail. `--probe-free DRIVER` takes none, for comparison.
+//! `--probe-contained DRIVER STATE_DIR IMAGES GPU...` takes the restrictions as a worker does, and
+//! tries acts that must fail. `--probe-free DRIVER` takes none, for comparison.
 
 use std::ffi::CString;
 use std::io;
@@ -24,10 +24,13 @@ pub const FREE: &str = "--probe-free";
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: Status = 2;
 
-/// Prints a [`Report`] as JSON. `state_dir`: must be out of reach; `None`: without restrictions.
-pub fn run(driver: &str, state_dir: Option<&str>, gpus: &[String]) -> ExitCode {
-    let report = match state_dir {
-        Some(state_dir) => fenced(driver, Path::new(state_dir), gpus),
+/// Prints a [`Report`] as JSON.
+///
+/// `hidden` are the server's `state_dir` and its folder of images, which must be out of reach;
+/// `None`: without restrictions.
+pub fn run(driver: &str, hidden: Option<[&String; 2]>, gpus: &[String]) -> ExitCode {
+    let report = match hidden {
+        Some(hidden) => fenced(driver, hidden.map(Path::new), gpus),
         None => Report { driver: works(driver).err(), ..Report::default() },
     };
     match serde_json::to_string(&report) {
@@ -43,7 +46,7 @@ pub fn run(driver: &str, state_dir: Option<&str>, gpus: &[String]) -> ExitCode {
 }
 
 /// Takes the restrictions in a worker's order, with the driver's start in between.
-fn fenced(driver: &str, state_dir: &Path, gpus: &[String]) -> Report {
+fn fenced(driver: &str, hidden: [&Path; 2], gpus: &[String]) -> Report {
     let landlock = containment::landlock();
     let uuids = gpus.iter().filter_map(|gpu| uuid_bytes(gpu)).collect();
     let files = Files { driver, gpus: Gpus::These(uuids), ..Files::default() };
@@ -51,7 +54,7 @@ fn fenced(driver: &str, state_dir: &Path, gpus: &[String]) -> Report {
     let failure = works(driver).err();
     lacking.extend(containment::before_client(Calls::Own, landlock).err());
     if lacking.is_empty() {
-        lacking.extend(holes(state_dir));
+        lacking.extend(holes(hidden));
     }
     Report {
         landlock: if landlock == ABI::Unsupported { 0 } else { landlock as u32 },
@@ -83,7 +86,7 @@ fn works(path: &str) -> Result<(), Failure> {
 }
 
 /// Returns the acts that the restrictions should prevent and do not.
-fn holes(state_dir: &Path) -> Vec<String> {
+fn holes([state_dir, images]: [&Path; 2]) -> Vec<String> {
     let denied = |done: i64| {
         let error = io::Error::last_os_error().raw_os_error();
         done == -1 && matches!(error, Some(libc::EPERM | libc::EACCES))
@@ -103,18 +106,84 @@ fn holes(state_dir: &Path) -> Vec<String> {
             denied_by_filter(libc::chmod(folder.as_ptr(), mode).into()),
         )
     };
+    let reads = |folder: &Path, is: &str| {
+        let where_not = "no folder of the driver, the worker's program or /usr may contain it";
+        (std::fs::read_dir(folder).is_err(), format!("read {}, {is}: {where_not}", folder.display()))
+    };
+    let file = images.join(std::process::id().to_string());
+    let written = std::fs::write(&file, "").is_ok() && std::fs::remove_file(&file).is_ok();
     let acts = [
-        (
-            std::fs::read_dir(state_dir).is_err(),
-            format!(
-                "read {}, the server's state_dir: no folder of the driver, the worker's program or /usr may contain it",
-                state_dir.display()
-            ),
-        ),
+        reads(state_dir, "the server's state_dir"),
+        reads(images, "the images of all clients"),
+        (!written, format!("write {}, the images of all clients", images.display())),
         (socket, "make a network socket".into()),
         (exec, "start a program".into()),
         (kill, "send a signal to the server".into()),
         (chmod, "change a file's mode".into()),
     ];
     acts.into_iter().filter(|(denied, _)| !denied).map(|(_, act)| format!("a worker can {act}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// Folder that the test's own process must not reach.
+    const IMAGES: &str = "CONTAINED_TEST_IMAGES";
+
+    #[test]
+    fn no_worker_reads_or_changes_the_images() {
+        let test = "no_worker_reads_or_changes_the_images";
+        if std::env::var_os(IMAGES).is_none() {
+            let folder = tempfile::tempdir().unwrap();
+            let client = folder.path().join("client");
+            std::fs::create_dir(&client).unwrap();
+            std::fs::write(client.join("image"), b"content").unwrap();
+            let done = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &format!("contained::tests::{test}"), "--nocapture"])
+                .env(IMAGES, folder.path())
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&done.stdout);
+            assert!(done.status.success() && said.contains("contained"), "{done:?}");
+            assert_eq!(std::fs::read(client.join("image")).unwrap(), b"content");
+            assert_eq!(std::fs::read_dir(&client).unwrap().count(), 1);
+            return;
+        }
+        let images = PathBuf::from(std::env::var_os(IMAGES).unwrap());
+        let client = images.join("client");
+        let landlock = containment::landlock();
+        let files =
+            Files { driver: "/usr/lib/libcuda.so.1", gpus: Gpus::These(Vec::new()), ..Files::default() };
+        let lacking = containment::before_driver(&files, landlock);
+        containment::before_client(Calls::Own, landlock).unwrap();
+        if lacking.is_empty() {
+            assert!(holes([&images, &client]).is_empty());
+            let mode = nix::sys::stat::Mode::S_IRWXU;
+            let acts = [
+                ("list", std::fs::read_dir(&images).map(drop)),
+                ("list", std::fs::read_dir(&client).map(drop)),
+                ("open", std::fs::read(client.join("image")).map(drop)),
+                ("write", std::fs::write(client.join("image"), "other")),
+                ("create", std::fs::write(client.join("new"), "new")),
+                ("delete", std::fs::remove_file(client.join("image"))),
+                ("mkfifo", nix::unistd::mkfifo(&client.join("pipe"), mode).map_err(io::Error::from)),
+                ("symlink", std::os::unix::fs::symlink("/dev/zero", client.join("link"))),
+                ("link", std::fs::hard_link(client.join("image"), client.join("name"))),
+                ("mkdir", std::fs::create_dir(client.join("folder"))),
+                ("rename", std::fs::rename(&client, images.join("other"))),
+            ];
+            for (act, done) in acts {
+                let denied = done.expect_err(act).kind();
+                assert!(
+                    matches!(denied, io::ErrorKind::PermissionDenied | io::ErrorKind::CrossesDevices),
+                    "{act}: {denied}"
+                );
+            }
+        }
+        println!("contained");
+        std::process::exit(0);
+    }
 }

@@ -63,8 +63,6 @@ pub struct Files<'a> {
     /// The driver's library.
     pub driver: &'a str,
     pub gpus: Gpus,
-    /// Folder of images.
-    pub module_cache: Option<&'a str>,
     /// Whether the process is a client of MPS.
     pub mps: bool,
 }
@@ -83,7 +81,6 @@ impl<'a> From<&'a Start> for Files<'a> {
         Self {
             driver: &start.driver,
             gpus: Gpus::These(start.devices.iter().map(|device| device.uuid).collect()),
-            module_cache: start.module_cache.as_deref(),
             mps: start.mps,
         }
     }
@@ -203,7 +200,7 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
     // The folder in which an MPS daemon listens, if one runs.
     let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
-    let write = WRITE.iter().copied().chain(files.module_cache).chain(runtime.as_deref());
+    let write = WRITE.iter().copied().chain(runtime.as_deref());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
     let (gpus, known) = match &files.gpus {
         // Clients of MPS open further devices, which no test has determined: allow all of them.
@@ -520,7 +517,7 @@ mod tests {
 
     fn files(mps: bool) -> Files<'static> {
         let gpus = Gpus::These(Vec::new());
-        Files { driver: "/usr/lib/libcuda.so.1", gpus, module_cache: None, mps }
+        Files { driver: "/usr/lib/libcuda.so.1", gpus, mps }
     }
 
     fn denied(result: i64, what: &str) {

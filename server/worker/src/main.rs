@@ -16,6 +16,7 @@ mod executor;
 mod frame;
 mod handles;
 mod host_calls;
+mod image_store;
 mod lanes;
 mod measure;
 mod modules;
@@ -53,8 +54,8 @@ fn main() -> ExitCode {
             park::run(driver, isolation, pid, None)
         }
         ([_, flag, driver], _) if flag == probe::HOLD => probe::hold(driver),
-        ([_, flag, driver, state, gpus @ ..], _) if flag == contained::FENCED => {
-            contained::run(driver, Some(state), gpus)
+        ([_, flag, driver, state, images, gpus @ ..], _) if flag == contained::FENCED => {
+            contained::run(driver, Some([state, images]), gpus)
         }
         ([_, flag, driver], _) if flag == contained::FREE => contained::run(driver, None, &[]),
         ([_, flag, driver, _], Some(isolation)) if flag == "--monitor" => monitor::run(driver, isolation),

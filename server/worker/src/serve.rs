@@ -91,14 +91,7 @@ pub fn run() -> ExitCode {
             Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
             Ok(Some((ToWorker::Opened { refused }, _))) => worker.seal.answer(refused),
             Ok(Some((ToWorker::Admission { refused }, _))) => worker.admission.answer(refused),
-            Ok(Some((ToWorker::TakenOver, _))) => {
-                worker.seal.ask_again(&supervisor);
-                worker.admission.ask_again(&supervisor);
-                worker.quota.ask_again();
-                if let Some(session) = worker.session.get() {
-                    session.shares.tell_again();
-                }
-            }
+            Ok(Some((ToWorker::TakenOver, _))) => worker.taken_over(),
             Ok(Some((ToWorker::ShareAsked { number, name }, _))) => {
                 let refused = |why| FromWorker::ShareGiven { number, given: Err(why) };
                 let Some(session) = worker.session.get().cloned() else {
@@ -115,6 +108,12 @@ pub fn run() -> ExitCode {
                 if let Some(session) = worker.session.get() {
                     session.shares.granted(serial, given, descriptor);
                 }
+            }
+            Ok(Some((ToWorker::Image { serial, bytes }, file))) => {
+                worker.image_answer(serial, file.zip(bytes));
+            }
+            Ok(Some((ToWorker::ImageRoom { serial, room }, pipe))) => {
+                worker.image_answer(serial, pipe.filter(|_| room).map(|pipe| (pipe, 0)));
             }
             Ok(Some((ToWorker::ShareInherited { worker: id, object }, _))) => {
                 if let Some(session) = worker.session.get().cloned() {
@@ -244,6 +243,24 @@ pub fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::E
 }
 
 impl Worker {
+    /// Repeats open questions to the next supervisor.
+    fn taken_over(&self) {
+        self.seal.ask_again(&self.supervisor);
+        self.admission.ask_again(&self.supervisor);
+        self.quota.ask_again();
+        let Some(session) = self.session.get() else { return };
+        session.shares.tell_again();
+        if let Some(store) = session.images.store() {
+            store.taken_over();
+        }
+    }
+
+    fn image_answer(&self, serial: u64, found: Option<(OwnedFd, u64)>) {
+        if let Some(store) = self.session.get().and_then(|session| session.images.store()) {
+            store.answer(serial, found);
+        }
+    }
+
     fn end(&self, reason: &str) -> ! {
         if let Some(session) = self.session.get() {
             session.end(reason)

@@ -16,6 +16,7 @@ use crate::driver::{Driver, Status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
+use crate::image_store::ImageStore;
 use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::objects::allocations::Allocations;
@@ -106,6 +107,8 @@ pub struct Session {
 const FINAL_MESSAGE_GRACE: Duration = Duration::from_secs(1);
 /// Time for the GPU to finish its work before the end, under MPS.
 const DRAIN_GRACE: Duration = Duration::from_millis(500);
+/// Time for the server to take the last images; a later program would have to send them again.
+const IMAGES_GRACE: Duration = Duration::from_millis(300);
 /// Time for the supervisor to stop the worker's GPU work, under MPS.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -123,7 +126,7 @@ impl Session {
         Self {
             driver,
             images: Images::new(
-                start.module_cache.as_deref().map(|folder| (folder, start.module_cache_bytes)),
+                start.images.then(|| Arc::new(ImageStore::new(quota.supervisor.clone()))),
                 start.staging_bytes,
             ),
             mirrors: Mirrors::new(start.staging_bytes),
@@ -212,6 +215,9 @@ impl Session {
             self.supervisor.report(&FromWorker::Usage(self.activity.usage(self)));
             let told = self.supervisor.report(&FromWorker::Ended { reason: reason.into(), quiet });
             self.replies.send_end(reason);
+            if let Some(store) = self.images.store() {
+                store.settle(Instant::now() + IMAGES_GRACE);
+            }
             told
         });
         let since = Instant::now();

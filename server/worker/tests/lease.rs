@@ -5,8 +5,9 @@ use std::time::Duration;
 use gpuserver::accounting::Wanted;
 use gpuserver::supervise::{Event, Phase, TakeError};
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 use gpusession_test_worker::supervised::{GPU, Site, eventually};
-use gpusession_test_worker::{Client, LEASE, MIB, WINDOW};
+use gpusession_test_worker::{CALLER, Client, LEASE, MIB, WINDOW};
 
 const OUT_OF_MEMORY: i32 = 2;
 
@@ -173,4 +174,37 @@ fn four_processes_share_one_limit() {
     let (why, gpus) = stuck().expect("memory without a process");
     assert!(why.contains(&format!("process {}", pids[2])) && gpus.len() == 1, "{why}");
     site.runtime.block_on(supervisor.close("the test ends"));
+}
+
+#[test]
+fn an_image_that_one_worker_loaded_is_there_for_the_next() {
+    const PTX: &[u8] = b".version 7.0\n.target sm_70\n.address_size 64\n\0";
+    let site = Site::new(0);
+    let _inside = site.runtime.enter();
+    let hash = *blake3::hash(PTX).as_bytes();
+    let have = |client: &Client| {
+        let reply = client.link.call(op::IMAGE_HAVE, CALLER, |w| w.bytes(&hash)).expect("an answer");
+        reply.reader().word().expect("a word")
+    };
+    let first = site.client(&site.take(1)[0], 1);
+    assert_eq!(have(&first), 0);
+    let sent = first.link.call(op::IMAGE_DATA, CALLER, |w| {
+        w.bytes(&hash);
+        w.word(PTX.len() as u64);
+        w.bytes(PTX);
+    });
+    assert_eq!(sent.expect("an answer").status, 0);
+    let second = site.client(&site.take(1)[0], 2);
+    assert_eq!(have(&second), 0, "the driver has not accepted it");
+    let loaded = first.link.call(op::MODULE_LOAD, CALLER, |w| {
+        w.word(handle::make(handle::MODULE, 0, 1, 1));
+        w.bytes(&hash);
+        w.word(0);
+    });
+    assert_eq!(loaded.expect("an answer").status, 0);
+    eventually("the server has it", || have(&second) == 1);
+    // A worker whose program has exited hands over its last images first.
+    drop(first);
+    assert_eq!(have(&site.client(&site.take(1)[0], 3)), 1);
+    site.runtime.block_on(site.supervisor.close("the test ends"));
 }

@@ -705,10 +705,12 @@ fn counted(worker: &Worker) -> (Reply, Arc<AtomicU64>) {
 
 /// Runs a program that loads an image of 3 MiB on a fresh worker; returns the bytes that it sent.
 fn sent_with_cache(machine: &Arc<Machine>, cache: &Path) -> u64 {
-    let options = Options { module_cache: Some(cache.to_path_buf()), ..Options::default() };
-    let worker = Worker::start_with(machine, &options);
+    let options = Options { images: Some(cache.to_path_buf()), ..Options::default() };
+    let mut worker = Worker::start_with(machine, &options);
     let (reply, sent) = counted(&worker);
     succeeds("works_with_a_long_image", vec![reply], &[]);
+    // It exits once the server has its images.
+    worker.exited();
     sent.load(Ordering::SeqCst)
 }
 
@@ -723,8 +725,10 @@ fn an_image_that_the_server_has_is_not_sent_again() {
     let second = sent_with_cache(&machine, cache.path());
     assert!(second < REST, "{second}");
 
-    let files: Vec<_> =
-        std::fs::read_dir(cache.path()).expect("a folder").flatten().map(|e| e.path()).collect();
+    let list = |folder: &Path| -> Vec<_> {
+        std::fs::read_dir(folder).expect("a folder").flatten().map(|e| e.path()).collect()
+    };
+    let files: Vec<_> = list(cache.path()).iter().flat_map(|client| list(client)).collect();
     let [file] = &files[..] else { panic!("{files:?}") };
     let good = std::fs::read(file).expect("an image");
     let mut other = good.clone();
@@ -743,7 +747,7 @@ fn an_image_that_the_server_has_is_not_sent_again() {
 fn threads_that_load_the_same_image_do_not_mix_it_up() {
     let machine = Machine::new();
     let cache = tempfile::tempdir().expect("a folder");
-    let options = Options { module_cache: Some(cache.path().to_path_buf()), ..Options::default() };
+    let options = Options { images: Some(cache.path().to_path_buf()), ..Options::default() };
     let worker = Worker::start_with(&machine, &options);
     succeeds("loads_one_long_image_in_two_threads", vec![granted(&worker)], &[]);
 }

@@ -9,7 +9,7 @@ pub mod supervised;
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -19,6 +19,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use gpuserver::cache::Images;
+use gpuserver::clock::wall;
 use gpusession_link::{Events, Link, LinkLost, Reply};
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
@@ -38,6 +40,7 @@ use zerocopy::IntoBytes;
 /// Longest wait of these tests: no step that works takes longer, even on a slow machine.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const LEASE: &str = "abcdefghijkl";
+const CLIENT: &str = "vm";
 pub const KEY: [u8; 32] = [3; 32];
 /// Address and size of the window that the clients of these tests offer.
 pub const WINDOW: u64 = 0x0200_0000_0000;
@@ -111,8 +114,8 @@ pub struct Options {
     pub mps: bool,
     /// Seconds for which the worker waits for a lost client.
     pub resume_grace_s: u32,
-    /// Folder of the images on disk.
-    pub module_cache: Option<PathBuf>,
+    /// Folder of the images that the supervisor keeps.
+    pub images: Option<PathBuf>,
     /// Switches of the simulated driver, with their values.
     pub driver: Vec<(&'static str, String)>,
 }
@@ -126,7 +129,7 @@ impl Default for Options {
             warm: true,
             mps: false,
             resume_grace_s: 0,
-            module_cache: None,
+            images: None,
             driver: Vec::new(),
         }
     }
@@ -199,9 +202,9 @@ fn spawn(machine: &Machine, driver: &[(&str, String)]) -> (Child, OwnedFd) {
     (child, ours)
 }
 
-fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
+fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<BorrowedFd<'_>>) {
     let packet = encode(message);
-    let fds: Vec<_> = beside.iter().map(|socket| socket.as_raw_fd()).collect();
+    let fds: Vec<_> = beside.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&fds)];
     let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
     // An exited worker takes no more connections.
@@ -213,8 +216,10 @@ fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
 pub const REFUSED: (&str, &str) = ("mallory", "a limit of mallory's says no");
 pub const LATER: &str = "patience";
 
-/// Grants memory to one worker, exactly as it asks, and passes on its other messages.
-fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
+/// Grants memory to one worker, exactly as it asks, keeps its images, and passes on its other
+/// messages.
+fn supervise(channel: Arc<OwnedFd>, limit: u64, images: Option<PathBuf>) -> Receiver<FromWorker> {
+    let images = images.map(|folder| Arc::new(Images::new(folder, 8 << 30, 2 << 30, wall())));
     let (sender, inbox) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let (mut granted, mut asked) = (0u64, 0);
@@ -233,6 +238,21 @@ fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
                     tell(&channel, &ToWorker::MemoryGranted { device, serial, bytes, left }, None);
                 }
                 FromWorker::MemoryReturned { bytes, .. } => granted -= bytes,
+                FromWorker::ImageWanted { serial, hash } => {
+                    let found = images.as_ref().and_then(|images| images.open(CLIENT, &hash, wall()));
+                    let (file, bytes) = found.unzip();
+                    tell(&channel, &ToWorker::Image { serial, bytes }, file.as_ref().map(AsFd::as_fd));
+                }
+                FromWorker::ImageOffered { serial, hash, bytes } => {
+                    let room = images.as_ref().and_then(|images| images.begin(CLIENT, &hash, bytes, wall()));
+                    let (reader, writer) = nix::unistd::pipe().expect("a pipe");
+                    let answer = ToWorker::ImageRoom { serial, room: room.is_some() };
+                    tell(&channel, &answer, room.is_some().then_some(writer.as_fd()));
+                    drop(writer);
+                    if let Some(incoming) = room {
+                        incoming.take(reader).expect("the image");
+                    }
+                }
                 FromWorker::Presented(process) => {
                     asked += 1;
                     let refused = (process.user == REFUSED.0).then(|| REFUSED.1.into());
@@ -271,8 +291,7 @@ impl Worker {
                 context_bytes: options.context_bytes,
             }],
             require_tls: options.require_tls,
-            module_cache: options.module_cache.as_ref().map(|folder| folder.display().to_string()),
-            module_cache_bytes: 1 << 30,
+            images: options.images.is_some(),
             warm: options.warm,
             mps: options.mps,
             resume_grace_s: options.resume_grace_s,
@@ -280,7 +299,7 @@ impl Worker {
             isolation: Isolation::Try,
         };
         tell(&channel, &ToWorker::Start(start), None);
-        let inbox = supervise(channel.clone(), options.memory_bytes);
+        let inbox = supervise(channel.clone(), options.memory_bytes, options.images.clone());
 
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("its number");
@@ -300,7 +319,7 @@ impl Worker {
                     {
                         let _ = socket.set_read_timeout(None);
                         let adopt = ToWorker::Adopt { number: 0, preface, peer: "a test".into() };
-                        tell(&channel, &adopt, Some(&socket));
+                        tell(&channel, &adopt, Some(socket.as_fd()));
                     }
                 }
             }
@@ -342,7 +361,7 @@ impl Worker {
         let ours = TcpStream::connect(listener.local_addr().expect("its number")).expect("a connection");
         let (theirs, _) = listener.accept().expect("its other end");
         let adopt = ToWorker::Adopt { number: 0, preface: preface.to_vec(), peer: "a test".into() };
-        tell(self.channel(), &adopt, Some(&theirs));
+        tell(self.channel(), &adopt, Some(theirs.as_fd()));
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         ours
     }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use gpuserver::accounting::Accounting;
+use gpuserver::cache::Cache;
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::isolation::{Decision, Level};
 use gpuserver::lease::{Lease, Share};
@@ -69,7 +70,7 @@ impl Site {
         let options = Options {
             program: crate::program(),
             driver: machine.driver(),
-            cache: None,
+            cache: Cache::at(folder.path().join("cache"), 1 << 30),
             warm_workers,
             idle_exit: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },

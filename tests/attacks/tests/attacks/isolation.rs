@@ -124,3 +124,14 @@ async fn state_in_reach_of_workers_stops_the_start() {
     assert_eq!(done.status.code(), Some(1), "{said}");
     assert!(said.contains("a worker can read") && said.contains("state_dir"), "{said}");
 }
+
+#[tokio::test]
+async fn images_in_reach_of_workers_stop_the_start() {
+    let mut server = prepare("").await;
+    // The driver's folder, which workers read.
+    server.variables.push(("CACHE_DIRECTORY", server.path("sim").into()));
+    let done = server.verb(&["serve"]);
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert!(said.contains("a worker can read") && said.contains("sim/images, the images of all"), "{said}");
+}
