@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use gpusession_proto::status::is_sticky;
 use libloading::Library;
 
 /// `CUresult`.
@@ -41,6 +42,11 @@ pub const POSIX_FD: i32 = 1;
 /// Returns `Ok` for success.
 pub fn check(status: Status) -> Result<(), Status> {
     if status == 0 { Ok(()) } else { Err(status) }
+}
+
+/// Accepts the error of a fault, which ends no lane: the frames of its copies return it.
+pub fn unless_broken(done: Result<(), Status>) -> Result<(), Status> {
+    done.or_else(|status| if is_sticky(status) { Ok(()) } else { Err(status) })
 }
 
 /// Longest wait for an MPS server that starts or ends another client's work.

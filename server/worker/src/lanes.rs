@@ -28,7 +28,7 @@ use gpusession_proto::preface::{Code, refusal};
 use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
-use crate::driver::{Driver, Handle, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, status, unless_broken};
 use crate::replies::Replies;
 use crate::staging::{Slot, Slots};
 
@@ -317,7 +317,7 @@ impl Lanes {
         let ended = loop {
             let memory = |transfer, len| {
                 if !std::mem::replace(&mut entered, true) {
-                    enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
+                    unless_broken(enter()).map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
                 }
                 Ok(self.memory(driver, (mine, slots), transfer, len))
             };
@@ -344,7 +344,7 @@ impl Lanes {
         if let Some(slots) = slots.get() {
             return Ok(slots);
         }
-        enter()?;
+        unless_broken(enter())?;
         let new = Slots::new(driver, count, CHUNK)?;
         Ok(slots.get_or_init(|| new))
     }
@@ -825,7 +825,7 @@ impl DownQueue {
                 if !entered {
                     // The driver may let this thread wait.
                     drop((queue, place));
-                    enter().map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
+                    unless_broken(enter()).map_err(|status| Ended::Fatal(format!("CUDA error {status}")))?;
                     entered = true;
                     continue;
                 }

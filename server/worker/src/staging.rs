@@ -8,7 +8,7 @@ use std::time::Duration;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::contexts::Contexts;
-use crate::driver::{Driver, Handle, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, status, unless_broken};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
 const PORTABLE: u32 = 1;
@@ -97,7 +97,8 @@ impl Slots {
         }
         .map_err(|_| status::OUT_OF_MEMORY)?;
         let block = Block { memory, slots: count };
-        if let Err(status) = self.pin_block(driver, &block) {
+        // Behind a fault nothing can be pinned, while the connection's other transfers continue.
+        if let Err(status) = unless_broken(self.pin_block(driver, &block)) {
             // SAFETY: the mapping above, which nothing uses.
             let _ = unsafe { munmap(memory, len.get()) };
             return Err(status);
