@@ -425,7 +425,7 @@ mod tests {
         let source = cuboid.source;
         assert_eq!(
             (source.host, source.pitch, source.height),
-            (0x77_0000, 10, 2),
+            (0x77_0000, 10 + source.x, 2 + source.y),
             "a pitch and a height of 0"
         );
         cuboid.target.kind = 9;

@@ -81,11 +81,15 @@ pub fn try_defer(
 ) -> Result<bool> {
     let client = stream.client;
     let Source { address, extent, range } = source;
-    let fills = !wait && client.link.down.any_of(|copy| copy.fills(address, extent));
-    if !fills && stream.due() == Due::Nothing {
+    // A program's function may hold up those of the library, and wait for the calling thread.
+    let fills = !wait
+        && client.link.down.any_of(|copy| copy.fills(address, extent))
+        && !host_functions::any_of_program();
+    // A deferred copy is due itself.
+    if !fills && stream.due() == Due::Nothing && !is_behind_one(stream) {
         return Ok(false);
     }
-    // A deferred copy is due itself. Few bytes travel in the frame and fill no lane.
+    // Few bytes travel in the frame and fill no lane.
     let behind = range.len() > INLINE_MAX && is_behind_one(stream);
     let able = !wait
         && ranges::is_pinned(client, address as u64, extent as u64)
@@ -106,7 +110,7 @@ pub fn try_defer(
     let waits = (client.number, deferred.on, NOT_YET);
     change(|waiting| waiting.push(waits));
     let after = Some(stream.covers_so_far());
-    let posted = host_functions::enqueue(&shared, HostFunction::Plain(send, data), after)
+    let posted = host_functions::enqueue(&shared, HostFunction::Own(send, data), after)
         .and_then(|()| client.post(operation, body));
     change(|waiting| {
         let mine = waiting.iter().position(|entry| *entry == waits);

@@ -228,7 +228,7 @@ mod tests {
         let new = program.client.mint(handle::EVENT);
         add(program.client, new, flags);
         let stream = program.client.mint(handle::STREAM);
-        (find(new).unwrap(), Arc::new(Stream::new(program.client, stream, program.ctx, 1, 9)))
+        (find(new).unwrap(), Arc::new(Stream::new(program.client, stream, program.ctx, 1, 0, 9)))
     }
 
     #[test]

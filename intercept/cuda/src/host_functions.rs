@@ -21,6 +21,8 @@ use crate::{handles, regions, thread};
 pub enum HostFunction {
     /// `cuLaunchHostFunc`
     Plain(extern "C" fn(*mut c_void), usize),
+    /// A function of the library's own, which writes no memory of the program.
+    Own(extern "C" fn(*mut c_void), usize),
     /// `cuStreamAddCallback`: also receives the stream and a status.
     Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
     /// `cuUserObjectCreate`: runs at the end of the object with this handle.
@@ -42,6 +44,8 @@ const NOT_YET: u64 = u64::MAX;
 /// It is a function of the stream, or a launch of a graph, which may call some.
 struct Calling {
     function: Option<u64>,
+    /// Whether the function is the library's own.
+    own: bool,
     on: Arc<Stream>,
     /// Position of the first of several launches in one entry; `seq` is that of the last one.
     first: u64,
@@ -73,13 +77,15 @@ static HOST_DUE: Condvar = Condvar::new();
 
 impl Host {
     fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>, after: Vec<Cover>) {
+        let known = function.and_then(|id| self.functions.get(&id));
+        let own = known.is_some_and(|known| matches!(known.function, HostFunction::Own(..)));
         let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
         let launches = self.calling.iter_mut().filter(same);
         match launches.enumerate().last() {
             Some((MAX_LAUNCHES.., last)) if function.is_none() => last.seq = NOT_YET,
             _ => {
                 let on = stream.clone();
-                self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });
+                self.calling.push(Calling { function, own, on, first: NOT_YET, seq: NOT_YET, after });
             }
         }
         MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
@@ -179,7 +185,7 @@ pub fn launching_graph(stream: &Arc<Stream>) -> Result {
     if copies.any() && stream.capture().is_none() {
         let after = stream.covers_so_far();
         if copies.any_of(|copy| is_covered(&after, copy.on, copy.seq)) {
-            enqueue(stream, HostFunction::Plain(nothing, 0), Some(after))?;
+            enqueue(stream, HostFunction::Own(nothing, 0), Some(after))?;
         }
     }
     if let Some(host) = host().as_mut() {
@@ -237,9 +243,18 @@ pub fn due(on: On, covers: &[Cover]) -> Due {
     host.forget(|_, _| false);
     let before = host.calling.iter().filter(|w| w.on.on() == on || is_covered(covers, w.on.on(), w.first));
     before
+        .filter(|w| !w.own)
         .map(|w| if w.function.is_some() { Due::Function } else { Due::Graph })
         .max()
         .unwrap_or(Due::Nothing)
+}
+
+/// Returns `true` if a function of the program, or a graph that may call one, may still run on any
+/// stream.
+///
+/// All functions run one after the other, and such a one may wait for the calling thread.
+pub fn any_of_program() -> bool {
+    any() && host().as_ref().is_some_and(|host| host.calling.iter().any(|work| !work.own))
 }
 
 /// Queues a host function that the worker reports as due, with the status of its stream.
@@ -283,8 +298,8 @@ fn run_host() {
         let status = landed.map_or_else(unavailable, |()| before);
         thread::host_function(|| match function {
             // As natively after an error: the function might read what has not landed.
-            HostFunction::Plain(..) if status != 0 => {}
-            HostFunction::Plain(f, data) => f(data as *mut c_void),
+            HostFunction::Plain(..) | HostFunction::Own(..) if status != 0 => {}
+            HostFunction::Plain(f, data) | HostFunction::Own(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, status, data as *mut c_void),
             HostFunction::Destructor(f, data, _) => f(data as *mut c_void),
         });
@@ -329,7 +344,7 @@ mod tests {
 
     fn stream(program: &Program) -> Arc<Stream> {
         let new = program.client.mint(handle::STREAM);
-        Arc::new(Stream::new(program.client, new, program.ctx, 1, 9))
+        Arc::new(Stream::new(program.client, new, program.ctx, 1, 0, 9))
     }
 
     fn wait(done: impl Fn() -> bool) {

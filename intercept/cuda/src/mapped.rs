@@ -6,6 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{mirror, op};
 
 use crate::client::{Client, cross_lease_error, unavailable};
@@ -101,15 +102,23 @@ pub fn named_within(client: &'static Client, bytes: &[u8]) -> Result {
 
 /// Maps the pinned memory whose addresses are among bytes on their way to the device.
 ///
-/// A kernel may find such an address there. It need not, so that no failure is an error of the
-/// copy.
+/// A kernel may find such an address there. It need not: no failure is an error of the copy, no
+/// large memory gets a mirror for it, and none that a copy under way still fills.
 pub fn sent_within(client: &'static Client, bytes: &[u8]) {
-    if ranges::any_named() {
-        for word in bytes.chunks_exact(8) {
-            let address = u64::from_le_bytes(word.try_into().unwrap_or_default());
-            if client.host_arena.contains(&address) {
-                let _ = named(client, address);
-            }
+    if !ranges::any_named() {
+        return;
+    }
+    let mut tried = 0..0;
+    for word in bytes.chunks_exact(8) {
+        let address = u64::from_le_bytes(word.try_into().unwrap_or_default());
+        if !client.host_arena.contains(&address) || tried.contains(&address) {
+            continue;
+        }
+        let Some(range) = ranges::find(address).filter(|range| range.size <= PLACED) else { continue };
+        tried = range.base..range.base + range.size;
+        let filled = |copy: &Detached| copy.fills(range.base as usize, range.size as usize);
+        if !client.link.down.any_of(filled) {
+            let _ = named(client, address);
         }
     }
 }

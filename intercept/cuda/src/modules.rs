@@ -242,10 +242,11 @@ pub fn functions_of(module: u64) -> Result<Vec<u64>> {
 pub fn of_library(library: u64) -> Result<u64> {
     let client = client_of(library)?;
     let home = Home { ctx: thread::context()?, library: Some(library) };
-    // Each has one handle.
-    let mut modules = lock(&MODULES);
+    /// Each module has one handle. Other calls need not wait for the worker's answer.
+    static ASKING: Mutex<()> = Mutex::new(());
+    let _asking = lock(&ASKING);
     let same = |known: &Home| (known.ctx, known.library) == (home.ctx, home.library);
-    if let Some((known, _)) = modules.iter().find(|(_, known)| same(known)) {
+    if let Some((known, _)) = lock(&MODULES).iter().find(|(_, known)| same(known)) {
         return Ok(*known);
     }
     let new = client.mint(handle::MODULE);
@@ -253,7 +254,7 @@ pub fn of_library(library: u64) -> Result<u64> {
         w.word(new);
         w.word(library);
     })?;
-    modules.insert(new, home);
+    lock(&MODULES).insert(new, home);
     signatures::note(new, signatures::of_module(library));
     Ok(new)
 }

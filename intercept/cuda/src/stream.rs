@@ -1,5 +1,6 @@
 //! One stream: its handle, the positions of its work, the capture that it takes part in.
 
+use std::sync::atomic::AtomicI32;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use gpusession_link::lanes::On;
@@ -19,6 +20,8 @@ pub struct Stream {
     pub ctx: u64,
     /// `CUstream_flags`
     pub flags: u32,
+    /// Within the device's range; a smaller number is a higher priority.
+    pub priority: AtomicI32,
     /// Number for `cuStreamGetId`.
     pub id: u64,
     /// Positions of its work in the client's log.
@@ -28,10 +31,11 @@ pub struct Stream {
 
 impl Stream {
     /// Makes a stream without work.
-    pub fn new(client: &'static Client, handle: u64, ctx: u64, flags: u32, id: u64) -> Self {
+    pub fn new(client: &'static Client, handle: u64, ctx: u64, flags: u32, priority: i32, id: u64) -> Self {
         let blocking = handle == 0 || flags & NON_BLOCKING == 0;
         let positions = StreamPositions::new(On { ctx, stream: handle, blocking });
-        Self { client, handle, ctx, flags, id, positions, capture: RwLock::new(None) }
+        let priority = AtomicI32::new(priority);
+        Self { client, handle, ctx, flags, priority, id, positions, capture: RwLock::new(None) }
     }
 
     /// Returns the stream's name in transfers.

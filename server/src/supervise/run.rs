@@ -105,6 +105,7 @@ impl Supervisor {
             since: self.0.clock.now(),
             ended_because: None,
             held: Vec::new(),
+            compiled_max: options.cache.as_ref().map_or(0, |cache| cache.compiled_max()),
         };
         state.workers.insert(
             id,

@@ -709,14 +709,14 @@ fn exports_pools() {
     other.tell(b'p');
     assert!(child.wait().unwrap().success());
     assert_eq!(import_pool(&cuda, &shared).err(), Some(UNKNOWN), "gone for its own process, too");
-    // A reset of the device ends what is shared of its pools, in both directions.
+    // Shared pools outlive a reset of the device, in both directions.
     let shared = export_pool(&cuda, second).unwrap();
     let own = import_pool(&cuda, &shared).unwrap();
     let again = import_pointer(&cuda, own, &foreign).unwrap();
     cuda.ok("cuDevicePrimaryCtxReset_v2", &[0]);
-    assert_eq!(import_pool(&cuda, &shared).err(), Some(UNKNOWN));
-    assert_eq!(import_pointer(&cuda, own, &foreign), Err(INVALID_VALUE));
-    assert_eq!(cuda.call("cuMemFree_v2", &[again]), INVALID_VALUE);
+    assert!(import_pool(&cuda, &shared).is_ok());
+    assert_eq!(import_pointer(&cuda, own, &foreign), Ok(again));
+    cuda.ok("cuMemFree_v2", &[again]);
 }
 
 fn imports_pools() {

@@ -126,7 +126,7 @@ fn record(name: u64, ctx: u64, event: *mut c_void) -> Result {
     let seq = begun.seq;
     let covers = streams::of_contexts(&contexts).iter().flat_map(|stream| stream.covers(seq)).collect();
     // A stream that no call names: only waits for the event complete its work.
-    let together = Arc::new(Stream::new(client, u64::MAX - 1, ctx, NON_BLOCKING, 0));
+    let together = Arc::new(Stream::new(client, u64::MAX - 1, ctx, NON_BLOCKING, 0, 0));
     together.worked(seq);
     event.record_all(together, seq, covers);
     drop(order);

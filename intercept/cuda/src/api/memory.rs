@@ -158,7 +158,6 @@ pub fn end_context(
     private_tables::forget_context(ctx);
     super::core_dump::forget_context(ctx);
     limits::forget_context(ctx);
-    modules::forget_context(ctx);
     streams::forget_context(ctx);
     // The calling thread's current context may have been destroyed by another thread.
     let ended = thread::within(primary, || end_memory(client, ctx, primary, wait, end));
@@ -166,6 +165,7 @@ pub fn end_context(
 }
 
 fn end_memory(client: &Client, ctx: u64, primary: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
+    modules::forget_context(ctx);
     let gone = ranges::forget_context(ctx, primary, wait);
     POSTPONED
         .lock()

@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{cross_lease_error, string, word};
+use crate::client::{cross_lease_error, word};
 use crate::entry::{
     ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
-    STREAM_CAPTURE_WRONG_THREAD, UNKNOWN, alias, bytes, driver, give, give_optional,
+    STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
 use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
@@ -21,7 +21,9 @@ const NULL: *mut c_void = std::ptr::null_mut();
 /// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
 const BATCH_WORDS: usize = 6;
 /// `CU_STREAM_ATTRIBUTE_PRIORITY`
-const PRIORITY: u64 = 8;
+const PRIORITY: i32 = 8;
+/// Length of a `CUstreamAttrValue`.
+const ATTRIBUTE_BYTES: usize = 64;
 const WAIT_32: u64 = 1;
 const WRITE_32: u64 = 2;
 const WAIT_64: u64 = 4;
@@ -292,15 +294,40 @@ driver! {
     }
 
     fn cuStreamGetPriority / cuStreamGetPriority_ptsz [default] (stream: *mut c_void, priority: *mut i32) {
+        give(priority, find(stream, default)?.1.priority.load(Ordering::Relaxed))
+    }
+
+    fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz [default] (
+        stream: *mut c_void, attribute: i32, value: *const c_void,
+    ) {
         let (client, stream) = find(stream, default)?;
         stream.usable()?;
-        // The program may have changed it as an attribute.
-        let reply = client.call(op::cuStreamGetAttribute, |w| {
+        let value = bytes(value, ATTRIBUTE_BYTES)?;
+        client.call(op::cuStreamSetAttribute, |w| {
             w.word(stream.handle);
-            w.word(PRIORITY);
+            w.word(u64::from(attribute as u32));
+            w.bytes(value);
         })?;
-        let answer = string(&mut reply.reader())?.first_chunk().copied();
-        give(priority, answer.map(i32::from_ne_bytes).ok_or(UNKNOWN)?)
+        if attribute == PRIORITY
+            && let Some(new) = value.first_chunk()
+        {
+            stream.priority.store(i32::from_ne_bytes(*new), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz [default] (target: *mut c_void, source: *mut c_void) {
+        let (client, target) = find(target, default)?;
+        let (other, source) = find(source, default)?;
+        client.same(other)?;
+        target.usable()?;
+        let seq = client.post(op::cuStreamCopyAttributes, |w| {
+            w.word(target.handle);
+            w.word(source.handle);
+        })?;
+        target.worked(seq);
+        target.priority.store(source.priority.load(Ordering::Relaxed), Ordering::Relaxed);
+        client.take_late_error()
     }
 
     fn cuStreamGetFlags / cuStreamGetFlags_ptsz [default] (stream: *mut c_void, flags: *mut u32) {

@@ -287,6 +287,10 @@ fn own(
 }
 
 fn remove(session: &Session, mirror: Mirror) {
+    if let Backing::Managed { shadow } = &mirror.backing {
+        // The memory may end right after this.
+        shadow.discard();
+    }
     if let Backing::Own { mapping, mapped, shadow } = mirror.backing {
         shadow.discard();
         // SAFETY: mapped by `own`; the client has synchronised before. The driver refuses memory
