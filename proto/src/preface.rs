@@ -320,14 +320,15 @@ mod tests {
     }
 
     /// Highest number in `calls.txt` of the first release with [`VERSION`], and the hash of its
-    /// numbered lines.
-    const FIRST: (u16, &str) = (412, "9e3d3b3bff866f72");
+    /// numbered lines, without the `*` of calls that a client forwards by hand.
+    const FIRST: (u16, &str) = (412, "5ade94e9f5d9837b");
 
     #[test]
     fn numbers_of_the_first_release_of_this_version_keep_their_meaning() {
         let numbered = |line: &str| {
             let number = line.strip_prefix("op ").unwrap_or(line).split(' ').next()?.parse::<u16>().ok()?;
-            (number <= FIRST.0).then(|| format!("{line}\n"))
+            let sent = line.replacen("call* ", "call ", 1).replacen("post* ", "post ", 1);
+            (number <= FIRST.0).then(|| format!("{sent}\n"))
         };
         let text = include_str!("../calls/calls.txt");
         let lines: String = text.lines().filter_map(numbered).collect();
