@@ -109,7 +109,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         return Ok(());
     }
     // Whether the target is managed memory.
-    let shown = regions::any() && ranges::find(target).is_some_and(|r| r.kind.managed());
+    let shown = regions::any() && ranges::is_managed(target);
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
         w.word(target);
         w.word(len as u64);

@@ -233,7 +233,7 @@ impl Cuboid {
         }
         let (mut ids, mut regions) = ([0; 2], Vec::new());
         for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
-            if ranges::find(side.host).is_some_and(|r| side.kind == HOST && r.kind.managed()) {
+            if side.kind == HOST && ranges::is_managed(side.host) {
                 (side.kind, side.device) = (DEVICE, side.host);
             }
             if side.elsewhere(client).is_some() {
@@ -284,8 +284,8 @@ impl Cuboid {
 
     /// Returns `true` if source or target are managed memory, as device memory.
     pub fn is_managed(&self) -> bool {
-        let managed = |side: &Side| ranges::find(side.device).is_some_and(|range| range.kind.managed());
-        [&self.source, &self.target].into_iter().any(|side| side.kind == DEVICE && managed(side))
+        let sides = [&self.source, &self.target];
+        sides.into_iter().any(|side| side.kind == DEVICE && ranges::is_managed(side.device))
     }
 
     /// Returns for source and target whether they are host memory.

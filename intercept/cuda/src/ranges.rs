@@ -130,6 +130,13 @@ pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
     })
 }
 
+/// Returns `true` for an address of managed memory.
+///
+/// A program may read or change its own copy of that right after a synchronous copy.
+pub fn is_managed(address: u64) -> bool {
+    find(address).is_some_and(|range| range.kind.managed())
+}
+
 /// Returns the client's pinned or managed memory that contains these bytes.
 pub fn on_host(client: &Client, address: usize, len: usize) -> Option<Range> {
     find(address as u64).filter(|r| {

@@ -10,7 +10,6 @@ use gpusession_proto::handle;
 
 pub use crate::capture::{Capture, allowed, capturing, context_sync_allowed};
 use crate::client::{Client, unavailable};
-use crate::devices::Device;
 use crate::host_functions::{self, Due};
 use crate::positions::{Cover, is_covered};
 use crate::status::{
@@ -49,15 +48,10 @@ pub fn shares_memory() -> bool {
     SHARED.load(Ordering::Relaxed)
 }
 
-/// Returns the priority that a device gives a new stream; a smaller number is a higher priority.
-fn within_range(device: &Device, wanted: i32) -> i32 {
-    let (least, greatest) = device.priorities;
-    wanted.clamp(greatest, least)
-}
-
 /// Creates a stream and returns its handle.
 pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
-    let priority = within_range(client.device_of(ctx)?, priority);
+    let (least, greatest) = client.device_of(ctx)?.priorities;
+    let priority = priority.clamp(greatest, least);
     let new = client.mint(handle::STREAM);
     client.post(op::STREAM_CREATE, |w| {
         w.word(new);
@@ -462,8 +456,11 @@ mod tests {
     #[test]
     fn priority_stays_in_the_range_of_the_device() {
         let program = Program::new();
-        let device = program.client.device_of(program.ctx).unwrap();
-        assert_eq!([7, -3, -9].map(|wanted| within_range(device, wanted)), [0, -3, -5]);
+        let priority = |wanted| {
+            let handle = create(program.client, program.ctx, 0, wanted).unwrap();
+            by_handle(handle).unwrap().priority.load(Ordering::Relaxed)
+        };
+        assert_eq!([priority(7), priority(-3), priority(-9)], [0, -3, -5]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! much, and ends its workers if their drivers would not have written that.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tracing::{info, warn};
 
@@ -34,11 +34,11 @@ impl State {
     ///
     /// None, if a driver among them may keep more than `most`: an earlier server of another
     /// configuration or release started it.
-    fn stop_writers(&mut self, ids: &[WorkerId], excess: &str, most: u64) {
+    fn stop_writers(&mut self, folder: &Path, ids: &[WorkerId], excess: &str, most: u64) {
         let Self { workers, leases, .. } = self;
         let honest = |worker: &Worker| worker.compiled_max == 0 || worker.compiled_max > most;
         if ids.iter().filter_map(|id| workers.get(id)).any(honest) {
-            info!("cache: {excess} by programs of an earlier server; deleted");
+            info!("cache {}: {excess}, which an earlier server allowed; deleted", folder.display());
             return;
         }
         for id in ids {
@@ -47,7 +47,7 @@ impl State {
                 gpusession_worker = hex(id),
                 gpusession_lease = worker.lease,
                 gpusession_client = worker.client,
-                "worker {}: it and the others that write the same folder have {excess}; killed",
+                "worker {}: its client's folder has {excess}; killed",
                 hex(id)
             );
             if let Some(lease) = leases.get_mut(&worker.lease) {
@@ -73,7 +73,7 @@ impl Supervisor {
             let Some(bytes) = cache.compiled_bytes(&folder) else { continue };
             match cache.excess(bytes) {
                 Some(excess) => {
-                    self.state().stop_writers(&ids, &excess, cache.compiled_max());
+                    self.state().stop_writers(&folder, &ids, &excess, cache.compiled_max());
                     cache.delete(&folder);
                 }
                 None => total = total.saturating_add(bytes),

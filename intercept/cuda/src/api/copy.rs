@@ -119,12 +119,6 @@ pub(super) fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>
     find(stream, default).map(|(_, stream)| stream)
 }
 
-/// Returns `true` for managed memory, whose own copy a program may read or change right after a
-/// synchronous copy.
-fn managed(address: u64) -> bool {
-    ranges::find(address).is_some_and(|range| range.kind.managed())
-}
-
 /// Copies between unified addresses, each of which determines its kind of memory.
 pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
@@ -134,7 +128,11 @@ pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wai
             } else {
                 device_to_device(target, source, len, stream)?;
             }
-            if wait && (managed(target) || managed(source)) { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
+            if wait && (ranges::is_managed(target) || ranges::is_managed(source)) {
+                stream.ask(op::STREAM_SYNC)
+            } else {
+                Ok(())
+            }
         }
         (true, false) => to_device(target, source as usize, len, stream, wait),
         (false, true) => from_device(target as usize, source, len, stream, wait),
