@@ -14,6 +14,8 @@ LEFT, MOST, SIMULATED = 8192, 1 << 20, 256
 # Amount that the first one leaves on a simulated card, and of memory of the host, which
 # `limits.staging` bounds.
 FEW = 128
+# Most managed memory that another program looks at: a client maps all of it in its own memory, too.
+MANAGED = 16384
 
 
 class Residue(parking.Parking):
@@ -23,7 +25,9 @@ class Residue(parking.Parking):
         """Returns the MiB to allocate of a kind."""
         if kind == "pinned" or most == LEFT and not self.card:
             return FEW
-        return most if self.card else SIMULATED
+        if not self.card:
+            return SIMULATED
+        return min(most, MANAGED) if kind == "managed" else most
 
     def leave(self, kind, native=False):
         """Starts a program that fills memory; returns it and its process number."""
