@@ -367,7 +367,7 @@ impl Actor {
         let before = failures.iter().position(|(f, _)| f.uid == uid).map(|at| failures.remove(at).0);
         let Some(failure) = failure else { return };
         if !failure.again && before.as_ref() != Some(&failure) {
-            let lease = wanted.held().map_or(&wanted.spec.name, |held| &held.lease.id);
+            let lease = wanted.shown_id(slot);
             let (event, what) = match failure.running {
                 true => (Event::ProgramLost, "has lost its GPUs"),
                 false => (Event::ProgramUnserved, "could not be served"),

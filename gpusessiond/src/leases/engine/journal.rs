@@ -65,12 +65,12 @@ impl Actor {
                         Trouble::LimitExceeded => Event::LimitRefuses,
                         _ => Event::LeaseWaits,
                     };
+                    let lease = wanted.shown_id(*slot);
                     info!(
                         message_id = event.id(),
-                        gpusession_lease = wanted.spec.name,
+                        gpusession_lease = lease,
                         gpusession_reason = waiting,
-                        "lease {}: waits: {waiting}",
-                        wanted.spec.name
+                        "lease {lease}: waits: {waiting}"
                     );
                     self.said.insert(*slot, error.message.clone());
                 }

@@ -3,7 +3,6 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::actor::Actor;
-use gpusession_common::words::Class;
 
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
 use crate::leases::{
@@ -40,15 +39,9 @@ impl Actor {
             .map(|(slot, wanted)| {
                 let held = wanted.held();
                 let spec = wanted.spec.clone();
-                let pending_name = match spec.class {
-                    _ if spec.name.is_empty() => format!("request{slot}"),
-                    Class::Boot | Class::Background => spec.name.clone(),
-                    // Several sessions or users may each have a lease of this name.
-                    Class::Session | Class::User => format!("{}-{slot}", spec.name),
-                };
                 let facts = LeaseFacts {
                     slot,
-                    id: held.map_or(pending_name, |h| h.lease.id.clone()),
+                    id: wanted.shown_id(slot),
                     uid: match spec.owner {
                         Owner::Uid(uid) => uid,
                         Owner::User(_) => spec.uid.unwrap_or(UNKNOWN_USER),

@@ -244,7 +244,7 @@ impl Machine {
         }
         if let Some(wanted) = self.slots.get_mut(&slot) {
             wanted.phase = Phase::Allocating;
-            wanted.asked.begin(&servers);
+            wanted.asked.begin(now, &servers);
         }
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
     }

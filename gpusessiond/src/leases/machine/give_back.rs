@@ -40,7 +40,8 @@ impl Machine {
                     // does not renew it.
                     None => {
                         let until = old.expires.max(now + RECOVERY_TIMEOUT * 10);
-                        self.unplaced.push(SavedRelease { server: old.server, id: old.id, until });
+                        let release = SavedRelease { server: old.server, id: old.id, waits: false, until };
+                        self.unplaced.push(release);
                     }
                 }
             }
@@ -64,33 +65,35 @@ impl Machine {
 
     pub(super) fn withdraw_id(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
         for server in asked {
-            self.releasing.push(Releasing {
-                server,
-                id: request_id.to_owned(),
-                waits: true,
-                retry: now,
-                attempt: 0,
-                give_up: now + RECOVERY_TIMEOUT * 10,
-                in_flight: false,
-                makes_room_for: None,
-            });
+            self.call_off(now, server, request_id.to_owned(), true, now + RECOVERY_TIMEOUT * 10);
         }
         self.run_releases(now);
     }
 
     pub(super) fn give_back(&mut self, now: Time, server: usize, id: String, give_up: Time) {
-        let give_up = give_up.max(now + BACKOFF_MIN);
-        let releasing = Releasing {
+        self.call_off(now, server, id, false, give_up);
+        self.run_releases(now);
+    }
+
+    /// Adds a release, or with `waits` a withdrawal.
+    fn call_off(&mut self, now: Time, server: usize, id: String, waits: bool, give_up: Time) {
+        self.releasing.push(Releasing {
             server,
             id,
-            waits: false,
+            waits,
             retry: now,
             attempt: 0,
-            give_up,
+            give_up: give_up.max(now + BACKOFF_MIN),
             in_flight: false,
             makes_room_for: None,
-        };
-        self.releasing.push(releasing);
+        });
+    }
+
+    /// Begins what an earlier daemon had to call off at a server of this name.
+    pub(super) fn place(&mut self, now: Time, server: usize, name: &str) {
+        for release in self.unplaced.extract_if(.., |r| r.server == name).collect::<Vec<_>>() {
+            self.call_off(now, server, release.id, release.waits, release.until);
+        }
         self.run_releases(now);
     }
 

@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use gpusession_common::words::Class;
 use gpusession_proto::control;
 use serde::{Deserialize, Serialize};
 
 use super::backoff::backoff;
 use crate::leases::Time;
-use crate::leases::{LeaseState, Spec};
+use crate::leases::{LeaseState, Slot, Spec};
 use crate::pool::{PoolError, Trouble};
 
 /// Longest pause between tries to fill a lease's stock: programs wait for its workers.
@@ -68,12 +69,16 @@ impl Held {
     }
 }
 
-/// A lease that is released, which its server has not confirmed.
+/// A lease that is released, or a request that is withdrawn, which its server has not confirmed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedRelease {
     /// Name of the server that holds it.
     pub server: String,
+    /// Id of the lease or of the request.
     pub id: String,
+    /// Whether it is a request, which may have a lease whose reply no daemon has read.
+    #[serde(default)]
+    pub waits: bool,
     /// When the lease has expired.
     pub until: Time,
 }
@@ -140,11 +145,14 @@ pub(super) struct Asked {
     before: Vec<usize>,
     /// Servers of the present try, in their order.
     now: Vec<usize>,
+    /// When the present try began.
+    pub(super) since: Time,
 }
 
 impl Asked {
     /// Begins a try that asks these servers one after the other.
-    pub(super) fn begin(&mut self, servers: &[usize]) {
+    pub(super) fn begin(&mut self, now: Time, servers: &[usize]) {
+        self.since = now;
         for server in std::mem::replace(&mut self.now, servers.to_vec()) {
             if !self.before.contains(&server) {
                 self.before.push(server);
@@ -155,7 +163,7 @@ impl Asked {
     /// Returns the servers that may still have the request; `granted` has made the lease.
     pub(super) fn pending(mut self, granted: Option<usize>) -> Vec<usize> {
         let now = std::mem::take(&mut self.now);
-        self.begin(&[]);
+        self.begin(self.since, &[]);
         let mut pending = self.before;
         for server in now.into_iter().take_while(|server| granted != Some(*server)) {
             if !pending.contains(&server) {
@@ -175,6 +183,17 @@ impl Wanted {
         let held = self.held().filter(|h| !h.warned && !self.spec.renewed_by_itself())?;
         let before = Duration::from_secs(600).min(self.spec.ttl.unwrap_or_default() / 4);
         Some(held.expires.saturating_sub(before))
+    }
+
+    /// Returns the name for messages and for D-Bus: the lease's id, or the wish's while it waits.
+    pub fn shown_id(&self, slot: Slot) -> String {
+        match (self.held(), self.spec.class) {
+            (Some(held), _) => held.lease.id.clone(),
+            _ if self.spec.name.is_empty() => format!("request{slot}"),
+            (None, Class::Boot | Class::Background) => self.spec.name.clone(),
+            // Several sessions or users may each have a lease of this name.
+            (None, Class::Session | Class::User) => format!("{}-{slot}", self.spec.name),
+        }
     }
 
     /// Returns the lease while a server holds it.

@@ -62,13 +62,15 @@ impl Machine {
     /// Adds a server, named by its address, and returns its index.
     pub fn add_server(&mut self, now: Time, address: String) -> usize {
         self.servers.push(Health { next: now, ..Health::default() });
-        self.names.push(vec![address]);
+        self.names.push(vec![address.clone()]);
         for wanted in self.slots.values_mut() {
             if let Phase::Waiting { retry } = &mut wanted.phase {
                 *retry = now;
             }
         }
-        self.servers.len() - 1
+        let server = self.servers.len() - 1;
+        self.place(now, server, &address);
+        server
     }
 
     /// Sets the reason why no server is known.
@@ -153,9 +155,7 @@ impl Machine {
         if !name.is_empty() && !names.iter().any(|n| n == name) {
             names.push(name.to_owned());
             self.retry_waiting(now);
-            for release in self.unplaced.extract_if(.., |r| r.server == name).collect::<Vec<_>>() {
-                self.give_back(now, server, release.id, release.until);
-            }
+            self.place(now, server, name);
         }
     }
 

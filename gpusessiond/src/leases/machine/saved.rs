@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::lease::{Phase, Recovery, SavedRelease, Wanted};
-use super::state::{Machine, RECOVERY_TIMEOUT, Releasing};
+use super::lease::{Asked, Phase, Recovery, SavedRelease, Wanted};
+use super::state::{Machine, RECOVERY_TIMEOUT};
 use crate::leases::Spec;
 use crate::leases::Time;
 
@@ -32,7 +32,7 @@ pub struct Saved {
     pub generations: BTreeMap<String, u32>,
     /// See [`Machine::preallocate`].
     pub preallocated: u32,
-    /// Releases that the next daemon repeats.
+    /// Releases and withdrawals that the next daemon repeats.
     #[serde(default)]
     pub releases: Vec<SavedRelease>,
 }
@@ -68,13 +68,29 @@ impl Machine {
     }
 
     fn unconfirmed_releases(&self) -> Vec<SavedRelease> {
-        let named = |r: &Releasing| {
-            let server = self.names[r.server].last()?.clone();
-            Some(SavedRelease { server, id: r.id.clone(), until: r.give_up })
+        let named = |server: usize, id: &str, waits, until| {
+            let server = self.names[server].last()?.clone();
+            Some(SavedRelease { server, id: id.to_owned(), waits, until })
         };
-        let mut releases: Vec<_> = self.releasing.iter().filter(|r| !r.waits).filter_map(named).collect();
+        let of_request = |(id, asked): (String, Asked)| {
+            let until = asked.since + RECOVERY_TIMEOUT * 10;
+            asked
+                .pending(None)
+                .into_iter()
+                .filter_map(move |s| named(s, &id, true, until))
+                .collect::<Vec<_>>()
+        };
+        let mut releases: Vec<_> =
+            self.releasing.iter().filter_map(|r| named(r.server, &r.id, r.waits, r.give_up)).collect();
         releases.extend(self.unplaced.iter().cloned());
-        releases.sort_by(|a, b| a.id.cmp(&b.id));
+        releases.extend(self.unwanted.values().flatten().cloned().flat_map(of_request));
+        // The requester of a lease leaves with this daemon. The next daemon repeats all other
+        // requests, and so finds their leases.
+        let leaves = |w: &&Wanted| w.spec.once && w.spec.request_id.is_none() && w.recovery.is_none();
+        for wanted in self.slots.values().filter(|w| w.held().is_none()).filter(leaves) {
+            releases.extend(of_request((self.request_id(&wanted.spec), wanted.asked.clone())));
+        }
+        releases.sort_by(|a, b| (&a.id, &a.server).cmp(&(&b.id, &b.server)));
         releases
     }
 

@@ -161,9 +161,14 @@ fn session(n: u32) -> Arc<Session> {
 fn restart(m: &Machine, world: &mut World, now: Time, seed: u64) -> Machine {
     let saved: Saved = serde_json::from_str(&serde_json::to_string(&m.saved()).unwrap()).unwrap();
     assert_eq!(saved, m.saved());
-    // Leases whose release was in flight are no longer renewed, and expire.
-    let gone: Vec<String> =
-        world.leases.keys().filter(|id| !saved.leases.iter().any(|l| l.id == **id)).cloned().collect();
+    let request =
+        |id: &String| world.by_request.iter().find(|(_, made)| *made == id).map(|((_, request), _)| request);
+    let known = |id: &&String| {
+        saved.leases.iter().any(|l| l.id == **id)
+            || saved.releases.iter().any(|r| r.id == **id || r.waits && request(id) == Some(&r.id))
+    };
+    // The next daemon does not renew a lease that it does not know, and the lease expires.
+    let gone: Vec<String> = world.leases.keys().filter(|id| !known(id)).cloned().collect();
     for id in gone {
         world.release(&id);
     }

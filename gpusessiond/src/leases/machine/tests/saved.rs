@@ -113,3 +113,34 @@ fn a_server_that_does_not_come_back_is_not_waited_for() {
     let (servers, asked) = request(&actions(&mut m));
     assert_eq!((servers.len(), asked.request_id.as_str()), (2, "boot/configured/a/1"));
 }
+
+#[test]
+fn the_next_daemon_withdraws_a_request_that_was_under_way() {
+    let mut m = machine(1);
+    m.name_server(s(0), 0, "gpu-a");
+    m.want(s(0), Spec::requested("request/1".into(), 1000));
+    let dropped = m.want(s(0), Spec::requested("request/2".into(), 1000));
+    m.release(s(1), dropped, "its owner released it");
+    actions(&mut m);
+    let saved = m.saved();
+    assert!(saved.releases.iter().all(|release| release.waits && release.server == "gpu-a"));
+    assert_eq!(saved, m.saved(), "time alone changes nothing");
+    let mut m = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(7));
+    m.restore(s(2), saved);
+    // Servers that have not reported a name have their address.
+    m.add_server(s(2), "gpu-a".into());
+    let withdrawn = |n| Action::Withdraw { server: 0, request_id: format!("boot/request/{n}/0") };
+    let todo = actions(&mut m);
+    assert!(todo.contains(&withdrawn(1)) && todo.contains(&withdrawn(2)), "{todo:?}");
+    m.released(s(3), 0, "boot/request/1/0", Ok(()));
+    m.released(s(3), 0, "boot/request/2/0", Ok(()));
+    assert!(m.saved().releases.is_empty());
+}
+
+#[test]
+fn the_next_daemon_repeats_a_request_of_the_configuration() {
+    let mut m = machine(1);
+    m.configure(s(0), vec![configured("a", 1)]);
+    actions(&mut m);
+    assert!(m.saved().releases.is_empty(), "a withdrawal could end the lease that the repetition finds");
+}
