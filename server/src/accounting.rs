@@ -187,6 +187,18 @@ impl Accounting {
         read().map_err(|error| AccountingError { path: self.0.path.clone(), error: Box::new(error) })
     }
 
+    /// Returns the records of leases among the latest `most` records, without their programs' sums.
+    pub fn latest_leases(&self, most: usize) -> Result<Vec<Record>, AccountingError> {
+        let read = || -> Result<Vec<Record>, redb::Error> {
+            let table = self.0.database.begin_read()?.open_table(RECORDS)?;
+            let rows = table.iter()?.rev().take(most);
+            let rows = rows.map(|entry| Ok(serde_json::from_slice::<Record>(entry?.1.value()).ok()));
+            let leases = rows.filter_map(Result::transpose);
+            leases.filter(|r| r.as_ref().map_or(true, |r| r.kind == Kind::Lease)).collect()
+        };
+        read().map_err(|error| AccountingError { path: self.0.path.clone(), error: Box::new(error) })
+    }
+
     /// Records the end of each noted program whose worker is not among `workers`.
     ///
     /// An earlier server noted it; the time of its last note stands for its end.

@@ -188,8 +188,8 @@ async fn take_up(pool: &Arc<Pool>, lost: &[Lease]) {
     if let Some(why) = pool.registry().draining().await {
         warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
     }
+    pool.record_unseen(lost).await;
     pool.ended(lost, "since the restart, one of its GPUs is not served, or is shared in another way");
-    pool.record_unseen_ends().await;
     health::check_compute_modes(pool).await;
     pool.resume().await;
 }
@@ -708,7 +708,7 @@ async fn reload(pool: &Pool) {
     ]);
     match pool.read_again().await {
         Ok((holds, waits)) if holds.is_empty() && waits.is_empty() => {
-            info!("configuration: nothing changed");
+            info!("configuration: reloaded; no key changed");
         }
         Ok(_) => {}
         Err(e) => error!("configuration: not reloaded: {e}; {}", e.hint),

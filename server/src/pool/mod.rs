@@ -65,6 +65,18 @@ const RELEASED: &str = "released by its client";
 /// Kind of the audit trail's event for a new lease.
 const LEASE_GRANTED: &str = "lease-granted";
 
+/// Returns the audit trail's event for a new lease.
+fn lease_granted(lease: &str, client: &str, gpus: Vec<String>, detail: String) -> audit::Event {
+    audit::Event {
+        actor: format!("client {client}"),
+        client: client.to_owned(),
+        lease: lease.to_owned(),
+        gpus,
+        detail,
+        ..audit::own(LEASE_GRANTED)
+    }
+}
+
 /// Time before the end of a lease at which its holder is warned, in seconds.
 const END_WARNING: u64 = 600;
 

@@ -1,5 +1,6 @@
 //! A client's programs, and use of the last 24 hours, for `gpusession smi` and `stats`.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use tracing::warn;
 
 use super::lock::locked;
 use super::state::Pool;
+use super::{LEASE_GRANTED, lease_granted};
 use crate::accounting::{Kind, LeaseNote, Record, Row, UNSEEN};
 use crate::lease::Lease;
 use crate::registry::Standing;
@@ -20,6 +22,9 @@ use crate::usage::{self, Usage};
 const NOTED_EVERY: u64 = 60;
 /// Hours that a client sees, beside the present one.
 const SHOWN_HOURS: u64 = 24;
+/// Latest records whose leases may lack their line in the audit trail after a crash: more than end
+/// in the moment in which a line waits for the disk.
+const UNSEEN_RECORDS: usize = 1000;
 /// Age at which sums are read again: clients may ask at any rate.
 const MAX_AGE: Duration = Duration::from_secs(2);
 
@@ -59,14 +64,30 @@ impl Pool {
         }
     }
 
-    /// Records the end of leases that an earlier server noted and that no longer exist.
+    /// Notes the grants and records the ends of leases that an earlier server did not.
     ///
-    /// A server that is killed may have stored a lease's end without its record.
-    pub async fn record_unseen_ends(&self) {
+    /// A server that is killed may have stored a lease without the audit trail's event for it, or a
+    /// lease's end without its record.
+    pub async fn record_unseen(&self, lost: &[Lease]) {
         let held = self.accounting.held().unwrap_or_else(|e| {
             warn!("accounting: noted leases not read: {e}; leases that ended at a crash have no record");
             Vec::new()
         });
+        let ended = self.accounting.latest_leases(UNSEEN_RECORDS).unwrap_or_default();
+        let standing = self.registry.leases().await;
+        let leases = lost.iter().chain(standing.iter().map(|s| &s.lease)).map(|l| self.record_of(l, ""));
+        let leases = leases.chain(held.iter().cloned()).chain(ended);
+        let leases: BTreeMap<_, _> = leases.map(|record| (record.lease.clone(), record)).collect();
+        let since = leases.values().map(|record| record.start_unix).min().unwrap_or(u64::MAX);
+        match self.audit().leases(LEASE_GRANTED, since) {
+            Ok(granted) => {
+                for record in leases.into_values().filter(|record| !granted.contains(&record.lease)) {
+                    let detail = "noted at the server's start".into();
+                    self.note_of_client(lease_granted(&record.lease, &record.client, record.gpus, detail));
+                }
+            }
+            Err(e) => warn!("audit: trail not read: {e}; leases granted at a crash may lack their event"),
+        }
         for record in held {
             if !self.registry.holds(&record.lease).await {
                 self.note_lease_end(&record.lease, &record.client, &record.gpus, UNSEEN);

@@ -12,7 +12,7 @@ fn events(server: &Server, words: &[&str]) -> Vec<(String, String, String)> {
 }
 
 #[tokio::test]
-async fn joins_changes_and_leases_are_there_before_their_answers() {
+async fn joins_and_changes_are_there_before_their_answers() {
     let mut server = Server::start().await;
     let uid = format!("uid {}", nix::unistd::getuid());
     let ok = |event: &str, actor: &str| (event.to_owned(), actor.to_owned(), "ok".to_owned());
@@ -126,4 +126,40 @@ async fn a_lease_whose_client_leaves_during_its_request_is_in_the_trail() {
     // The last requests were answered.
     assert!(leases() > 10, "{} leases", leases());
     eventually("all grants", async || granted() == leases()).await;
+}
+
+#[tokio::test]
+async fn each_lease_has_one_line_although_its_server_was_killed() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    for _ in 0..20 {
+        let lease = vm.allocate(1.0).await.unwrap();
+        // Some die with the server, whose last events did not reach the disk.
+        if lease.id.ends_with(['0', '1', '2', '3', '4', '5', '6', '7']) {
+            let _ = vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await;
+        }
+    }
+    server.signal(Signal::SIGKILL);
+    // The lines of a moment that a crash lost.
+    let folder = server.path("state/audit");
+    let file = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let file = file.into_iter().find(|path| path.extension().is_some_and(|e| e == "jsonl")).unwrap();
+    let lines = std::fs::read_to_string(&file).unwrap();
+    let kept: Vec<_> = lines.lines().take_while(|line| !line.contains("lease-granted")).collect();
+    std::fs::write(&file, kept.join("\n") + "\n").unwrap();
+    server.run().await;
+    let of = |verb: &str, rows: &str, keep: &dyn Fn(&serde_json::Value) -> bool| {
+        let rows = server.json(&[verb])[rows].as_array().unwrap().clone();
+        let mut leases: Vec<_> =
+            rows.iter().filter(|row| keep(row)).map(|r| r["lease"].to_string()).collect();
+        leases.sort();
+        leases
+    };
+    let mut known = of("leases", "leases", &|_| true);
+    known.extend(of("accounting", "records", &|row| row["kind"] == "lease"));
+    known.sort();
+    known.dedup();
+    assert_eq!(of("audit", "audit", &|row| row["event"] == "lease-granted"), known);
+    assert_eq!(known.len(), 20);
+    server.json(&["audit", "verify"]);
 }

@@ -19,7 +19,7 @@ use crate::pool::describe::{devices, limits, micros};
 use crate::pool::parking::ParkError;
 use crate::pool::requests::Call;
 use crate::pool::status::{beyond, bounded, unfit};
-use crate::pool::{LEASE_GRANTED, Pool, RELEASED, locked, readings, run_detached};
+use crate::pool::{Pool, RELEASED, lease_granted, locked, readings, run_detached};
 use crate::registry::GpuUse;
 
 pub(super) async fn allocate(
@@ -171,15 +171,10 @@ async fn grant(
         );
         pool.note_lease(&lease, true, true);
         let clear = if *encrypted { "" } else { ", not encrypted" };
-        pool.note_of_client(audit::Event {
-            actor: format!("client {client}"),
-            from: from.map(|p| p.ip().to_canonical().to_string()).unwrap_or_default(),
-            client: client.clone(),
-            lease: lease.id.clone(),
-            gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
-            detail: format!("{}{clear}", what.join(", ")),
-            ..audit::own(LEASE_GRANTED)
-        });
+        let gpus = lease.shares.iter().map(|s| s.gpu.clone()).collect();
+        let event = lease_granted(&lease.id, client, gpus, format!("{}{clear}", what.join(", ")));
+        let from = from.map(|p| p.ip().to_canonical().to_string()).unwrap_or_default();
+        pool.note_of_client(audit::Event { from, ..event });
     }
     pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed.clone());
     if call.withdrawn() {
