@@ -161,10 +161,10 @@ enum Command {
     ///
     /// A machine with an NVIDIA driver of its own stays as it is.
     SetupLibs {
-        /// Do so even if this machine has an NVIDIA driver
+        /// Give programs the library even beside an NVIDIA driver
         #[arg(long, conflicts_with = "remove")]
         force: bool,
-        /// Undo it: the loader no longer finds the library
+        /// Stop giving programs the library
         #[arg(long)]
         remove: bool,
         /// Root directory of the system to set up, for images
@@ -173,9 +173,9 @@ enum Command {
     },
     /// Make logins report their sessions to the daemon, or print how to
     ///
-    /// The PAM module pam_gpusession does so.
+    /// The PAM module pam_gpusession reports them.
     SetupPam {
-        /// Undo it, or print how to
+        /// Remove the PAM module from logins, or print how to
         #[arg(long)]
         remove: bool,
     },

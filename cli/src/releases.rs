@@ -63,7 +63,7 @@ fn keep(home: &Home, file: &LeaseFile) -> Result<()> {
     };
     fs::create_dir_all(&folder).map_err(failed)?;
     if pending(home).len() >= MAX_PENDING {
-        return Err(failed(std::io::Error::other("too many releases wait there")));
+        return Err(failed(std::io::Error::other(format!("{MAX_PENDING} releases wait there already"))));
     }
     // A lease's id comes from a file that the user may have edited.
     let name: String = file.id.chars().filter(char::is_ascii_alphanumeric).take(64).collect();

@@ -192,7 +192,7 @@ pub fn written(archive: &Path, names: Option<&Path>) -> String {
     match names {
         Some(names) => {
             format!(
-                "written to {archive}; only you can read it\nwho is who: {}; keep that file",
+                "written to {archive}; only you can read it\ntable of the names: {}; keep it, and do not send it",
                 names.display()
             )
         }

@@ -223,9 +223,9 @@ fn audience(config: &Config) -> Arc<Audience> {
     // Only root changes the variables: a reload over D-Bus changes who gets them, and nothing else.
     let path = paths::variables_file();
     match environment::published(&path) {
-        Ok(Some(given)) if given != config.environment => warn!(
-            "[environment] has changed, and logins keep the variables of before: systemctl reload gpusession"
-        ),
+        Ok(Some(given)) if given != config.environment => {
+            warn!("[environment]: logins keep the old variables; run `systemctl reload gpusession` as root")
+        }
         Ok(_) => {}
         Err(error) => warn!("{}: {error}; logins get no variables", path.display()),
     }

@@ -138,7 +138,7 @@ impl Renewer {
             && self.trusted.is_none_or(|at| unix < at || unix >= at + TRUST_INTERVAL)
             && let Err(why) = self.follow_authorities(unix).await
         {
-            warn!("identity: the pool's authorities: {why}; a new try follows within an hour");
+            warn!("identity: cannot read the pool's authorities: {why}; the daemon retries within an hour");
         }
         let facts = self.identity.facts();
         let retry = if facts.expires_unix <= unix { EXPIRED_RETRY_INTERVAL } else { RETRY_INTERVAL };

@@ -203,7 +203,10 @@ impl<'a> Call<'a> {
                 let trouble = format!("polkit does not decide on {action}: {error}");
                 // Each reason is logged once, however often it occurs.
                 if *said != trouble {
-                    warn!(gpusession_reason = trouble, "{trouble}; only root may");
+                    warn!(
+                        gpusession_reason = trouble,
+                        "{trouble}; the daemon allows it to root only; see `journalctl -u polkit`"
+                    );
                     said.clone_from(&trouble);
                 }
                 Err(BusError::access_denied(trouble))

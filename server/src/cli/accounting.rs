@@ -56,7 +56,7 @@ pub(super) fn accounting(
 fn wanted(options: &AccountingOptions, now: u64) -> Result<Wanted, Refusal> {
     let time = |text: &str| {
         past(text, now).ok_or_else(|| {
-            Refusal::new("usage", format!("{text:?}: a time like \"24h\" or 2026-11-21 is wanted"))
+            Refusal::new("usage", format!("--since {text:?}: not a time; write 24h or 2026-11-21"))
         })
     };
     Ok(Wanted {

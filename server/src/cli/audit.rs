@@ -59,7 +59,7 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
         });
     }
     let since_unix = past(&options.since, SystemClock.unix()).ok_or_else(|| {
-        Refusal::new("usage", format!("{:?}: a time like \"24h\" or 2026-11-21 is wanted", options.since))
+        Refusal::new("usage", format!("--since {:?}: not a time; write 24h or 2026-11-21", options.since))
     })?;
     let wanted = Wanted {
         since_unix,

@@ -283,7 +283,7 @@ fn advertise(facts: &Facts) -> Finding {
         let reached = addresses.iter().any(|a| TcpStream::connect_timeout(a, CONNECT_TIMEOUT).is_ok());
         match reached {
             true => Finding::ok(format!("{name} answers")),
-            false => Finding::warning(format!("nothing answers at {name}, as seen from this host"), remedy),
+            false => Finding::warning(format!("{name}: no server answers from this host"), remedy),
         }
     };
     Finding::worst(config.advertise.iter().map(judge)).unwrap_or_else(|| {

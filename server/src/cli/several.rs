@@ -53,7 +53,7 @@ pub(super) fn top(out: &mut Output<'_>, server: &Target, every: &str, times: u32
     let every = parse_duration(every)
         .ok()
         .filter(|d| !d.is_zero())
-        .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
+        .ok_or_else(|| Refusal::new("usage", format!("--every {every}: not a duration; write 2s")))?;
     let mut before = show::Seen::new();
     for look in 1.. {
         let rows: Vec<PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;

@@ -396,7 +396,7 @@ pub fn killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 /// Prints `gpuserver limits` of a user, or without a user if the name is empty.
 pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "WHAT"]);
+    let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "MEANING"]);
     for r in rows {
         table.add_row([r.limit, r.value, r.of, r.origin, r.help]);
     }
@@ -404,8 +404,8 @@ pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::R
     if !user.is_empty() {
         writeln!(
             out,
-            "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections \
-             and host_memory apply to {user}'s programs"
+            "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections, \
+             threads and host_memory apply to {user}'s programs"
         )?;
     }
     Ok(())
@@ -437,7 +437,7 @@ pub fn config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
         }
     }
     if nothing {
-        writeln!(out, "nothing changed")?;
+        writeln!(out, "configuration: no key changed")?;
     }
     Ok(())
 }
@@ -445,8 +445,9 @@ pub fn config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 /// Prints `gpuserver accounting`.
 pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
     let n = records.len();
-    let header =
-        ["END", "DURATION", "WHAT", "CLIENT", "USER", "GPUS", "BUSY", "PEAK", "TO GPU", "FROM GPU", "REASON"];
+    let header = [
+        "END", "DURATION", "RECORD", "CLIENT", "USER", "GPUS", "BUSY", "PEAK", "TO GPU", "FROM GPU", "REASON",
+    ];
     let mut table = table(&header);
     for r in records {
         let what = match r.kind {

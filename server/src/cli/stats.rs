@@ -29,7 +29,7 @@ pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOption
     let now = SystemClock.unix();
     let time = |text: &str| {
         past(text, now).ok_or_else(|| {
-            Refusal::new("usage", format!("{text:?}: a time like \"24h\" or 2026-11-21 is wanted"))
+            Refusal::new("usage", format!("--since {text:?}: not a time; write 24h or 2026-11-21"))
         })
     };
     let (since_unix, until_unix, users) = (time(&options.since)?, time(&options.until)?, options.users);

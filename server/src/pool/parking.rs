@@ -559,7 +559,9 @@ impl Pool {
             }
         };
         if timeout(limit, settled).await.is_err() {
-            warn!("parking: device memory is still on its way; its programs lose their GPUs");
+            warn!(
+                "parking: a move of device memory did not end before the stop; programs of its lease lose their GPUs"
+            );
         }
     }
 }

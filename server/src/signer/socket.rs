@@ -49,7 +49,9 @@ pub fn serve(listener: &UnixListener, keeper: &Arc<Keeper>, served: &Served) -> 
     loop {
         let (socket, _) = listener.accept()?;
         if open.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
-            warn!("connection refused: {MAX_CONNECTIONS} others are open");
+            warn!(
+                "signer socket: refused a connection: {MAX_CONNECTIONS} others are open; the caller tries again"
+            );
             continue;
         }
         open.fetch_add(1, Ordering::Relaxed);
@@ -61,7 +63,7 @@ pub fn serve(listener: &UnixListener, keeper: &Arc<Keeper>, served: &Served) -> 
             }
         });
         if let Err(e) = started {
-            warn!("connection refused: no thread for it: {e}");
+            warn!("signer socket: refused a connection: no thread for it: {e}; the caller tries again");
         }
     }
 }
@@ -78,7 +80,7 @@ fn answer(mut socket: UnixStream, keeper: &Keeper, served: &Served) -> io::Resul
             Err(e) => return Err(e),
         },
         Err(why) => {
-            warn!("connection refused: {why}");
+            warn!("signer socket: refused a caller: {why}");
             let text =
                 format!("the signer answers root and the server alone: {why}; run the command as root");
             Err(Refused::new(Why::Right, text))

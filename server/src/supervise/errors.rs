@@ -59,7 +59,7 @@ pub enum TakeError {
     #[error("no such lease")]
     NoLease,
     /// The lease is parked or lent, so it has no GPUs.
-    #[error("the lease's GPUs were given to others while it was idle")]
+    #[error("the server lent the lease's GPUs while it was idle; a new program gets them back")]
     Away,
     /// The lease has its maximum of workers.
     #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]

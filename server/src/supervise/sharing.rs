@@ -113,7 +113,7 @@ impl Supervisor {
                 gpusession_worker = hex(&request.importer),
                 gpusession_lease = importer.lease,
                 gpusession_client = importer.client,
-                "worker {}: a program of {} asked for memory that no program shares with it{more}",
+                "worker {}: refused an import by a program of {}: no program exported that memory to it{more}",
                 hex(&request.importer),
                 importer.user()
             );
