@@ -42,6 +42,7 @@ pub mod monitor;
 pub mod mps;
 pub mod net;
 pub mod netperf;
+pub mod peer;
 pub mod peer_slots;
 mod pidfd;
 pub mod pool;

@@ -11,6 +11,7 @@ use anyhow::{Context, bail};
 use clap::{Parser, Subcommand};
 use gpuserver::clock::{SystemClock, SystemRandom};
 use gpuserver::config::{Config, Origin};
+use gpuserver::peer::Served;
 use gpuserver::signer::keeper::{Keeper, Places};
 use gpuserver::signer::link::Link;
 use gpuserver::signer::{Operation, adopt, socket};
@@ -79,7 +80,7 @@ fn serve(folder: &Path, user: &str, unit: Option<String>, listen: Option<&Path>)
         None => passed()?,
     };
     tracing::info!("signing for {} with the keys in {}", unit.as_deref().unwrap_or(user), folder.display());
-    let served = socket::Served { uid: of_user.uid.as_raw(), unit };
+    let served = Served { uid: of_user.uid.as_raw(), unit };
     Ok(socket::serve(&listener, &Arc::new(keeper), &served)?)
 }
 
