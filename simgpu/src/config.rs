@@ -22,6 +22,8 @@ pub struct Config {
     pub name: String,
     /// Processes with the same machine name share its memory.
     pub machine: String,
+    /// Whether processes of other users share its memory, too.
+    pub all_users: bool,
     pub driver_version: u32,
     /// `CUcomputemode` that cards report; no process is refused for it.
     pub compute_mode: u32,
@@ -69,6 +71,7 @@ impl Default for Config {
             context: 0,
             name: "gpusession simulated GPU".into(),
             machine: "default".into(),
+            all_users: false,
             driver_version: 13000,
             compute_mode: 0,
             sms: 40,
@@ -134,6 +137,7 @@ impl Config {
                 "context" => self.context = size(value)?,
                 "name" => self.name = value.into(),
                 "machine" => self.machine = value.into(),
+                "all_users" => self.all_users = flag(value)?,
                 "driver_version" => self.driver_version = number(value)? as u32,
                 "compute_mode" => self.compute_mode = number(value).filter(|mode| *mode <= 3)? as u32,
                 "sms" => self.sms = number(value).filter(|n| (1..=1024).contains(n))? as u32,

@@ -6,7 +6,7 @@
 use crate::config::Config;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,12 +56,32 @@ unsafe impl Send for Usage {}
 unsafe impl Sync for Usage {}
 
 pub fn path(config: &Config) -> PathBuf {
+    let machine: String =
+        config.machine.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    if config.all_users {
+        return format!("/dev/shm/simgpu-all-{machine}").into();
+    }
     let dir = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|d| d.is_dir());
     // SAFETY: geteuid has no preconditions.
     let uid = unsafe { libc::geteuid() };
-    let machine: String =
-        config.machine.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     dir.unwrap_or_else(|| "/dev/shm".into()).join(format!("simgpu-{uid}-{machine}"))
+}
+
+fn open_or_create(config: &Config) -> std::io::Result<File> {
+    let path = path(config);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_CLOEXEC);
+    // With O_CREAT, the kernel refuses a file of another user in a folder such as /dev/shm
+    // (fs.protected_regular).
+    let there = || options.open(&path);
+    there().or_else(|_| match options.clone().create_new(true).mode(0o600).open(&path) {
+        Ok(file) if config.all_users => {
+            file.set_permissions(std::fs::Permissions::from_mode(0o666)).map(|()| file)
+        }
+        // Another process was first.
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => there(),
+        made => made,
+    })
 }
 
 /// Returns the start time of a process in clock ticks, which distinguishes it from a later process
@@ -81,15 +101,7 @@ impl Usage {
     pub fn open(config: &Config) -> Arc<Usage> {
         let mut usage = Usage { file: None, words: std::ptr::null(), own: Box::default() };
         let bytes = ALL_WORDS * 8;
-        let options = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(libc::O_CLOEXEC)
-            .open(path(config));
-        if let Ok(file) = options
+        if let Ok(file) = open_or_create(config)
             && file.set_len(bytes as u64).is_ok()
         {
             // SAFETY: maps `bytes` of a file that was just given that length.
