@@ -219,7 +219,7 @@ PAGES := user-guide.md admin-guide.md security.md sharing.md idle-and-parking.md
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
-	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker $(RELEASE)/gpuserver-signer units/libexec/*
+	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker $(RELEASE)/gpuserver-signer $(RELEASE)/gpuserver-starter units/libexec/*
 	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
 	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
 	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/libcuda.so

@@ -3,20 +3,19 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::Duration;
 
 use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
 use object::{Object, ObjectSymbol};
 use serde::{Deserialize, Serialize};
-use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::config::{Config, ConfigError, GpuChoice, Gpus, gpu_sharing_key};
 use crate::lease::Gpu;
 use crate::mps;
-use crate::spawn::clean_environment;
+use crate::starter::Purpose;
+use crate::starter::link::Starter;
 use crate::store::{self, StoreError};
 
 /// Symbol of gpusession's own libcuda, which must never be a server's driver.
@@ -146,23 +145,12 @@ fn candidates() -> Vec<PathBuf> {
 }
 
 /// Asks the driver for its GPUs and versions.
-pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError> {
-    let mut command = Command::new(worker);
-    command
-        .arg("--probe")
-        .arg(driver)
-        .env_clear()
-        .envs(clean_environment(driver))
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true);
-    let failed = |what: String| {
-        DiscoveryError::Probe(format!("{} --probe {}: {what}", worker.display(), driver.display()))
-    };
-    let output = match timeout(PROBE_TIMEOUT, command.output()).await {
+pub async fn probe(starter: &Starter, driver: &Path) -> Result<Probe, DiscoveryError> {
+    let failed =
+        |what: String| DiscoveryError::Probe(format!("probe of the driver {}: {what}", driver.display()));
+    let output = match timeout(PROBE_TIMEOUT, starter.output(Purpose::Probe, driver)).await {
         Ok(Ok(output)) => output,
-        Ok(Err(e)) => return Err(failed(format!("cannot be started: {e}"))),
+        Ok(Err(e)) => return Err(failed(e.to_string())),
         Err(_) => return Err(failed(format!("no answer within {} s", PROBE_TIMEOUT.as_secs()))),
     };
     if !output.status.success() {

@@ -7,6 +7,7 @@
 //! * [`signer`]: the keys of the pool's authorities and the join tokens.
 //! * [`supervise`]: worker processes: started warm, handed sockets, killed in time.
 //! * [`spawn`]: starts of worker processes, and of the daemons of MPS.
+//! * [`starter`]: starts of programs that load the driver, as a user of their own.
 //! * [`mps`]: NVIDIA's Multi-Process Service: one control daemon for each fault domain.
 //! * [`data`]: the acceptor that hands data connections to workers.
 //! * [`certificate`], [`connections`]: peers of the control port.
@@ -52,6 +53,7 @@ pub mod registry;
 pub mod serve;
 pub mod signer;
 pub mod spawn;
+pub mod starter;
 pub mod store;
 pub mod supervise;
 pub mod threads;

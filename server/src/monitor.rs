@@ -15,12 +15,13 @@ use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, 
 use gpusession_proto::supervise::Isolation;
 use serde::Serialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::process::{ChildStdin, ChildStdout};
+use tokio::net::unix::pipe;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-use crate::spawn;
+use crate::starter::Purpose;
+use crate::starter::link::Starter;
 
 /// Interval of the server's own readings.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -99,7 +100,7 @@ impl Monitor {
     /// Starts the monitor; needs a runtime. The monitor exits when the last handle is dropped.
     ///
     /// The process restricts itself as `isolation` says.
-    pub fn start(worker: PathBuf, driver: PathBuf, isolation: Isolation) -> Self {
+    pub fn start(starter: Starter, driver: PathBuf, isolation: Isolation) -> Self {
         let shared = Arc::new(Shared {
             readings: watch::channel(None).0,
             versions: watch::channel(None).0,
@@ -107,7 +108,7 @@ impl Monitor {
             faults: Mutex::default(),
         });
         let (questions, asked) = mpsc::channel(256);
-        tokio::spawn(supervise(worker, driver, isolation, shared.clone(), asked));
+        tokio::spawn(supervise(starter, driver, isolation, shared.clone(), asked));
         Self { shared, questions }
     }
 
@@ -147,7 +148,7 @@ impl Monitor {
 
 /// Runs the monitor, and restarts it when it exits.
 async fn supervise(
-    worker: PathBuf,
+    starter: Starter,
     driver: PathBuf,
     isolation: Isolation,
     shared: Arc<Shared>,
@@ -157,7 +158,7 @@ async fn supervise(
     let mut told = String::new();
     loop {
         let begun = Instant::now();
-        let why = match serve(&worker, &driver, isolation, &shared, &mut asked).await {
+        let why = match serve(&starter, &driver, isolation, &shared, &mut asked).await {
             Ok(()) => return,
             Err(e) => e.to_string(),
         };
@@ -182,13 +183,14 @@ async fn supervise(
 
 /// Runs one monitor process. Returns `Ok` when the last handle is dropped.
 async fn serve(
-    worker: &Path,
+    starter: &Starter,
     driver: &Path,
     isolation: Isolation,
     shared: &Shared,
     asked: &mut mpsc::Receiver<Asked>,
 ) -> io::Result<()> {
-    let (mut child, mut to, from) = spawn::child(worker, "--monitor", driver, &[isolation.as_str()])?;
+    let started = starter.helper(Purpose::Monitor, driver, &[isolation.as_str()]).await;
+    let (mut child, mut to, from) = started?;
     let (answers_in, mut answers) = mpsc::channel(1);
     let receiving = receive(from, shared, answers_in);
     tokio::pin!(receiving);
@@ -248,13 +250,13 @@ async fn answer(answers: &mut mpsc::Receiver<FromMonitor>, limit: Duration) -> i
     }
 }
 
-async fn send<T: Serialize>(to: &mut ChildStdin, message: &T) -> io::Result<()> {
+async fn send<T: Serialize>(to: &mut pipe::Sender, message: &T) -> io::Result<()> {
     to.write_all(&message::encode(message)).await
 }
 
 /// Reads the monitor's output until it ends; separates answers from faults.
 async fn receive(
-    mut from: ChildStdout,
+    mut from: pipe::Receiver,
     shared: &Shared,
     answers: mpsc::Sender<FromMonitor>,
 ) -> io::Result<()> {

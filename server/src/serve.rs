@@ -40,6 +40,7 @@ use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
 use crate::signer::Why;
 use crate::signer::link::{Link, Signer};
+use crate::starter::link::Starter;
 use crate::supervise::handover::{Left, Store};
 use crate::supervise::{Options, Supervisor};
 use crate::{admin, clock, data, health, metrics, mps, spawn, store};
@@ -110,7 +111,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
 
     let options = Options {
-        program: host.worker.clone(),
+        program: host.worker,
         driver: host.driver.clone(),
         cache: cache.clone(),
         warm_workers: config.warm_workers,
@@ -127,7 +128,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         clock.clone(),
         random.clone(),
     )?;
-    let monitor = Monitor::start(host.worker, host.driver.clone(), isolation.workers);
+    let monitor = Monitor::start(host.starter, host.driver.clone(), isolation.workers);
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
         Supervisor::new(options, store.clone(), left.workers, accounting, clock.clone(), random.clone())?;
@@ -241,6 +242,7 @@ fn open_signer(config: &Config) -> anyhow::Result<Arc<Signer>> {
 /// The worker's program, the driver, and the GPUs to serve.
 struct Host {
     worker: PathBuf,
+    starter: Starter,
     driver: PathBuf,
     probe: Probe,
     gpus: Vec<Gpu>,
@@ -260,7 +262,8 @@ impl Host {
         let as_config = |e: DiscoveryError| e.placed(config);
         let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
         info!("driver {}, worker program {}", driver.display(), worker.display());
-        let mut probe = discovery::probe(&worker, &driver).await.map_err(as_config)?;
+        let starter = Starter::new(config.starter.as_deref(), &worker);
+        let mut probe = discovery::probe(&starter, &driver).await.map_err(as_config)?;
         discovery::settle_contexts(&config.state_dir, &mut probe, running)?;
         let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
         let gpus = discovery::offer(config.gpu_memory, gpus);
@@ -282,7 +285,7 @@ impl Host {
                 gpu.sharing.as_str()
             );
         }
-        Ok(Self { worker, driver, probe, gpus, mps })
+        Ok(Self { worker, starter, driver, probe, gpus, mps })
     }
 }
 

@@ -246,7 +246,7 @@ class Site:
 
     def install_server(self, host, devices=2):
         host.write("/etc/systemd/system/gpuserver.service.d/simulated.conf",
-                   f"[Service]\nEnvironment=SIMGPU_DEVICES={devices}\n")
+                   f"[Service]\nEnvironment=SIMGPU_DEVICES={devices} SIMGPU_ALL_USERS=1\n")
         host.install([self.deb("gpuserver"), self.deb("gpusession-libs")])
         host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{SIM}"\nlock_dir = "/run/lock/gpusession"\n[limits]\ngpus = {2 * devices}\n')
 
@@ -263,7 +263,7 @@ class Site:
         """Writes the last journal entries of the services, for the diagnosis of a failure."""
         for host in [self.client, *self.servers]:
             with contextlib.suppress(BaseException):
-                text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver -t gpuserver-signer; systemctl --failed --no-legend").out
+                text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver -t gpuserver-signer -t gpuserver-starter; systemctl --failed --no-legend").out
                 out.write(f"    -- journal of {host.name}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
 
 

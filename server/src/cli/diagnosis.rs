@@ -29,6 +29,7 @@ use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::refusal::Refusal;
 use crate::signer::link::{folder_of, places, unit_of};
+use crate::starter::link::unit_of as starter_unit_of;
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;
@@ -100,6 +101,7 @@ const CHECKS: &[Check<Facts>] = &[
     Check { id: "server.unit", run: unit },
     Check { id: "server.drop-ins", run: drop_ins },
     Check { id: "server.signer", run: signer },
+    Check { id: "server.starter", run: starter },
     Check { id: "server.driver", run: driver },
     Check { id: "server.cards", run: cards },
     Check { id: "server.isolation", run: isolation },
@@ -188,22 +190,36 @@ fn signer(facts: &Facts) -> Finding {
     let Some(socket) = &config.signer else {
         return Finding::skipped("the server signs in its own process: `signer` is not set");
     };
-    let unit = unit_of(socket);
+    let lacks = ["the server signs no certificate", "no machine joins, and no certificate is renewed"];
+    of_socket(facts, &unit_of(socket), "the signer", lacks)
+}
+
+/// Judges the socket by which systemd starts the starter.
+fn starter(facts: &Facts) -> Finding {
+    let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
+    let Some(socket) = &config.starter else {
+        return Finding::skipped("the server starts its monitor itself: `starter` is not set");
+    };
+    let lacks = ["the server has no readings of its GPUs"; 2];
+    of_socket(facts, &starter_unit_of(socket), "the starter", lacks)
+}
+
+/// Judges the socket of a unit by which systemd starts `what`.
+///
+/// `lacks` says what is missing when the service has failed, and when nothing listens.
+fn of_socket(facts: &Facts, unit: &str, what: &str, lacks: [&str; 2]) -> Finding {
     let state = |of: &str, property: &str| facts.machine.unit(&format!("{unit}.{of}"), property);
     if state("socket", "LoadState").as_deref() != Some("loaded") {
         return Finding::skipped(format!("{unit}.socket is not installed, or systemd does not answer"));
     }
     match (state("socket", "ActiveState").as_deref(), state("service", "ActiveState").as_deref()) {
         (Some("active"), Some("failed")) => Finding::fault(
-            format!("{unit}.service has failed: the server signs no certificate"),
+            format!("{unit}.service has failed: {}", lacks[0]),
             format!("journalctl -u {unit} says why; sudo systemctl restart {unit}"),
         ),
-        (Some("active"), _) => Finding::ok(format!("{unit}.socket starts the signer")),
+        (Some("active"), _) => Finding::ok(format!("{unit}.socket starts {what}")),
         (listens, _) => Finding::fault(
-            format!(
-                "{unit}.socket is {}: no machine joins, and no certificate is renewed",
-                listens.unwrap_or("unknown")
-            ),
+            format!("{unit}.socket is {}: {}", listens.unwrap_or("unknown"), lacks[1]),
             format!("sudo systemctl start {unit}.socket"),
         ),
     }
@@ -588,9 +604,13 @@ fn collect(facts: &Facts, server: &Target, keep_names: bool) -> anyhow::Result<R
     }
     report.add_output("nvidia-smi", &facts.machine, "nvidia-smi", &["-q"]);
     report::add_host(&mut report, &facts.machine);
-    let signer = facts.config.as_ref().ok().and_then(|config| Some(unit_of(config.signer.as_deref()?)));
-    let signer = signer.map(|unit| [format!("{unit}.service"), format!("{unit}.socket")]);
-    let units = [UNIT].into_iter().chain(signer.iter().flatten().map(String::as_str));
+    let beside = facts.config.as_ref().map_or([None, None], |config| {
+        [config.signer.as_deref().map(unit_of), config.starter.as_deref().map(starter_unit_of)]
+    });
+    let beside = beside.into_iter().flatten();
+    let beside: Vec<_> =
+        beside.flat_map(|unit| [format!("{unit}.service"), format!("{unit}.socket")]).collect();
+    let units = [UNIT].into_iter().chain(beside.iter().map(String::as_str));
     report::add_units(&mut report, &facts.machine, &units.collect::<Vec<_>>());
     report.finish();
     Ok(report)
@@ -754,6 +774,27 @@ mod tests {
         assert_eq!(signer(&facts).remedy, "sudo systemctl start gpuserver-ca@b.socket");
         units("active", "failed");
         assert!(signer(&facts).found.starts_with("gpuserver-ca@b.service has failed"));
+        assert_eq!(starter(&facts).state, State::Skipped, "there is none");
+    }
+
+    #[test]
+    fn a_starter_that_does_not_start_is_named() {
+        let (root, mut facts) = facts();
+        let file = root.path().join("starts.toml");
+        std::fs::write(&file, "starter = \"/run/gpuserver-worker/start.sock\"\n").unwrap();
+        facts.config = Ok(crate::config::load_here(&file, true).unwrap());
+        let units = |socket: &str, service: &str| {
+            let script = format!(
+                "case $3.$5 in LoadState.*) echo loaded;; *.gpuserver-worker.socket) echo {socket};; *) echo {service};; esac"
+            );
+            program(&root, "systemctl", &script);
+        };
+        units("active", "active");
+        assert_eq!(starter(&facts).state, State::Ok);
+        units("inactive", "inactive");
+        let found = starter(&facts);
+        assert_eq!(found.remedy, "sudo systemctl start gpuserver-worker.socket");
+        assert!(found.found.ends_with("no readings of its GPUs"), "{}", found.found);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::config::Config;
 use crate::discovery::{self, find_driver};
 use crate::isolation::{self, Verdict};
 use crate::spawn::worker_program;
+use crate::starter::link::Starter;
 
 /// Exit status if the server would not start.
 const REFUSED: u8 = 2;
@@ -18,7 +19,7 @@ pub(super) fn check_isolation(out: &mut Output<'_>, config: &Config) -> anyhow::
     let worker = worker_program();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let verdict = runtime.block_on(async {
-        let found = discovery::probe(&worker, &driver).await?;
+        let found = discovery::probe(&Starter::Here(worker.clone()), &driver).await?;
         let gpus = discovery::choose(&config.gpus, found.devices)?;
         Ok(isolation::probe([&config.state_dir, &Cache::images_of(config)], &worker, &driver, &gpus).await)
     });

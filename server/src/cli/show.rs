@@ -110,6 +110,9 @@ pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     if !s.memory_limits.is_empty() {
         writeln!(out, "  host       {}", s.memory_limits)?;
     }
+    if !s.users.is_empty() {
+        writeln!(out, "  users      {}", s.users)?;
+    }
     if s.certificate_expires_unix != 0 {
         let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
         writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;

@@ -34,9 +34,11 @@ pub(super) fn check(
         return Err(ConfigError::new(Origin::Default, why));
     }
     let suffix = instance(file);
-    if suffix == "-ca" || suffix.starts_with("-ca-") {
-        let why = "the folders of the signer have this name; give the instance another one";
-        return Err(ConfigError::new(Origin::File(file.into(), 0), why));
+    for (taken, by) in [("-ca", "signer"), ("-worker", "starter")] {
+        if suffix == taken || suffix.starts_with(&format!("{taken}-")) {
+            let why = format!("the folders of the {by} have this name; give the instance another one");
+            return Err(ConfigError::new(Origin::File(file.into(), 0), why));
+        }
     }
     check_ports(&raw, keys.listen, keys.data_ports, keys.metrics_listen)?;
     check_gpu_sharing(&raw, &gpu_sharing)?;

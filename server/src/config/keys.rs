@@ -20,7 +20,8 @@ use super::kinds::{
 };
 use super::origin::ConfigError;
 use super::reader::{
-    Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, signer_socket, state_folder,
+    Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, signer_socket, starter_socket,
+    state_folder,
 };
 use super::values::{Advertised, GpuChoice, Gpus};
 use crate::limits::{Layer, Scope};
@@ -197,6 +198,13 @@ keys! {
         /// By default it is that of the unit gpuserver-ca, where systemd runs this server: for the
         /// files of `/etc/gpusession`, and for `gpuserver-NAME.toml` that of gpuserver-ca@NAME.
         signer: Option<PathBuf> = signer_socket("/run/gpuserver-ca/sign.sock"), PATH_OR_NONE;
+        /// Socket of gpuserver-starter, which runs the monitor and the probe of the driver as a
+        /// user of their own; "none": they run as this server's user.
+        ///
+        /// By default it is that of the unit gpuserver-worker, where systemd runs this server: for
+        /// the files of `/etc/gpusession`, and for `gpuserver-NAME.toml` that of
+        /// gpuserver-worker@NAME.
+        starter: Option<PathBuf> = starter_socket("/run/gpuserver-worker/start.sock"), PATH_OR_NONE;
         /// Folder of admin.sock; by default the RuntimeDirectory= of the unit.
         ///
         /// Without systemd the default is `/run/gpuserver` or `/run/gpuserver-NAME`.

@@ -79,10 +79,20 @@ pub fn load_here(file: &Path, required: bool) -> Result<Config, ConfigError> {
     });
     let env = |name: &str| std::env::var(name).ok();
     let nvidia_driver = Path::new("/sys/module/nvidia").exists();
-    let has_unit = |folder| Path::new(folder).join("systemd/system/gpuserver-ca.socket").exists();
-    let signer_unit = Path::new("/run/systemd/system").exists()
-        && ["/usr/lib", "/usr/local/lib", "/etc"].into_iter().any(has_unit);
-    load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver, signer_unit })
+    let has_unit = |name: &str| {
+        let is_in = |folder| Path::new(folder).join("systemd/system").join(name).exists();
+        Path::new("/run/systemd/system").exists()
+            && ["/usr/lib", "/usr/local/lib", "/etc"].into_iter().any(is_in)
+    };
+    let around = Surroundings {
+        env: &env,
+        host_name,
+        ephemeral,
+        nvidia_driver,
+        signer_unit: has_unit("gpuserver-ca.socket"),
+        starter_unit: has_unit("gpuserver-worker.socket"),
+    };
+    load(file, required, &around)
 }
 
 /// Returns the administration socket of a server whose configuration files have errors.

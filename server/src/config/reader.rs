@@ -24,6 +24,8 @@ pub struct Surroundings<'a> {
     pub nvidia_driver: bool,
     /// Whether systemd runs this host and has the signer's unit.
     pub signer_unit: bool,
+    /// Whether systemd runs this host and has the starter's unit.
+    pub starter_unit: bool,
 }
 
 /// Returns the suffix of an instance's folders: `-NAME` for `gpuserver-NAME.toml`.
@@ -102,11 +104,21 @@ pub(super) fn state_folder(host: &Host<'_>) -> (PathBuf, Origin) {
 
 /// Default of `signer`.
 pub(super) fn signer_socket(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
-    let file = host.file;
-    // A server that a user starts has its own files, and no right to the host's signer.
-    let of_host = file.parent() == Some(Path::new("/etc/gpusession"));
-    let socket = || format!("/run/gpuserver-ca{}/sign.sock", instance(file)).into();
-    ((host.around.signer_unit && of_host).then(socket), Origin::Default)
+    let socket = || format!("/run/gpuserver-ca{}/sign.sock", instance(host.file)).into();
+    ((host.around.signer_unit && is_of_host(host)).then(socket), Origin::Default)
+}
+
+/// Default of `starter`.
+pub(super) fn starter_socket(host: &Host<'_>) -> (Option<PathBuf>, Origin) {
+    let socket = || format!("/run/gpuserver-worker{}/start.sock", instance(host.file)).into();
+    ((host.around.starter_unit && is_of_host(host)).then(socket), Origin::Default)
+}
+
+/// Returns `true` for a server of this host's units.
+///
+/// A user's own server has files of its own, and no right to the host's signer and starter.
+fn is_of_host(host: &Host<'_>) -> bool {
+    host.file.parent() == Some(Path::new("/etc/gpusession"))
 }
 
 /// Default of `runtime_dir`.

@@ -18,6 +18,7 @@ fn around() -> Surroundings<'static> {
         ephemeral: None,
         nvidia_driver: false,
         signer_unit: false,
+        starter_unit: false,
     }
 }
 
@@ -41,19 +42,29 @@ fn message(text: &str) -> String {
 }
 
 #[test]
-fn a_server_of_the_host_has_the_signer_of_its_instance() {
-    let around = Surroundings { signer_unit: true, ..around() };
-    let signer = |file: &str| from_text(Path::new(file), "", &around).map(|config| config.keys.signer);
-    for (file, socket) in [
-        ("/etc/gpusession/gpuserver.toml", Some("/run/gpuserver-ca/sign.sock")),
-        ("/etc/gpusession/gpuserver-a.toml", Some("/run/gpuserver-ca-a/sign.sock")),
-        ("/home/alice/gpuserver.toml", None),
+fn a_server_of_the_host_has_the_signer_and_the_starter_of_its_instance() {
+    let around = Surroundings { signer_unit: true, starter_unit: true, ..around() };
+    let sockets = |file: &str| {
+        from_text(Path::new(file), "", &around).map(|config| [config.keys.signer, config.keys.starter])
+    };
+    for (file, expected) in [
+        (
+            "/etc/gpusession/gpuserver.toml",
+            ["/run/gpuserver-ca/sign.sock", "/run/gpuserver-worker/start.sock"].map(Some),
+        ),
+        (
+            "/etc/gpusession/gpuserver-a.toml",
+            ["/run/gpuserver-ca-a/sign.sock", "/run/gpuserver-worker-a/start.sock"].map(Some),
+        ),
+        ("/home/alice/gpuserver.toml", [None; 2]),
     ] {
-        assert_eq!(signer(file).unwrap(), socket.map(Into::into), "{file}");
+        assert_eq!(sockets(file).unwrap(), expected.map(|socket| socket.map(Into::into)), "{file}");
     }
-    for taken in ["/etc/gpusession/gpuserver-ca.toml", "/etc/gpusession/gpuserver-ca-a.toml"] {
-        let refused = signer(taken).unwrap_err().to_string();
-        assert!(refused.contains("signer") && refused.contains(taken), "{refused}");
+    for (taken, by) in [("ca", "signer"), ("ca-a", "signer"), ("worker", "starter"), ("worker-a", "starter")]
+    {
+        let taken = format!("/etc/gpusession/gpuserver-{taken}.toml");
+        let refused = sockets(&taken).unwrap_err().to_string();
+        assert!(refused.contains(by) && refused.contains(&taken), "{refused}");
     }
 }
 

@@ -15,6 +15,7 @@ mod rotation;
 mod sharing;
 mod signer;
 mod start;
+mod starter;
 mod supervision;
 mod workers;
 

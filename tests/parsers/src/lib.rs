@@ -44,6 +44,7 @@ targets! {
     request: local::request, seeds::requests;
     admin: local::admin, seeds::admin;
     signer: local::signer, seeds::signer;
+    starter: local::starter, seeds::starter;
     units: local::units, seeds::units;
     server_config: local::server_config, seeds::server_configs;
     client_config: local::client_config, seeds::client_configs;

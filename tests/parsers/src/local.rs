@@ -7,6 +7,7 @@ use gpuserver::certificate;
 use gpuserver::config::{Surroundings, from_text};
 use gpuserver::signer::authorities::Present;
 use gpuserver::signer::{Done, Operation, Outcome, ca};
+use gpuserver::starter::{self as starting, Said};
 use gpusession_common::units;
 use gpusession_login::{Reply, Request, variables as login_variables};
 use gpusession_proto::message;
@@ -77,6 +78,18 @@ pub fn signer(bytes: &[u8]) {
     }
 }
 
+/// A request to the starter, and its messages.
+pub fn starter(bytes: &[u8]) {
+    if let Ok(read) = message::decode::<starting::Request>(bytes) {
+        let written = message::encode(&read);
+        assert_eq!(message::decode::<starting::Request>(&written[4..]), Ok(read));
+    }
+    if let Ok(read) = message::decode::<Said>(bytes) {
+        let written = message::encode(&read);
+        assert_eq!(message::decode::<Said>(&written[4..]), Ok(read));
+    }
+}
+
 /// Sizes, durations, parts of a GPU's memory.
 pub fn units(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
@@ -104,6 +117,7 @@ pub fn server_config(bytes: &[u8]) {
         ephemeral: Some((32768, 60999)),
         nvidia_driver: true,
         signer_unit: false,
+        starter_unit: false,
     };
     if let Err(error) = from_text(Path::new("gpuserver.toml"), text, &around) {
         assert!(error.to_string().contains("gpuserver.toml"), "{error}");

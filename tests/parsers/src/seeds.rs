@@ -3,6 +3,7 @@
 use gpuserver::admin::Ask;
 use gpuserver::signer::tokens::Tokens;
 use gpuserver::signer::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
+use gpuserver::starter::{self, Purpose, Said};
 use gpusession_common::keys::uncommented;
 use gpusession_login::{Open, Reply, Request, variables as login_variables};
 use gpusession_proto::frame::{Header, Writer, op};
@@ -326,6 +327,16 @@ pub fn signer() -> Vec<Vec<u8>> {
         Err(Refused::new(Why::Busy, "later")),
     ];
     operations.iter().map(body).chain(outcomes.iter().map(body)).collect()
+}
+
+pub fn starter() -> Vec<Vec<u8>> {
+    let request = starter::Request {
+        purpose: Purpose::Monitor,
+        arguments: vec!["/usr/lib/libcuda.so.1".into(), "require".into()],
+        environment: vec![("PATH".into(), "/usr/bin:/bin".into())],
+    };
+    let said = [Said::Started(4711), Said::Refused("no".into()), Said::Ended(9)];
+    said.iter().map(body).chain([body(&request)]).collect()
 }
 
 pub fn units() -> Vec<Vec<u8>> {

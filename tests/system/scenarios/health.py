@@ -119,6 +119,7 @@ def server_faults():
         Fault("a card that is switched off", "server.cards", "card 0", "gpuserver off 0", "warning"),
         Fault("a state folder that everybody can read", "server.state-folder", "mode 0755", "chmod 755 /var/lib/gpuserver"),
         Fault("a signer that does not start", "server.signer", "gpuserver-ca.socket is inactive", "systemctl stop gpuserver-ca.socket gpuserver-ca.service 2>&1"),
+        Fault("a starter that does not start", "server.starter", "gpuserver-worker.socket is inactive", "systemctl stop gpuserver-worker.socket gpuserver-worker.service 2>&1"),
         Fault("a small stack", "server.stack", "LimitSTACK=8388608", stack, after=as_before),
         Fault("too little locked memory", "gpu-host.locked-memory", "65536 bytes", locked, after=as_before),
         Fault("a server without a cache", "server.cache", "compiles its code again", f"echo 'cache_max = 0' >{bad}", "warning", edit='rm "$1"'),

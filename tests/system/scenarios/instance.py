@@ -29,7 +29,7 @@ def run(site, check):
         return [row["pid"] for row in json.loads(host.ok(f"{SERVER} ps --json"))["workers"] if row["program"] == "longRun"]
 
     with check("an instance starts while the unit without a name runs"):
-        host.write("/etc/systemd/system/gpuserver@.service.d/simulated.conf", "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
+        host.write("/etc/systemd/system/gpuserver@.service.d/simulated.conf", "[Service]\nEnvironment=SIMGPU_DEVICES=2 SIMGPU_ALL_USERS=1\n")
         host.write("/etc/gpusession/gpuserver-blue.toml", CONFIG)
         host.ok(f"systemctl daemon-reload && {SERVER} pool init && systemctl enable --now {UNIT}")
         host.until(f"{SERVER} status", 20)

@@ -17,6 +17,9 @@ HF_HOME = "/srv/models"
 """
 
 AS_SERVER = "setpriv --reuid=gpuserver --regid=gpuserver --init-groups"
+AS_STARTER = "setpriv --reuid=gpuserver-worker --regid=gpuserver-worker --init-groups"
+# Prints the users of processes whose command line begins so.
+USERS = "ps -e -o user:32=,args= | awk -v begin='{}' 'index($0, begin) {{ print $1 }}' | grep -v root"
 # The state folder as versions without a signer left it.
 EARLIER = """systemctl stop gpuserver-ca.socket gpuserver-ca.service
 mkdir /var/lib/gpuserver/ca && mv /var/lib/gpuserver-ca/authority.* /var/lib/gpuserver/ca
@@ -60,6 +63,22 @@ def run(site, check):
         servers[0].fails(f"{AS_SERVER} cat /var/lib/gpuserver-ca/authority.key")
         expect(servers[0].run(f"{AS_SERVER} gpuserver pool export 2>&1").out, "not the main process of gpuserver.service")
         servers[0].ok("journalctl -u gpuserver-ca | grep 'signed for server gpu1'")
+    with check("the monitor has a user of its own, without network, who has no right of the server's"):
+        servers[0].until("pgrep -f '[g]puserver-worker --monitor'", 20)
+        for program, user in (("/usr/bin/gpuserver serve", "gpuserver"), ("libexec/gpusession/gpuserver-starter", "gpuserver-worker"),
+                              ("gpuserver-worker --monitor", "gpuserver-worker")):
+            assert set(servers[0].ok(USERS.format(program)).split()) == {user}, servers[0].ok("ps -ef")
+        pid = servers[0].ok("systemctl show -P MainPID gpuserver").strip()
+        monitor = servers[0].ok("pgrep -f '[g]puserver-worker --monitor'").strip()
+        net = servers[0].ok(f"readlink /proc/{pid}/ns/net /proc/{monitor}/ns/net").split()
+        assert net[0] != net[1], net
+        expect(servers[0].ok("gpuserver status"), "one for the monitor")
+        for path in ("/var/lib/gpuserver", "/var/lib/gpuserver-ca/authority.key", f"/proc/{pid}/fd", f"/proc/{pid}/mem"):
+            servers[0].fails(f"{AS_STARTER} sh -c 'ls {path}/ || cat {path}' 2>&1")
+        servers[0].fails(f"{AS_STARTER} kill -0 {pid}")
+        servers[0].fails(f"{AS_STARTER} gpuserver status")
+        ask = "import socket; s = socket.socket(socket.AF_UNIX); s.connect('/run/gpuserver-worker/start.sock'); print(s.recv(4096))"
+        expect(servers[0].run(f'{AS_SERVER} python3 -c "{ask}" 2>&1').out, "not the main process of gpuserver.service")
     with check("a server of before, whose authority is in its own folder, moves it to the signer when it starts"):
         before = servers[1].ok("sha256sum </var/lib/gpuserver-ca/authority.key")
         servers[1].ok(EARLIER)

@@ -12,6 +12,7 @@ use crate::audit;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::registry::GpuUse;
+use crate::starter::link::users;
 use crate::supervise::{WorkerView, hex};
 use crate::threads::{self, Thread};
 
@@ -44,6 +45,9 @@ pub struct StatusView {
     /// `memory limits: control groups`, or `memory limits: sampled` and the reason.
     #[serde(default)]
     pub memory_limits: String,
+    /// Users of the server's processes.
+    #[serde(default)]
+    pub users: String,
     /// End of the server's certificate, which it renews itself, in seconds since 1970; 0: unknown.
     #[serde(default)]
     pub certificate_expires_unix: u64,
@@ -166,6 +170,7 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
         isolation: pool.supervisor().isolation().to_string(),
         memory_limits: pool.supervisor().cgroups().to_string(),
+        users: users(facts.config.starter.as_deref()).into(),
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),
         warnings: warnings(pool, unix),

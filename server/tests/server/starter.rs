@@ -1,0 +1,140 @@
+//! A server whose monitor has a user of its own, by a starter.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use gpusession_test_server::{Server, eventually};
+use gpusession_test_support::{Artefact, artefact};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, User};
+
+/// Users of the server, of the starter, and of neither. The tests need root.
+const SERVER: u32 = 65534;
+const STARTER: u32 = 65533;
+const OTHER: u32 = 65532;
+
+struct Starter(Child);
+
+impl Drop for Starter {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Starter {
+    async fn start(socket: &Path) -> Self {
+        let user = User::from_uid(SERVER.into()).unwrap().expect("a user of that number").name;
+        let process = Command::new(artefact("gpuserver", Artefact::Program("gpuserver-starter")))
+            .args(["--user", &user, "--listen"])
+            .arg(socket)
+            .env("GPUSERVER_WORKER", artefact("gpuserver", Artefact::Example("fake-worker")))
+            .stdin(Stdio::null())
+            .uid(STARTER)
+            .gid(STARTER)
+            .spawn()
+            .expect("gpuserver-starter starts");
+        let starter = Self(process);
+        eventually("the starter listens", async || UnixStream::connect(socket).is_ok()).await;
+        std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o666)).unwrap();
+        starter
+    }
+
+    /// Returns pid and user of each monitor that it started.
+    fn monitors(&self) -> Vec<(i32, u32)> {
+        let of = |entry: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+            let parent: u32 = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?;
+            let line = std::fs::read(entry.path().join("cmdline")).ok()?;
+            let monitors = line.split(|b| *b == 0).any(|argument| argument == b"--monitor");
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            (parent == self.0.id() && monitors).then_some((pid, entry.metadata().ok()?.uid()))
+        };
+        std::fs::read_dir("/proc").unwrap().flatten().filter_map(of).collect()
+    }
+}
+
+fn as_user(uid: u32, command: &mut Command) -> Output {
+    command.uid(uid).gid(uid).current_dir("/").stdin(Stdio::null()).output().unwrap()
+}
+
+/// Prepares a server of another user, with folders of its own.
+async fn prepare() -> Server {
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    server.configure("libcuda.so.1", &format!("starter = {:?}", server.path("start/start.sock")));
+    server.user = Some(SERVER);
+    std::fs::write(server.path("readings.json"), "[]").unwrap();
+    for (folder, mode) in [("", 0o755), ("start", 0o777), ("run", 0o755), ("state", 0o700)] {
+        std::fs::create_dir_all(server.path(folder)).unwrap();
+        std::fs::set_permissions(server.path(folder), std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let own = format!("{SERVER}:{SERVER}");
+    let mut give = Command::new("chown");
+    give.args(["-R", &own]).args(["state", "run"].map(|folder| server.path(folder)));
+    assert!(give.status().unwrap().success());
+    server
+}
+
+#[tokio::test]
+async fn the_monitor_has_a_user_of_its_own() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let mut server = prepare().await;
+    let socket = server.path("start/start.sock");
+    // A server without its starter does not start, and names it.
+    let early = as_user(SERVER, &mut server.command(&["serve"]));
+    let said = String::from_utf8_lossy(&early.stderr).into_owned();
+    assert!(said.contains("start.sock") && said.contains("systemctl status"), "{said}");
+
+    let starter = Starter::start(&socket).await;
+    server.run().await;
+    let users = || starter.monitors().into_iter().map(|(_, uid)| uid).collect::<Vec<_>>();
+    eventually("the monitor runs", async || users() == [STARTER]).await;
+    let status = &server.json(&["status"])["server"];
+    assert_eq!(status["users"], "one for the server and its workers, one for the monitor");
+    // It comes back, and ends with the server.
+    let (first, _) = starter.monitors()[0];
+    kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
+    eventually("another monitor runs", async || starter.monitors().iter().any(|(pid, _)| *pid != first))
+        .await;
+    server.signal(Signal::SIGKILL);
+    eventually("the monitor ends", async || starter.monitors().is_empty()).await;
+}
+
+#[tokio::test]
+async fn the_user_of_the_monitor_has_no_right_of_the_servers() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let mut server = prepare().await;
+    let socket = server.path("start/start.sock");
+    let starter = Starter::start(&socket).await;
+    server.run().await;
+    let denied = |uid: u32, program: &str, arguments: &[&str]| {
+        let done = as_user(uid, Command::new(program).args(arguments));
+        assert!(!done.status.success(), "{program} {arguments:?}: {done:?}");
+        String::from_utf8_lossy(&done.stderr).into_owned()
+    };
+    let pid = server.json(&["status"])["server"]["pid"].as_u64().unwrap();
+    for file in [server.path("state"), format!("/proc/{pid}/fd").into()] {
+        let said = denied(STARTER, "/bin/ls", &["-l", &format!("{}/", file.display())]);
+        assert!(said.contains("denied"), "{said}");
+    }
+    denied(STARTER, "/bin/cat", &[&format!("/proc/{pid}/environ")]);
+    denied(STARTER, "/bin/kill", &["-9", &pid.to_string()]);
+    let asked = as_user(STARTER, &mut server.command(&["status"]));
+    assert!(!asked.status.success(), "{asked:?}");
+    // And no other user has programs started.
+    let ask =
+        "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\nprint(s.recv(4096))";
+    for uid in [OTHER, STARTER] {
+        let asked = as_user(uid, Command::new("/usr/bin/python3").args(["-c", ask]).arg(&socket));
+        let said = String::from_utf8_lossy(&asked.stdout).into_owned();
+        assert!(said.contains("answers root and the server alone"), "{asked:?}");
+    }
+    drop(starter);
+}
