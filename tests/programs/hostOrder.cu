@@ -57,9 +57,10 @@ static void expect_at(int line, const int *values, int count, int first) {
 int main() {
     const int most = 6 << 20;
     const size_t bytes = most * sizeof(int);
-    const size_t LITTLE = 1 << 20;
-    int *from, *to, *host, *back, *second, *little;
-    CHECK(cudaHostAlloc(&little, LITTLE, cudaHostAllocDefault));
+    // Memory that gets a mirror behind a function, and memory that gets none.
+    const size_t LITTLE[] = {1 << 20, 4 << 20};
+    int *from, *to, *host, *back, *second, *little[2];
+    for (int i = 0; i < 2; i++) CHECK(cudaHostAlloc(&little[i], LITTLE[i], cudaHostAllocDefault));
     CHECK(cudaMalloc(&from, bytes));
     CHECK(cudaMalloc(&to, bytes));
     for (int **pinned : {&host, &back, &second}) CHECK(cudaHostAlloc(pinned, bytes, cudaHostAllocDefault));
@@ -136,21 +137,24 @@ int main() {
         result(one);
         CHECK(cudaGraphExecDestroy(exec));
         CHECK(cudaGraphDestroy(graph));
-        // Written by a host function that waits for this thread, which meanwhile requests copies
-        // both ways.
-        first += 1000;
-        fill<<<64, 256, 0, two>>>(from, count, first);
-        CHECK(cudaEventRecord(event, two));
+        // Written by a copy behind a host function that waits for this thread, which meanwhile
+        // requests copies both ways.
         std::atomic<int> go(0);
-        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
-        CHECK(cudaStreamWaitEvent(one, event, 0));
-        const size_t part = length < LITTLE ? length : LITTLE;
-        CHECK(cudaMemcpyAsync(little, from, part, cudaMemcpyDeviceToHost, one));
-        CHECK(cudaMemcpyAsync(to, little, part, cudaMemcpyHostToDevice, one));
-        CHECK(cudaMemcpyAsync(back, to, part, cudaMemcpyDeviceToHost, one));
-        go = 1;
-        CHECK(cudaStreamSynchronize(one));
-        expect(back, part / sizeof(int), first);
+        for (int i = 0; i < 2; i++) {
+            first += 1000;
+            go = 0;
+            fill<<<64, 256, 0, two>>>(from, count, first);
+            CHECK(cudaEventRecord(event, two));
+            CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+            CHECK(cudaStreamWaitEvent(one, event, 0));
+            const size_t part = length < LITTLE[i] ? length : LITTLE[i];
+            CHECK(cudaMemcpyAsync(little[i], from, part, cudaMemcpyDeviceToHost, one));
+            CHECK(cudaMemcpyAsync(to, little[i], part, cudaMemcpyHostToDevice, one));
+            CHECK(cudaMemcpyAsync(back, to, part, cudaMemcpyDeviceToHost, one));
+            go = 1;
+            CHECK(cudaStreamSynchronize(one));
+            expect(back, part / sizeof(int), first);
+        }
         // Written by a host function behind one that waits for this thread, which requests more
         // copies behind it: from the same memory, from other pinned memory, and of few bytes.
         first += 1000;

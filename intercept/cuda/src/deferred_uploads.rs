@@ -81,10 +81,11 @@ pub fn try_defer(
 ) -> Result<bool> {
     let client = stream.client;
     let Source { address, extent, range } = source;
-    // A program's function may hold up those of the library, and wait for the calling thread.
+    // A program's function may hold up those of the library, and wait for the calling thread. It
+    // holds up none that is due after it.
     let fills = !wait
         && client.link.down.any_of(|copy| copy.fills(address, extent))
-        && !host_functions::any_of_program();
+        && (stream.due() > Due::Nothing || !host_functions::any_of_program());
     // A deferred copy is due itself.
     if !fills && stream.due() == Due::Nothing && !is_behind_one(stream) {
         return Ok(false);
