@@ -79,6 +79,99 @@ static void kernels(cudaStream_t stream, int *device) {
     std::printf("graphParams: kernels right\n");
 }
 
+static const char PTX[] = R"(
+.version 6.3
+.target sm_75
+.address_size 64
+
+.visible .global .align 4 .u32 variable = 0;
+
+.visible .entry put(.param .u32 value)
+{
+    .reg .b32 %r;
+    ld.param.u32 %r, [value];
+    st.global.u32 [variable], %r;
+    ret;
+}
+)";
+
+typedef CUresult (*ContextCreate)(CUcontext *, unsigned, CUdevice);
+typedef CUresult (*AddKernel)(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, const CUDA_KERNEL_NODE_PARAMS_v2 *);
+
+// The kernel of a library runs in the context that its node names, not in the current one.
+static void contexts() {
+    DRIVER(cuCtxGetCurrent);
+    DRIVER(cuCtxSetCurrent);
+    DRIVER(cuCtxSynchronize);
+    DRIVER(cuCtxDestroy);
+    DRIVER(cuLibraryLoadData);
+    DRIVER(cuLibraryGetKernel);
+    DRIVER(cuLibraryGetGlobal);
+    DRIVER(cuLibraryUnload);
+    DRIVER(cuGraphLaunch);
+    auto create = reinterpret_cast<ContextCreate>(driver_symbol("cuCtxCreate_v2"));
+    auto add_kernel = reinterpret_cast<AddKernel>(driver_symbol("cuGraphAddKernelNode_v2"));
+    auto get = reinterpret_cast<GetKernel>(driver_symbol("cuGraphKernelNodeGetParams_v2"));
+    auto set = reinterpret_cast<SetKernel>(driver_symbol("cuGraphKernelNodeSetParams_v2"));
+    CUcontext both[2];
+    CUdeviceptr variables[2];
+    size_t size;
+    CUlibrary library;
+    CUkernel kernel;
+    CHECK_DRIVER(cuCtxGetCurrent_(&both[0]));
+    CHECK_DRIVER(create(&both[1], 0, 0));
+    CHECK_DRIVER(cuLibraryLoadData_(&library, PTX, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_DRIVER(cuLibraryGetKernel_(&kernel, library, "put"));
+    for (int i = 0; i < 2; i++) {
+        CHECK_DRIVER(cuCtxSetCurrent_(both[i]));
+        CHECK_DRIVER(cuLibraryGetGlobal_(&variables[i], &size, library, "variable"));
+    }
+    EXPECT(variables[0] != variables[1]);
+    for (int named = 0; named < 2; named++) {
+        CHECK_DRIVER(cuCtxSetCurrent_(both[!named]));
+        cudaGraph_t graph;
+        cudaGraphExec_t executable;
+        CUgraphNode node;
+        CHECK(cudaGraphCreate(&graph, 0));
+        unsigned value = 20 + named;
+        void *arguments[] = {&value};
+        CUDA_KERNEL_NODE_PARAMS_v2 params = {}, read = {};
+        params.gridDimX = params.gridDimY = params.gridDimZ = 1;
+        params.blockDimX = params.blockDimY = params.blockDimZ = 1;
+        params.kernelParams = arguments;
+        params.kern = kernel;
+        params.ctx = both[named];
+        CHECK_DRIVER(add_kernel(&node, graph, nullptr, 0, &params));
+        CHECK_DRIVER(get(node, &read));
+        EXPECT(read.ctx == both[named]);
+        for (int again = 0; again < 2; again++) {
+            CHECK(cudaGraphInstantiate(&executable, graph, 0));
+            CHECK_DRIVER(cuGraphLaunch_(executable, nullptr));
+            CHECK(cudaGraphExecDestroy(executable));
+            for (int i = 0; i < 2; i++) {
+                CHECK_DRIVER(cuCtxSetCurrent_(both[i]));
+                CHECK_DRIVER(cuCtxSynchronize_());
+            }
+            for (int i = 0; i < 2; i++) {
+                CHECK_DRIVER(cuCtxSetCurrent_(both[i]));
+                unsigned found, zero = 0;
+                CHECK(cudaMemcpy(&found, reinterpret_cast<void *>(variables[i]), sizeof found, cudaMemcpyDeviceToHost));
+                EXPECT(found == (i == named ? value : 0));
+                CHECK(cudaMemcpy(reinterpret_cast<void *>(variables[i]), &zero, sizeof zero, cudaMemcpyHostToDevice));
+                CHECK_DRIVER(cuCtxSynchronize_());
+            }
+            CHECK_DRIVER(cuCtxSetCurrent_(both[!named]));
+            value += 10;
+            CHECK_DRIVER(set(node, &params));
+        }
+        CHECK(cudaGraphDestroy(graph));
+    }
+    CHECK_DRIVER(cuCtxSetCurrent_(both[0]));
+    CHECK_DRIVER(cuLibraryUnload_(library));
+    CHECK_DRIVER(cuCtxDestroy_(both[1]));
+    std::printf("graphParams: contexts right\n");
+}
+
 static void copies_and_fills(int *device, int *other) {
     DRIVER(cuGraphAddMemcpyNode);
     DRIVER(cuGraphMemcpyNodeGetParams);
@@ -239,6 +332,7 @@ int main() {
     CHECK(cudaMalloc(&other, COUNT * sizeof *other));
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     kernels(stream, device);
+    contexts();
     copies_and_fills(device, other);
     functions_and_events(stream, device);
     memory(device);

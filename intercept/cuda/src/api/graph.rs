@@ -85,8 +85,12 @@ fn add_with_edges(
         w.bytes(&after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
         // Zeros are plain edges, which need no data.
-        if edges.iter().any(|byte| *byte != 0) {
+        let edges = if edges.iter().any(|byte| *byte != 0) { edges } else { &[] };
+        if !edges.is_empty() || content.context() != 0 {
             w.bytes(edges);
+        }
+        if content.context() != 0 {
+            w.word(handle::local(content.context()));
         }
     });
     let reply = made.inspect_err(|_| {
@@ -168,6 +172,9 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
         w.word(exec as u64);
         w.word(client.own(node));
         w.words(&frame[gpusession_proto::frame::HEADER..]);
+        if content.context() != 0 {
+            w.word(handle::local(content.context()));
+        }
     })?;
     if let Some(shape) = shape.filter(|_| !sure) {
         accepted().insert(place, shape);

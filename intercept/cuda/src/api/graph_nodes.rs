@@ -189,7 +189,8 @@ impl Content {
     /// Returns the shape of a kernel's node, for which the driver refuses no parameters.
     pub fn shape(&self) -> Option<Shape> {
         let Self::Kernel(node) = self else { return None };
-        let kernel = [node.func, node.kernel, node.ctx].map(|part| part as usize);
+        let ctx = if node.ctx.is_null() { crate::thread::current() as usize } else { node.ctx as usize };
+        let kernel = [node.func as usize, node.kernel as usize, ctx];
         Some(Shape { kernel, grid: node.grid, block: node.block, shared: node.shared })
     }
 
@@ -344,9 +345,22 @@ impl Content {
                 Some(elsewhere) => clients::by_object(elsewhere)?,
                 None => return Ok(()),
             },
-            Self::Kernel(_) | Self::Empty | Self::Host(_) => return Ok(()),
+            Self::Kernel(_) => match self.context() {
+                0 => return Ok(()),
+                ctx => clients::of_context(ctx)?.0,
+            },
+            Self::Empty | Self::Host(_) => return Ok(()),
         };
         client.same(other)
+    }
+
+    /// Returns the context that a kernel's node names, or 0; the driver ignores one beside a
+    /// function.
+    pub fn context(&self) -> u64 {
+        match self {
+            Self::Kernel(node) if node.func.is_null() => node.ctx as u64,
+            _ => 0,
+        }
     }
 
     pub fn write(&self, client: &'static Client, w: &mut Writer<'_>) -> Result {

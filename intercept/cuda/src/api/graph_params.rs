@@ -90,6 +90,8 @@ fn kernel(node: u64) -> Result<KernelNode> {
     }
     let each: Box<[u64]> = function.params.iter().map(|p| start + u64::from(p.offset)).collect();
     let (of_kernel, func) = (function.is_kernel(), function.handle as *mut c_void);
+    // Older workers do not name the context.
+    let ctx = r.word().ok().filter(|ctx| *ctx != 0).map_or(0, |ctx| client.name(ctx));
     let none = std::ptr::null_mut();
     let params = KernelNode {
         func: if of_kernel { none } else { func },
@@ -99,7 +101,7 @@ fn kernel(node: u64) -> Result<KernelNode> {
         each: if each.is_empty() { std::ptr::null() } else { each.as_ptr().cast() },
         extra: std::ptr::null(),
         kernel: if of_kernel { func } else { none },
-        ctx: none,
+        ctx: ctx as *mut c_void,
     };
     lend(node, vec![values, each]);
     Ok(params)

@@ -9,7 +9,7 @@ use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Reader;
 
 use crate::answer::{Answer, Done, Failure};
-use crate::driver::{Handle, Status, check, status};
+use crate::driver::{Functions, Handle, Status, check, status};
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
 use crate::session::Session;
@@ -56,6 +56,8 @@ impl NodeParams {
                     u64::from(node.shared),
                     node.params as u64,
                     node.extra as u64,
+                    node.kernel as u64,
+                    node.ctx as u64,
                 ]);
                 0
             }
@@ -340,6 +342,21 @@ impl Params {
     }
 }
 
+impl Params {
+    /// Reads the context of a library's kernel, if the frame names one; 0 and none are the frame's
+    /// own.
+    fn read_context(&mut self, session: &Session, r: &mut Reader<'_>) -> Done {
+        let ctx = if r.is_empty() { 0 } else { r.word()? };
+        if let Self::Kernel { node, of_library: true, .. } = self
+            && ctx != 0
+        {
+            node.ctx = session.contexts.get(ctx)?.0;
+            node.kernel = std::mem::replace(&mut node.func, std::ptr::null_mut());
+        }
+        Ok(())
+    }
+}
+
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`
 #[repr(C)]
 pub struct AllocNode {
@@ -377,14 +394,38 @@ fn with_kernel(
     run((&raw const *node).cast())
 }
 
-/// `GRAPH_ADD`: graph, dependencies, kind, parameters, edge data if any; answers the node.
+/// Finds the function of a kernel in a context; null is the current one.
+///
+/// # Safety
+/// Both belong to the driver.
+pub unsafe fn function_in(call: &Functions, kernel: Handle, ctx: Handle, function: &mut Handle) -> Status {
+    // SAFETY: the caller vouches for the handles, out pointers are valid, and a context that was
+    // pushed is popped.
+    unsafe {
+        if !ctx.is_null()
+            && let error @ 1.. = (call.cuCtxPushCurrent_v2)(ctx)
+        {
+            return error;
+        }
+        let found = (call.cuKernelGetFunction)(function, kernel);
+        if !ctx.is_null() {
+            let mut left = std::ptr::null_mut();
+            (call.cuCtxPopCurrent_v2)(&mut left);
+        }
+        found
+    }
+}
+
+/// `GRAPH_ADD`: graph, dependencies, kind, parameters, edge data if any, a kernel's context if any;
+/// answers the node.
 pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let parent = r.word()?;
     let graph = session.graphs.get(parent)?.0;
     let after = raw_nodes(r.bytes()?)?;
     let kind = r.word()?;
-    let params = Params::read(session, kind, r)?;
+    let mut params = Params::read(session, kind, r)?;
     let edges = if r.is_empty() { &[] } else { r.bytes()? };
+    params.read_context(session, r)?;
     if !edges.is_empty() && edges.len() != after.len() * 8 {
         return Err(status::INVALID_VALUE.into());
     }
@@ -517,7 +558,8 @@ fn add_by_structure(
     Ok(())
 }
 
-/// `GRAPH_EXEC_SET`: executable graph or 0 (the node itself), node, kind, parameters.
+/// `GRAPH_EXEC_SET`: executable graph or 0 (the node itself), node, kind, parameters, a kernel's
+/// context if any.
 pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
     let exec = match r.word()? {
         0 => None,
@@ -525,7 +567,8 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
     };
     let node = r.word()? as Handle;
     let kind = r.word()?;
-    let params = Params::read(session, kind, r)?;
+    let mut params = Params::read(session, kind, r)?;
+    params.read_context(session, r)?;
     let call = &session.driver.call;
     // SAFETY: structures have cuda.h's layout; the node is a value that the driver returned.
     Ok(check(unsafe {
@@ -541,10 +584,10 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
                     // A node from the launch of a kernel has the context's function, which only
                     // the function itself replaces.
                     status::INVALID_HANDLE if of_library => {
-                        match (call.cuKernelGetFunction)(&mut kernel.func, kernel.func) {
-                            0 => set(&mut kernel),
-                            error => error,
-                        }
+                        let of = if kernel.kernel.is_null() { kernel.func } else { kernel.kernel };
+                        let found = function_in(call, of, kernel.ctx, &mut kernel.func);
+                        (kernel.kernel, kernel.ctx) = (std::ptr::null_mut(), std::ptr::null_mut());
+                        if found == 0 { set(&mut kernel) } else { found }
                     }
                     done => done,
                 }

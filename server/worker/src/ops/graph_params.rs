@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 
 use gpusession_proto::frame::{MAX_BODY, Reader};
 
-use super::graph::{ACCESS, AllocNode, KernelNode, MEM_OP, MemOpsNode, POOL};
+use super::graph::{ACCESS, AllocNode, KernelNode, MEM_OP, MemOpsNode, POOL, function_in};
 use super::launch::{PARAM_BUFFER, PARAM_SIZE};
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Handle, Status, check, status};
@@ -117,8 +117,7 @@ fn is_function_of(session: &Session, node: &KernelNode, kernel: &Func) -> bool {
     let call = &session.driver.call;
     let (mut name, mut other) = (std::ptr::null(), std::ptr::null());
     let mut function = std::ptr::null_mut();
-    // SAFETY: out pointers are valid, the objects are the driver's own, names end in a zero, and a
-    // context that was pushed is popped.
+    // SAFETY: out pointers are valid, the objects are the driver's own, and names end in a zero.
     unsafe {
         // The names first: the question for the function may load the kernel's code.
         if node.func.is_null()
@@ -128,13 +127,7 @@ fn is_function_of(session: &Session, node: &KernelNode, kernel: &Func) -> bool {
         {
             return false;
         }
-        let enters = !node.ctx.is_null() && (call.cuCtxPushCurrent_v2)(node.ctx) == 0;
-        let found = (call.cuKernelGetFunction)(&mut function, kernel.object.0) == 0;
-        if enters {
-            let mut left = std::ptr::null_mut();
-            (call.cuCtxPopCurrent_v2)(&mut left);
-        }
-        found && function == node.func
+        function_in(call, kernel.object.0, node.ctx, &mut function) == 0 && function == node.func
     }
 }
 
@@ -222,6 +215,7 @@ fn kernel(session: &Session, node: &KernelNode, answer: &mut Answer) -> Done {
         unsafe { values.copy(index, offset, &mut buffer[offset..end]) };
     }
     answer.bytes(&buffer);
+    answer.word(session.contexts.handle_of(node.ctx).unwrap_or(0));
     Ok(())
 }
 
