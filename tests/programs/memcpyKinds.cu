@@ -1,6 +1,6 @@
 // Copies of every kind: pageable and pinned, synchronous and asynchronous, in one and two
 // dimensions, small, large and unaligned.
-#include "check.h"
+#include "driver.h"
 #include "pattern.h"
 
 #include <cstring>
@@ -243,6 +243,61 @@ static void others() {
     std::printf("memcpyKinds: default, peer, registered memory, fills and pointer attributes right\n");
 }
 
+__global__ void put(unsigned *words, int count, unsigned value) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) words[i] = value + i;
+}
+
+// Synchronous copies and fills that name pinned and registered memory by its device address: they
+// are complete at their return.
+static void host_memory_by_device_address() {
+    DRIVER(cuMemcpyDtoD);
+    DRIVER(cuMemcpyPeer);
+    DRIVER(cuMemcpy2D);
+    DRIVER(cuMemsetD32);
+    DRIVER(cuCtxGetCurrent);
+    const int count = 30000, bytes = count * 4;
+    CUcontext context;
+    CHECK_DRIVER(cuCtxGetCurrent_(&context));
+    unsigned *device, *pinned, *registered, *address;
+    CHECK(cudaMalloc(&device, bytes));
+    CHECK(cudaMallocHost(&pinned, bytes));
+    registered = static_cast<unsigned *>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+    CHECK(cudaHostRegister(registered, bytes, cudaHostRegisterMapped));
+    for (unsigned *host : {pinned, registered}) {
+        CHECK(cudaHostGetDevicePointer(&address, host, 0));
+        CUdeviceptr there = reinterpret_cast<CUdeviceptr>(address), here = reinterpret_cast<CUdeviceptr>(device);
+        CUDA_MEMCPY2D box = {};
+        box.srcMemoryType = box.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+        box.srcDevice = here;
+        box.dstDevice = there;
+        box.srcPitch = box.dstPitch = 4000;
+        box.WidthInBytes = 4000;
+        box.Height = bytes / 4000;
+        for (int way = 0; way < 4; way++) {
+            std::memset(host, 0, bytes);
+            put<<<(count + 255) / 256, 256>>>(device, count, 100 * way);
+            if (way == 0) CHECK_DRIVER(cuMemcpyDtoD_(there, here, bytes));
+            if (way == 1) CHECK_DRIVER(cuMemcpyPeer_(there, context, here, context, bytes));
+            if (way == 2) CHECK_DRIVER(cuMemcpy2D_(&box));
+            if (way == 3) CHECK_DRIVER(cuMemsetD32_(there, 300, count));
+            for (int i : {0, count / 2, count - 1}) EXPECT(host[i] == 100u * way + (way < 3 ? i : 0));
+        }
+        // The program may change the source after the copy.
+        host[0] = 5;
+        CHECK_DRIVER(cuMemcpyDtoD_(here, there, 4));
+        host[0] = 6;
+        unsigned found;
+        CHECK(cudaMemcpy(&found, device, sizeof found, cudaMemcpyDeviceToHost));
+        EXPECT(found == 5);
+    }
+    CHECK(cudaHostUnregister(registered));
+    std::free(registered);
+    CHECK(cudaFreeHost(pinned));
+    CHECK(cudaFree(device));
+    std::printf("memcpyKinds: host memory by its device address right\n");
+}
+
 int main() {
     sizes();
     pageable_async();
@@ -250,6 +305,7 @@ int main() {
     two_dimensional();
     large_box();
     others();
+    host_memory_by_device_address();
     large(false);
     large(true);
     return 0;

@@ -282,10 +282,11 @@ impl Cuboid {
         Rows { width: self.width, pitch, height: self.height, layer: rows.wrapping_mul(pitch) }
     }
 
-    /// Returns `true` if source or target are managed memory, as device memory.
-    pub fn is_managed(&self) -> bool {
+    /// Returns `true` if a synchronous copy waits for its end because of memory that it names as
+    /// device memory.
+    pub fn synchronizes(&self, client: &Client) -> bool {
         let sides = [&self.source, &self.target];
-        sides.into_iter().any(|side| side.kind == DEVICE && ranges::is_managed(side.device))
+        sides.into_iter().any(|side| side.kind == DEVICE && ranges::synchronizes(client, side.device))
     }
 
     /// Returns for source and target whether they are host memory.

@@ -137,6 +137,15 @@ pub fn is_managed(address: u64) -> bool {
     find(address).is_some_and(|range| range.kind.managed())
 }
 
+/// Returns `true` if a synchronous copy or fill of memory that it names as device memory waits for
+/// its end.
+///
+/// The program may read or change pinned, registered and managed memory after the call.
+pub fn synchronizes(client: &Client, address: u64) -> bool {
+    // Registered memory has its second address in the arena.
+    client.host_arena.contains(&address) || find(address).is_some_and(|range| range.kind.on_host())
+}
+
 /// Returns the client's pinned or managed memory that contains these bytes.
 pub fn on_host(client: &Client, address: usize, len: usize) -> Option<Range> {
     find(address as u64).filter(|r| {

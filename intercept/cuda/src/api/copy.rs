@@ -85,10 +85,11 @@ fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &St
     let of = |address| ranges::find(address).filter(|range| range.kind.on_device()).map(|range| range.ctx);
     match (of(target), of(source)) {
         (Some(to), Some(from)) if apart(to, from) => {
-            serialized([to, from], stream, || device_to_device(target, source, len, stream))
+            serialized([to, from], stream, || device_to_device(target, source, len, stream))?;
         }
-        _ => device_to_device(target, source, len, stream),
+        _ => device_to_device(target, source, len, stream)?,
     }
+    [target, source].into_iter().try_for_each(|address| completed(stream, address))
 }
 
 /// Returns `true` if two contexts are on different devices.
@@ -124,14 +125,9 @@ pub(super) fn unified(target: u64, source: u64, len: usize, stream: &Stream, wai
     match (on_device(target), on_device(source)) {
         (true, true) => {
             if wait {
-                device_to_device_serialized(target, source, len, stream)?;
+                device_to_device_serialized(target, source, len, stream)
             } else {
-                device_to_device(target, source, len, stream)?;
-            }
-            if wait && (ranges::is_managed(target) || ranges::is_managed(source)) {
-                stream.ask(op::STREAM_SYNC)
-            } else {
-                Ok(())
+                device_to_device(target, source, len, stream)
             }
         }
         (true, false) => to_device(target, source as usize, len, stream, wait),
@@ -229,7 +225,7 @@ macro_rules! fills {
         fn $name / $twin [default] ($target: u64, $($arg: $ty),*) {
             for_synchronous(default)?;
             fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])?;
-            filled(default, $target)
+            completed(&*find(NULL, default)?.1, $target)
         }
 
         fn $ordered / $ordered_twin [default] ($target: u64, $($arg: $ty,)* stream: *mut c_void) {
@@ -253,21 +249,18 @@ fn fill(
     }
 }
 
-/// Waits for a synchronous fill of pinned, registered or managed memory, which the program may read
-/// or change once the call has returned.
-fn filled(default: Default, target: u64) -> Result {
+/// Waits for a synchronous fill or copy of pinned, registered or managed memory, which the program
+/// may read or change once the call has returned.
+fn completed(stream: &Stream, address: u64) -> Result {
     let wait = |there: &Stream| {
-        // Registered memory has its second address in the arena.
-        let arena = there.client.host_arena.contains(&target);
-        if arena || ranges::find(target).is_some_and(|range| range.kind.on_host()) {
-            // The reply is needed, since the fill's bytes precede it.
+        if ranges::synchronizes(there.client, address) {
+            // The reply is needed, since the memory's bytes precede it.
             return there.ask(op::STREAM_SYNC);
         }
         Ok(())
     };
-    let (client, stream) = find(NULL, default)?;
-    match elsewhere(client, target) {
-        None => wait(&stream),
+    match elsewhere(stream.client, address) {
+        None => wait(stream),
         Some(ctx) => on_default(ctx, wait),
     }
 }
@@ -509,7 +502,7 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         direction::WITHIN => {
             let seq = client.post(op::COPY_BOX, body)?;
             stream.worked(seq);
-            if wait && host.is_managed() {
+            if wait && host.synchronizes(client) {
                 stream.ask(op::STREAM_SYNC)?;
             }
         }
