@@ -6,11 +6,22 @@ use crate::graph;
 use crate::op::{Copy, Op, Place};
 use crate::registry::handle;
 use crate::stream::{Point, Role, STREAMS, Stream};
+use parking_lot::Mutex;
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Numbers of allocations with `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`.
+pub static SYNCHRONOUS: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
+
+/// Returns `true` if synchronous copies and fills of the memory at an address wait for their end.
+pub fn is_synchronous(at: u64) -> Result<bool> {
+    let found = crate::driver::driver()?.space.find(at);
+    Ok(found.is_some_and(|a| SYNCHRONOUS.lock().contains(&a.id)))
 }
 
 /// Marks the thread as running a host function, which may not call the driver.
@@ -128,10 +139,17 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
     let between = if wait && on_device { contexts_between(&copy)? } else { Vec::new() };
     // Streams that do not follow the default stream count nowhere (H200, driver 580).
     between.iter().for_each(|ctx| ctx.last_of_default().iter().for_each(Point::wait));
+    let mut requested = false;
+    for place in [&copy.dst.place, &copy.src.place] {
+        requested |= wait && matches!(place, Place::Known(at) if is_synchronous(*at)?);
+    }
     let point = submit(s, Op::Copy(Arc::new(copy)))?;
     // Between device addresses, even synchronous calls return before the copy is complete. From
     // pageable memory to the device, they return once the bytes are staged.
-    let must_wait = to_pageable || !between.is_empty() || (wait && !on_device && (to_host || !from_pageable));
+    let must_wait = to_pageable
+        || !between.is_empty()
+        || requested
+        || (wait && !on_device && (to_host || !from_pageable));
     if let Some(point) = point.filter(|_| must_wait) {
         point.wait();
         s.life.flush();

@@ -298,6 +298,40 @@ static void host_memory_by_device_address() {
     std::printf("memcpyKinds: host memory by its device address right\n");
 }
 
+// Copies and fills that wait because the program requests so for their memory.
+static void synchronous_on_request() {
+    DRIVER(cuPointerSetAttribute);
+    DRIVER(cuPointerGetAttribute);
+    DRIVER(cuMemAlloc);
+    DRIVER(cuMemcpyDtoD);
+    DRIVER(cuMemsetD32);
+    DRIVER(cuMemFree);
+    DRIVER(cuStreamQuery);
+    const int count = 1 << 17;
+    CUdeviceptr memory, other;
+    CHECK_DRIVER(cuMemAlloc_(&memory, count * 4));
+    CHECK_DRIVER(cuMemAlloc_(&other, count * 4));
+    for (unsigned value : {0u, 1u}) {
+        unsigned found = 7;
+        CHECK_DRIVER(cuPointerSetAttribute_(&value, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, memory + 1000));
+        CHECK_DRIVER(cuPointerGetAttribute_(&found, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, memory));
+        EXPECT(found == value);
+        CHECK_DRIVER(cuPointerGetAttribute_(&found, CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, other));
+        EXPECT(found == 0);
+    }
+    for (int way = 0; way < 3; way++) {
+        for (int i = 0; i < 8; i++)
+            put<<<count / 256, 256>>>(reinterpret_cast<unsigned *>(other), count, 1);
+        if (way == 0) CHECK_DRIVER(cuMemcpyDtoD_(memory, other, count * 4));
+        if (way == 1) CHECK_DRIVER(cuMemcpyDtoD_(other, memory, count * 4));
+        if (way == 2) CHECK_DRIVER(cuMemsetD32_(memory, 1, count));
+        CHECK_DRIVER(cuStreamQuery_(nullptr));
+    }
+    CHECK_DRIVER(cuMemFree_(memory));
+    CHECK_DRIVER(cuMemFree_(other));
+    std::printf("memcpyKinds: synchronous copies on request right\n");
+}
+
 int main() {
     sizes();
     pageable_async();
@@ -306,6 +340,7 @@ int main() {
     large_box();
     others();
     host_memory_by_device_address();
+    synchronous_on_request();
     large(false);
     large(true);
     return 0;

@@ -73,6 +73,8 @@ pub struct Range {
     pub ctx: u64,
     /// Number of the allocation, for `CU_POINTER_ATTRIBUTE_BUFFER_ID`.
     pub id: u64,
+    /// Whether synchronous copies and fills wait (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
+    pub synchronous: bool,
 }
 
 impl Range {
@@ -100,7 +102,7 @@ pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     for base in stale {
         ranges.remove(&base);
     }
-    ranges.insert(base, Range { base, size, kind, ctx, id });
+    ranges.insert(base, Range { base, size, kind, ctx, id, synchronous: false });
 }
 
 /// Returns `true` if launches must look through the kernel's parameters.
@@ -140,10 +142,21 @@ pub fn is_managed(address: u64) -> bool {
 /// Returns `true` if a synchronous copy or fill of memory that it names as device memory waits for
 /// its end.
 ///
-/// The program may read or change pinned, registered and managed memory after the call.
+/// The program may read or change pinned, registered and managed memory after the call, and it may
+/// request the wait for other memory.
 pub fn synchronizes(client: &Client, address: u64) -> bool {
     // Registered memory has its second address in the arena.
-    client.host_arena.contains(&address) || find(address).is_some_and(|range| range.kind.on_host())
+    client.host_arena.contains(&address)
+        || find(address).is_some_and(|range| range.kind.on_host() || range.synchronous)
+}
+
+/// Sets whether synchronous copies and fills of the allocation that contains an address wait;
+/// `false` if no allocation does.
+pub fn set_synchronous(address: u64, synchronous: bool) -> bool {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    let range = ranges.range_mut(..=address).next_back().map(|(_, range)| range);
+    let found = range.filter(|range| address - range.base < range.size.max(1));
+    found.map(|range| range.synchronous = synchronous).is_some()
 }
 
 /// Returns the client's pinned or managed memory that contains these bytes.

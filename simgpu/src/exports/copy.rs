@@ -119,7 +119,7 @@ fn submit_fill(f: Fill, stream: usize, per_thread: bool, wait: bool) -> Result {
     if f.width == 0 || f.height == 0 {
         return Ok(());
     }
-    let on_host = driver()?.space.find(f.at).is_some_and(|a| a.on_host());
+    let on_host = driver()?.space.find(f.at).is_some_and(|a| a.on_host()) || submit::is_synchronous(f.at)?;
     let point = submit::submit(&s, Op::Fill(f))?;
     // Even synchronous fills of device memory return before they are complete.
     if let Some(p) = point.filter(|_| wait && on_host) {

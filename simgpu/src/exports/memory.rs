@@ -1,6 +1,6 @@
 //! Allocation, host memory, pointer attributes.
 
-use super::{out, out_opt, slice};
+use super::{out, out_opt, read, slice};
 use crate::arena::GRANULARITY;
 use crate::capture::forbid_unsafe;
 use crate::context::{CONTEXTS, current, working};
@@ -71,7 +71,7 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
                 return Err(INVALID_VALUE);
             }
             5 => return Err(errors::NOT_SUPPORTED),
-            6 => out(to.cast(), u32::from(managed))?,
+            6 => out(to.cast(), u32::from(managed || submit::SYNCHRONOUS.lock().contains(&a.id)))?,
             7 => out(to.cast(), a.id)?,
             // The runtime reads these booleans as 32-bit words.
             8 => out(to.cast(), u32::from(managed))?,
@@ -256,10 +256,14 @@ export! {
         Ok(())
     }
 
-    fn cuPointerSetAttribute(_value: *const u8, id: u32, at: u64) {
+    fn cuPointerSetAttribute(value: *const u32, id: u32, at: u64) {
         current()?;
-        if id != 6 || driver()?.space.find(at).is_none() {
-            return Err(INVALID_VALUE);
+        let a = driver()?.space.find(at).filter(|_| id == 6).ok_or(INVALID_VALUE)?;
+        let mut synchronous = submit::SYNCHRONOUS.lock();
+        if read(value)? == 0 {
+            synchronous.remove(&a.id);
+        } else {
+            synchronous.insert(a.id);
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use super::{pool, vmm};
 use crate::client::{Client, string, unavailable, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
-    OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional,
+    OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional, take,
 };
 use crate::freed_blocks::Block;
 use crate::ranges::{self, Kind, Range};
@@ -569,12 +569,12 @@ driver! {
     }
 
     fn cuPointerSetAttribute(value: *const c_void, attribute: i32, address: u64) {
-        const SYNC_MEMOPS: i32 = 6;
         clients::get()?;
-        if value.is_null() || attribute != SYNC_MEMOPS || ranges::find(address).is_none() {
+        if value.is_null() || attribute != attribute::SYNC_MEMOPS {
             return Err(INVALID_VALUE);
         }
-        Ok(())
+        let synchronous = take(value.cast::<u32>())? != 0;
+        if ranges::set_synchronous(address, synchronous) { Ok(()) } else { Err(INVALID_VALUE) }
     }
 
     /// Not supported: no network card writes to the GPU's memory.
@@ -779,7 +779,7 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
             give(target.cast(), device + (address - range.base))
         }
         HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
-        SYNC_MEMOPS => give(target.cast(), 0u32),
+        SYNC_MEMOPS => give(target.cast(), u32::from(range.synchronous)),
         BUFFER_ID | MEMORY_BLOCK_ID => give(target.cast(), range.id),
         DEVICE_ORDINAL => give(target.cast(), clients::of_context(range.ctx)?.1.ordinal),
         IS_LEGACY_IPC => give(target.cast(), u32::from(range.kind == Kind::Device)),
