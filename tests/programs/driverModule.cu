@@ -63,6 +63,77 @@ static void check(CUdeviceptr out, unsigned base, unsigned extra) {
     for (unsigned i = 0; i < COUNT; i++) EXPECT(host[i] == (i << 2) + base + extra);
 }
 
+// Settings of functions and kernels that are named in two contexts.
+static void settings(CUdevice device, CUcontext primary) {
+    DRIVER(cuCtxSetCurrent);
+    DRIVER(cuCtxSynchronize);
+    DRIVER(cuCtxDestroy);
+    DRIVER(cuModuleLoadData);
+    DRIVER(cuModuleGetFunction);
+    DRIVER(cuModuleUnload);
+    DRIVER(cuLibraryLoadData);
+    DRIVER(cuLibraryGetKernel);
+    DRIVER(cuLibraryUnload);
+    DRIVER(cuKernelGetFunction);
+    DRIVER(cuKernelGetAttribute);
+    DRIVER(cuKernelSetAttribute);
+    DRIVER(cuFuncSetAttribute);
+    DRIVER(cuFuncGetAttribute);
+    DRIVER(cuLaunchKernel);
+    const CUfunction_attribute SHARED = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    CUcontext other;
+    CHECK_DRIVER(reinterpret_cast<ContextCreate>(driver_symbol("cuCtxCreate_v2"))(&other, 0, device));
+    CHECK_DRIVER(cuCtxSetCurrent_(primary));
+    // A module has one function, wherever the program looks it up.
+    CUmodule module;
+    CUfunction here, there;
+    int value = 0;
+    CHECK_DRIVER(cuModuleLoadData_(&module, PTX));
+    CHECK_DRIVER(cuModuleGetFunction_(&here, module, "nothing"));
+    CHECK_DRIVER(cuCtxSetCurrent_(other));
+    CHECK_DRIVER(cuModuleGetFunction_(&there, module, "nothing"));
+    CHECK_DRIVER(cuCtxSetCurrent_(primary));
+    CHECK_DRIVER(cuFuncSetAttribute_(here, SHARED, 60000));
+    CHECK_DRIVER(cuFuncSetAttribute_(there, SHARED, 20000));
+    CHECK_DRIVER(cuFuncGetAttribute_(&value, SHARED, here));
+    EXPECT(value == 20000);
+    CHECK_DRIVER(cuFuncSetAttribute_(here, SHARED, 60000));
+    CHECK_DRIVER(cuFuncGetAttribute_(&value, SHARED, there));
+    EXPECT(value == 60000);
+    CHECK_DRIVER(cuLaunchKernel_(here, 1, 1, 1, 1, 1, 1, 55000, nullptr, nullptr, nullptr));
+    CHECK_DRIVER(cuCtxSynchronize_());
+    CHECK_DRIVER(cuModuleUnload_(module));
+    std::printf("driverModule: settings of a function right\n");
+
+    // The launch of a kernel has the settings of the context's function.
+    CUlibrary library;
+    CUkernel kernel;
+    CHECK_DRIVER(cuLibraryLoadData_(&library, PTX, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_DRIVER(cuLibraryGetKernel_(&kernel, library, "nothing"));
+    CHECK_DRIVER(cuKernelGetFunction_(&here, kernel));
+    CHECK_DRIVER(cuFuncSetAttribute_(here, SHARED, 60000));
+    CUfunction any = reinterpret_cast<CUfunction>(kernel);
+    SHOW_DRIVER(cuLaunchKernel_(any, 1, 1, 1, 1, 1, 1, 55000, nullptr, nullptr, nullptr));
+    CHECK_DRIVER(cuCtxSynchronize_());
+    CHECK_DRIVER(cuCtxSetCurrent_(other));
+    SHOW_DRIVER(cuLaunchKernel_(any, 1, 1, 1, 1, 1, 1, 55000, nullptr, nullptr, nullptr));
+    CHECK_DRIVER(cuCtxSynchronize_());
+
+    // A kernel's attributes need no context.
+    CHECK_DRIVER(cuLibraryGetKernel_(&kernel, library, "transform"));
+    CHECK_DRIVER(cuCtxSetCurrent_(nullptr));
+    CHECK_DRIVER(cuCtxSetCurrent_(nullptr));
+    for (int bytes : {12000, 13000}) {
+        CHECK_DRIVER(cuKernelSetAttribute_(SHARED, bytes, kernel, device));
+        CHECK_DRIVER(cuKernelGetAttribute_(&value, SHARED, kernel, device));
+        std::printf("kernel without a context: %d\n", value);
+    }
+    CHECK_DRIVER(cuCtxSetCurrent_(primary));
+    CHECK_DRIVER(cuLibraryUnload_(library));
+    CHECK_DRIVER(cuCtxDestroy_(other));
+    std::printf("driverModule: settings of a kernel right\n");
+}
+
 int main() {
     CHECK(cudaFree(nullptr));
     DRIVER(cuInit);
@@ -212,6 +283,8 @@ int main() {
     SHOW_DRIVER(cuLibraryGetKernel_(&kernel, library, "absent"));
     CHECK_DRIVER(cuLibraryUnload_(library));
     std::printf("driverModule: library interface right\n");
+
+    settings(device, primary);
 
     // A context of its own, in addition to the primary one.
     CUcontext own;

@@ -1,6 +1,7 @@
 //! Facts about devices, and the selection that the program sees.
 
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::{BadFrame, Reader};
 use gpusession_proto::readings::uuid_text;
@@ -34,8 +35,39 @@ pub struct Device {
     pub peers: Vec<Peer>,
     /// Number of times that the program retains the primary context.
     pub retained: AtomicU32,
+    /// Held while a thread retains, releases or resets the primary context.
+    pub retaining: Turns,
     /// `CUctx_flags` of the primary context.
     pub primary_flags: AtomicU32,
+}
+
+/// A lock that the thread which holds it may take again.
+///
+/// The end of a context calls destructors of the program, which may call the driver.
+#[derive(Default)]
+pub struct Turns {
+    lock: Mutex<()>,
+    /// Number of the thread that holds the lock, or 0.
+    holder: AtomicU32,
+}
+
+impl Turns {
+    /// Runs `work` in a thread with this number, while no other thread's work runs.
+    pub fn run<T>(&self, thread: u32, work: impl FnOnce() -> T) -> T {
+        struct Holder<'a>(&'a AtomicU32);
+        impl Drop for Holder<'_> {
+            fn drop(&mut self) {
+                self.0.store(0, Ordering::Relaxed);
+            }
+        }
+        if self.holder.load(Ordering::Relaxed) == thread {
+            return work();
+        }
+        let _lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        self.holder.store(thread, Ordering::Relaxed);
+        let _holder = Holder(&self.holder);
+        work()
+    }
 }
 
 /// Access of a device to another one's memory.
@@ -92,6 +124,7 @@ impl Device {
             tpcs: r.bytes()?.to_vec(),
             peers: Vec::new(),
             retained: AtomicU32::new(0),
+            retaining: Turns::default(),
             primary_flags: AtomicU32::new(0),
         })
     }
@@ -178,7 +211,24 @@ pub fn visible(list: Option<&str>, uuids: &[[u8; 16]]) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::visible;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::{Turns, visible};
+
+    #[test]
+    fn threads_take_turns_and_a_thread_may_nest_its_own() {
+        let turns = Turns::default();
+        let (entered, other) = channel();
+        std::thread::scope(|scope| {
+            turns.run(1, || {
+                assert_eq!(turns.run(1, || 5), 5);
+                scope.spawn(|| turns.run(2, move || entered.send(()).unwrap()));
+                assert!(other.recv_timeout(Duration::from_millis(20)).is_err(), "the first one is inside");
+            });
+            assert_eq!(other.recv(), Ok(()));
+        });
+    }
 
     #[test]
     fn cuda_visible_devices_selects_and_orders_devices() {

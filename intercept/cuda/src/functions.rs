@@ -49,7 +49,7 @@ pub struct Function {
     attributes: Mutex<Attributes>,
     /// Values that the driver has accepted, by client, kind of setting, key and device.
     settings: Mutex<HashMap<(u8, u32, i32, i32), i32>>,
-    occupancy: Mutex<HashMap<(u8, Vec<u8>), u64>>,
+    occupancy: Mutex<Occupancy>,
 }
 
 /// Objects of one kind, by slot of their handle.
@@ -97,8 +97,12 @@ pub fn own(function: u64) -> Result<Arc<Function>> {
 
 /// Looks a function up; only the first lookup asks the server.
 pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64> {
-    let ctx = if how == How::Kernel { 0 } else { crate::thread::context()? };
-    // A kernel's function belongs to the context of the call.
+    // A kernel's function belongs to the context of the call, and a module's to the module's.
+    let ctx = match how {
+        How::Kernel => 0,
+        How::Function => crate::thread::context().map(|_| 0)?,
+        How::OfKernel => crate::thread::context()?,
+    };
     let key = (parent, ctx << 2 | how as u64, name);
     if let Some(known) =
         BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key)
@@ -122,6 +126,9 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, new);
     Ok(new)
 }
+
+/// Answers about occupancy by number of the client, context of a kernel, and question.
+type Occupancy = HashMap<(u8, u64, Vec<u8>), u64>;
 
 /// Attributes by number of the client, attribute and device.
 type Attributes = HashMap<(u8, i32, i32), i32>;
@@ -287,10 +294,13 @@ impl Function {
             return Ok(*value);
         }
         self.reach(client)?;
+        // The call about a kernel names the device, and needs no context.
+        let named =
+            if device == OWN_DEVICE && self.is_kernel() && client.devices.len() == 1 { 0 } else { device };
         let reply = client.call(op::FUNC_ATTRIBUTE, |w| {
             w.word(self.handle);
             w.word(attribute as u32 as u64);
-            w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
+            w.word(if named == OWN_DEVICE { u64::MAX } else { named as u64 });
         })?;
         let value = word(&mut reply.reader())? as u32 as i32;
         lock().insert(key, value);
@@ -318,18 +328,32 @@ impl Function {
         // A setting may change attributes and occupancy.
         self.forget_answers();
         lock().insert(setting, value);
-        if self.how != How::Function {
-            // A function without a setting of its own has its kernel's.
-            let kernel = |f: &Self| if f.how == How::OfKernel { f.parent } else { f.handle };
-            let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
-            let others =
-                functions.iter().flatten().filter(|f| f.how != How::Function && f.handle != self.handle);
-            for function in others.filter(|f| kernel(f) == kernel(self)) {
-                function.settings.lock().unwrap_or_else(PoisonError::into_inner).clear();
-                function.forget_answers();
-            }
+        let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
+        for function in functions.iter().flatten().filter(|f| f.shares_settings(self)) {
+            function.settings.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            function.forget_answers();
         }
         Ok(())
+    }
+
+    /// Returns `true` if another handle's setting may change this one's.
+    ///
+    /// A function without a setting of its own has its kernel's. A function may also be that of a
+    /// library's kernel, found in the library's module.
+    fn shares_settings(&self, other: &Self) -> bool {
+        let kernel = |f: &Self| if f.how == How::OfKernel { f.parent } else { f.handle };
+        self.handle != other.handle
+            && match (self.how == How::Function, other.how == How::Function) {
+                (false, false) => kernel(self) == kernel(other),
+                (true, true) => false,
+                _ => self.name == other.name,
+            }
+    }
+
+    /// Returns the current context for a kernel, whose settings differ between contexts, else 0.
+    #[inline]
+    pub fn context_of_call(&self) -> u64 {
+        if self.is_kernel() { crate::thread::current() } else { 0 }
     }
 
     /// Forgets what the driver has said about the function.
@@ -342,13 +366,13 @@ impl Function {
     /// server.
     pub fn occupancy(&self, client: &Client, question: Vec<u8>) -> Result<u64> {
         let lock = || self.occupancy.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (client.number, question);
+        let key = (client.number, self.context_of_call(), question);
         if let Some(value) = lock().get(&key) {
             return Ok(*value);
         }
         self.reach(client)?;
         let reply = client.call(op::OCCUPANCY, |w| {
-            let mut words = key.1.chunks_exact(8);
+            let mut words = key.2.chunks_exact(8);
             let kind = words.next().unwrap_or_default();
             w.word(u64::from_le_bytes(kind.try_into().unwrap_or_default()));
             w.word(self.handle);

@@ -270,7 +270,7 @@ driver! {
             return Err(PEER_ACCESS_UNSUPPORTED);
         }
         client.call(op::cuCtxEnablePeerAccess, |w| {
-            w.word(peer as u64);
+            w.word(handle::local(peer as u64));
             w.word(u64::from(flags));
         })?;
         Ok(())

@@ -14,7 +14,7 @@ use crate::entry::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give, give_text,
     name,
 };
-use crate::{clients, handles, unsolicited};
+use crate::{clients, handles, thread, unsolicited};
 
 /// Operations in one question about atomics at most.
 const MAX_OPERATIONS: u32 = 1024;
@@ -200,23 +200,25 @@ driver! {
 
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
-        device.retained.fetch_add(1, Ordering::Relaxed);
+        device.retaining.run(thread::id(), || device.retained.fetch_add(1, Ordering::Relaxed));
         give(ctx, client.primary(device.local) as *mut c_void)
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
         let (client, device) = clients::device(device)?;
-        let before = device.retained
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
-            .map_err(|_| INVALID_CONTEXT)?;
-        // The last release destroys the context's objects. Programs call it as they exit, so it
-        // does not wait.
-        if before == 1 { reset(client, device, false) } else { Ok(()) }
+        device.retaining.run(thread::id(), || {
+            let before = device.retained
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
+                .map_err(|_| INVALID_CONTEXT)?;
+            // The last release destroys the context's objects, and none of those that a thread
+            // creates after its own retain. Programs call it as they exit, so it does not wait.
+            if before == 1 { reset(client, device, false) } else { Ok(()) }
+        })
     }
 
     fn cuDevicePrimaryCtxReset_v2(device: i32) {
         let (client, device) = clients::device(device)?;
-        reset(client, device, true)
+        device.retaining.run(thread::id(), || reset(client, device, true))
     }
 
     fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {

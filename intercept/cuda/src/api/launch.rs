@@ -189,6 +189,9 @@ fn launch(
     regions::upload(client)?;
     let mut hasher = DefaultHasher::new();
     (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);
+    if function.is_kernel() {
+        (stream.ctx, function.context_of_call()).hash(&mut hasher);
+    }
     if !attributes.is_empty() {
         // The verdict on clusters and cooperative launches depends on the grid, too.
         shape.grid.hash(&mut hasher);

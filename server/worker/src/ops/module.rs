@@ -151,11 +151,7 @@ pub fn get_function(
 ) -> Done {
     let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
     let name = name(r)?;
-    if executor.current == 0 {
-        // Runtimes look up kernels before they enter a context; the driver describes them only
-        // within one.
-        session.contexts.enter(session.driver, executor, make(CTX, 0, 1, 0))?;
-    }
+    enter_any(session, executor, 0)?;
     let call = &session.driver.call;
     let mut func = std::ptr::null_mut();
     // SAFETY: the out pointer is valid, parents belong to this worker, the name ends in a zero.
@@ -220,13 +216,29 @@ fn attribute_of(session: &Session, func: Func, attribute: i32, device: u32) -> R
     Ok(value)
 }
 
+/// Enters the primary context of a device if the frame names no context.
+///
+/// Runtimes look up kernels before they enter a context; the driver describes them only within one.
+fn enter_any(session: &Session, executor: &mut Executor, device: u32) -> Result<(), Status> {
+    if executor.current != 0 {
+        return Ok(());
+    }
+    session.contexts.enter(session.driver, executor, make(CTX, 0, 1, device))
+}
+
 /// Returns the device of a kernel's attribute; `u64::MAX` stands for the current context's.
-fn device(session: &Session, executor: &Executor, word: u64) -> Result<u32, Status> {
+fn device(session: &Session, executor: &mut Executor, word: u64) -> Result<u32, Status> {
+    enter_any(session, executor, if word == u64::MAX { 0 } else { word as u32 })?;
     if word == u64::MAX { Ok(session.contexts.get(executor.current)?.1) } else { Ok(word as u32) }
 }
 
 /// `FUNC_ATTRIBUTE`: function, attribute, device.
-pub fn attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn attribute(
+    session: &Session,
+    executor: &mut Executor,
+    r: &mut Reader<'_>,
+    answer: &mut Answer,
+) -> Done {
     let (func, attribute) = (session.funcs.get(r.word()?)?, r.word()? as i32);
     let value = attribute_of(session, func, attribute, device(session, executor, r.word()?)?)?;
     answer.word(u64::from(value as u32));
@@ -237,7 +249,7 @@ pub fn attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>, ans
 ///
 /// The kind is 0 for an attribute, 1 for the cache configuration, 2 for the shared-memory
 /// configuration.
-pub fn set_attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>) -> Done {
+pub fn set_attribute(session: &Session, executor: &mut Executor, r: &mut Reader<'_>) -> Done {
     let (func, what, key, value) =
         (session.funcs.get(r.word()?)?, r.word()?, r.word()? as i32, r.word()? as i32);
     let device = session.contexts.device(u64::from(device(session, executor, r.word()?)?))?;
