@@ -224,6 +224,18 @@ impl<'a> Writer<'a> {
         self.pad(len);
     }
 
+    /// Returns `true` if the receiver would refuse the frame for its length so far.
+    #[inline]
+    pub fn is_too_long(&self) -> bool {
+        self.written() > HEADER + MAX_BODY
+    }
+
+    /// Replaces the frame by one of another operation, whose body is empty.
+    pub fn replace(&mut self, op: u16) {
+        self.buf.truncate(self.start + HEADER);
+        self.buf[self.start + std::mem::offset_of!(Header, op)..][..2].copy_from_slice(&op.to_le_bytes());
+    }
+
     #[inline]
     fn pad(&mut self, len: usize) {
         const ZERO: [u8; 8] = [0; 8];

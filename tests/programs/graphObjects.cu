@@ -238,6 +238,37 @@ static void drawing(int *device) {
     std::printf("graphObjects: drawing right\n");
 }
 
+// More edges in one call than a worker takes at once.
+static void many_edges() {
+    typedef CUresult (*Change)(CUgraph, const CUgraphNode *, const CUgraphNode *, size_t);
+    NAMED(Change, cuGraphAddDependencies);
+    NAMED(Change, cuGraphRemoveDependencies);
+    NAMED(Edges, cuGraphGetEdges);
+    const int nodes = 750;
+    cudaGraph_t graph;
+    CHECK(cudaGraphCreate(&graph, 0));
+    std::vector<CUgraphNode> all(nodes), from, to;
+    for (auto &node : all) CHECK(cudaGraphAddEmptyNode(&node, graph, nullptr, 0));
+    for (int i = 0; i < nodes; i++)
+        for (int k = 0; k < i; k++) {
+            from.push_back(all[k]);
+            to.push_back(all[i]);
+        }
+    for (size_t count : {size_t(70000), from.size()}) {
+        size_t found = 0;
+        CHECK_DRIVER(cuGraphAddDependencies_(graph, from.data(), to.data(), count));
+        if (count == 70000) {
+            CHECK_DRIVER(cuGraphGetEdges_(graph, nullptr, nullptr, &found));
+            EXPECT(found == count);
+        }
+        CHECK_DRIVER(cuGraphRemoveDependencies_(graph, from.data(), to.data(), count));
+        CHECK_DRIVER(cuGraphGetEdges_(graph, nullptr, nullptr, &found));
+        EXPECT(found == 0);
+    }
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("graphObjects: many edges right\n");
+}
+
 int main() {
     int *device;
     cudaStream_t stream;
@@ -246,6 +277,7 @@ int main() {
     user_objects(stream, device);
     captures(stream, device);
     neighbours(device);
+    many_edges();
     attributes(device);
     drawing(device);
     CHECK(cudaStreamDestroy(stream));

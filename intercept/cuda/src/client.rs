@@ -2,6 +2,7 @@
 //!
 //! In this crate a client is such a [`Client`], and not a machine of the pool.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use gpusession_link::link::Caller;
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
-use gpusession_proto::frame::{BadFrame, Reader, Writer, library_ability, op};
+use gpusession_proto::frame::{BadFrame, MAX_BODY, Reader, Writer, library_ability, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
@@ -98,6 +99,27 @@ fn malformed(_: BadFrame) -> i32 {
 /// Returns the status of a call whose link is lost; it is sticky.
 pub fn unavailable(_: LinkLost) -> i32 {
     DEVICE_UNAVAILABLE
+}
+
+/// Writes a body, or an empty frame without effect in place of one that the worker would refuse.
+///
+/// A frame that is too long would end the connection.
+#[inline]
+fn bounded(fits: &Cell<bool>, body: impl FnOnce(&mut Writer<'_>)) -> impl FnOnce(&mut Writer<'_>) {
+    |w| {
+        body(w);
+        if w.is_too_long() {
+            w.replace(op::MARK);
+            fits.set(false);
+        }
+    }
+}
+
+/// Prints why a call fails whose arguments no frame can hold, and returns its status.
+#[cold]
+fn too_long(op: u16) -> i32 {
+    trace::why(&format!("operation {op}: arguments of more than {} MiB", MAX_BODY >> 20));
+    NOT_SUPPORTED
 }
 
 impl Client {
@@ -285,11 +307,13 @@ impl Client {
     /// Appends a frame to the log and returns its position; never waits for the worker.
     #[inline]
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
+        let fits = Cell::new(true);
         let counted = |w: &mut Writer<'_>| {
-            body(w);
+            bounded(&fits, body)(w);
             run_ahead::sent(self.number, w.written());
         };
-        self.link.post(op, self.caller(), counted).map_err(unavailable)
+        let seq = self.link.post(op, self.caller(), counted).map_err(unavailable)?;
+        if fits.get() { Ok(seq) } else { Err(too_long(op)) }
     }
 
     /// Appends a frame and waits for the reply; a failure of the driver is an error.
@@ -302,7 +326,9 @@ impl Client {
     /// Appends a frame and waits for the reply, which may hold a failure.
     pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         self.free_blocks(op)?;
-        self.link.call(op, self.caller(), body).map_err(unavailable)
+        let fits = Cell::new(true);
+        let reply = self.link.call(op, self.caller(), bounded(&fits, body)).map_err(unavailable)?;
+        if fits.get() { Ok(reply) } else { Err(too_long(op)) }
     }
 
     /// Lets the worker free the blocks that the program has freed, before a frame that waits.
@@ -384,9 +410,13 @@ impl Client {
             return self.post(op, body);
         }
         self.free_blocks(op)?;
-        let begun = self.link.begin_call(op, self.caller(), body).map_err(unavailable)?;
+        let fits = Cell::new(true);
+        let begun = self.link.begin_call(op, self.caller(), bounded(&fits, body)).map_err(unavailable)?;
         let seq = begun.seq;
         let reply = self.link.finish_call(begun).map_err(unavailable)?;
+        if !fits.get() {
+            return Err(too_long(op));
+        }
         self.check_status(reply.status)?;
         Ok(seq)
     }
@@ -471,6 +501,21 @@ mod tests {
         assert_eq!(client.device_of(other).err(), Some(INVALID_CONTEXT));
         assert_eq!(client.device_of(handle::make(handle::STREAM, 0, 1, 0)).err(), Some(INVALID_CONTEXT));
         assert!(client.device_of(program.ctx).is_ok());
+    }
+
+    #[test]
+    fn call_whose_frame_would_be_too_long_fails_alone() {
+        let program = Program::new();
+        let client = program.client;
+        let fill = |len: usize| move |w: &mut Writer<'_>| w.words(&vec![1; len]);
+        for len in [MAX_BODY + 8, 2 * MAX_BODY] {
+            assert_eq!(client.call(op::GRAPH_ADD, fill(len)).err(), Some(NOT_SUPPORTED));
+            assert_eq!(client.post(op::GRAPH_ADD, fill(len)), Err(NOT_SUPPORTED));
+            assert_eq!(client.post_if(false, op::GRAPH_ADD, fill(len)), Err(NOT_SUPPORTED));
+        }
+        assert!(program.operations().is_empty(), "the connection lives, and nothing went out");
+        assert!(client.call(op::GRAPH_ADD, fill(MAX_BODY)).is_ok());
+        assert_eq!(program.frames(), [(op::GRAPH_ADD, vec![1; MAX_BODY])]);
     }
 
     #[test]
