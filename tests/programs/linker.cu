@@ -70,6 +70,14 @@ struct Logs {
         values = {info, reinterpret_cast<void *>(sizeof info), error, reinterpret_cast<void *>(sizeof error),
                   reinterpret_cast<void *>(1)};
     }
+    // The sizes are those of the messages, with or without the terminator.
+    void check_sizes() const {
+        for (int i : {1, 3}) {
+            const size_t length = std::strlen(static_cast<const char *>(values[i - 1]));
+            const size_t filled = reinterpret_cast<size_t>(values[i]);
+            EXPECT(filled == length || filled == length + 1);
+        }
+    }
 };
 
 static std::string with_head(const char *code) { return std::string(HEAD) + code; }
@@ -104,6 +112,7 @@ int main() {
     CHECK_DRIVER(cuLinkComplete_(link, &image, &size));
     EXPECT(image != nullptr && size > 0);
     EXPECT(logs.error[0] == 0);
+    logs.check_sizes();
     std::printf("linker: linked\n");
 
     // The image belongs to the state; loading it leaves it as it is.
@@ -140,6 +149,7 @@ int main() {
     image = nullptr;
     EXPECT(cuLinkComplete_(link, &image, &size) != CUDA_SUCCESS);
     EXPECT(missing.error[0] != 0);
+    missing.check_sizes();
     CHECK_DRIVER(cuLinkDestroy_(link));
     std::printf("linker: a missing symbol is an error with a log\n");
 

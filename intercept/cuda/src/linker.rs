@@ -45,7 +45,7 @@ impl Link {
             w.bytes(label);
             options.write(w);
         })?;
-        self.options.logs(&reply)?;
+        self.options.give_outputs(self.options.logs(&reply)?);
         self.client.check_status(reply.status)?;
         self.inputs.add(data);
         Ok(())
@@ -56,10 +56,11 @@ impl Link {
         let client = self.client;
         if self.image.is_none() {
             let reply = client.ask(op::LINK_COMPLETE, |w| w.word(self.handle))?;
-            self.options.logs(&reply)?;
+            let mut r = self.options.logs(&reply)?;
+            let len = word(&mut r);
+            self.options.give_outputs(r);
             client.check_status(reply.status)?;
-            let mut r = reply.reader();
-            let (_, _, len) = (string(&mut r)?, string(&mut r)?, word(&mut r)?);
+            let len = len?;
             if len > MAX_IMAGE {
                 return Err(UNKNOWN);
             }

@@ -77,7 +77,7 @@ fn load_bytes(client: &Client, operation: u16, new: u64, image: &[u8], options: 
         w.bytes(&hash);
         options.write(w);
     })?;
-    options.logs(&reply)?;
+    options.give_outputs(options.logs(&reply)?);
     client.check_status(reply.status)
 }
 

@@ -117,6 +117,7 @@ export! {
             link.log(&format!("nvlink fatal   : {e}"));
             return Err(errors::INVALID_PTX);
         }
+        link.log("");
         let mut linked = link.image.lock();
         let bytes = linked.get_or_insert_with(|| [inputs.as_bytes(), &[0]].concat());
         out_opt(size, bytes.len());

@@ -9,6 +9,8 @@ use crate::answer::{Answer, Failure, bounded};
 const MAX_OPTIONS: usize = 64;
 /// `CU_JIT_*` options whose value is a number; others are addresses in the client.
 const NUMBERS: &[i32] = &[0, 1, 7, 8, 9, 10, 11, 12, 13, 14, 16, 20, 21, 22, 23, 24, 29, 30, 31, 32, 33, 34];
+/// `CU_JIT_WALL_TIME`, a float that the driver writes.
+const WALL_TIME: i32 = 2;
 /// `CU_JIT_*` options whose value is a buffer or its size.
 const INFO_LOG: i32 = 3;
 const INFO_SIZE: i32 = 4;
@@ -30,10 +32,15 @@ impl Options {
         let count = bounded(r.word()?, MAX_OPTIONS)?;
         let mut options = Self { keys: Vec::new(), values: Vec::new(), info: Vec::new(), error: Vec::new() };
         for _ in 0..count {
-            let (key, value) = (r.word()? as i32, r.word()?);
+            let (key, mut value) = (r.word()? as i32, r.word()?);
             match key {
-                INFO_SIZE => options.info.resize(value.min(MAX_LOG) as usize, 0),
-                ERROR_SIZE => options.error.resize(value.min(MAX_LOG) as usize, 0),
+                INFO_SIZE | ERROR_SIZE => {
+                    // The driver reads the low half.
+                    value = u64::from(value as u32).min(MAX_LOG);
+                    let log = if key == INFO_SIZE { &mut options.info } else { &mut options.error };
+                    log.resize(value as usize, 0);
+                }
+                WALL_TIME => {}
                 _ if NUMBERS.contains(&key) => {}
                 _ => continue,
             }
@@ -54,6 +61,16 @@ impl Options {
         for log in [&self.info, &self.error] {
             let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
             answer.bytes(&log[..end]);
+        }
+    }
+
+    /// Answers the values that the driver has written: sizes of the logs, time.
+    ///
+    /// It answers 0 for an option that the client has not given.
+    pub fn outputs(&self, answer: &mut Answer) {
+        for wanted in [INFO_SIZE, ERROR_SIZE, WALL_TIME] {
+            let found = self.keys.iter().position(|key| *key == wanted);
+            answer.word(found.map_or(0, |at| u64::from(self.values[at] as usize as u32)));
         }
     }
 }
@@ -82,10 +99,9 @@ mod tests {
     #[test]
     fn driver_gets_no_address_of_the_client() {
         const MAX_REGISTERS: i32 = 0;
-        const WALL_TIME: i32 = 2;
         const SYMBOL_NAMES: i32 = 17;
         let client = 0x7fff_0000_1000;
-        let keys = [MAX_REGISTERS, INFO_LOG, ERROR_LOG, WALL_TIME, SYMBOL_NAMES, -1, 99];
+        let keys = [MAX_REGISTERS, INFO_LOG, ERROR_LOG, SYMBOL_NAMES, -1, 99];
         let pairs: Vec<_> = keys.iter().map(|key| (*key, client)).collect();
         let options = read(&pairs).unwrap_or_else(|_| panic!("readable"));
         assert_eq!(options.keys, [MAX_REGISTERS]);
@@ -93,9 +109,12 @@ mod tests {
 
     #[test]
     fn log_has_a_buffer_of_its_size() {
-        let options = read(&[(INFO_SIZE, 100), (ERROR_SIZE, 1 << 40)]).unwrap_or_else(|_| panic!("readable"));
+        let options =
+            read(&[(INFO_SIZE, 7 << 32 | 100), (ERROR_SIZE, 1 << 31)]).unwrap_or_else(|_| panic!("readable"));
         assert_eq!(options.keys, [INFO_SIZE, ERROR_SIZE, INFO_LOG, ERROR_LOG]);
         assert_eq!((options.info.len(), options.error.len()), (100, MAX_LOG as usize));
+        assert_eq!(options.values[0] as u64, 100, "the driver is told no more");
+        assert_eq!(options.values[1] as u64, MAX_LOG);
         assert_eq!(options.values[2], options.info.as_ptr().cast_mut().cast());
         assert_eq!(options.values[3], options.error.as_ptr().cast_mut().cast());
         assert_eq!(read(&[(ERROR_SIZE, 0)]).map(|options| options.keys).ok(), Some(vec![ERROR_SIZE]));
@@ -110,6 +129,17 @@ mod tests {
         options.logs(&mut answer);
         let mut r = Reader::new(&answer.body);
         assert_eq!((r.bytes(), r.bytes()), (Ok(&b"ok"[..]), Ok(&b"full"[..])));
+    }
+
+    #[test]
+    fn answer_has_what_the_driver_has_written() {
+        let mut options = read(&[(WALL_TIME, 1), (INFO_SIZE, 8)]).unwrap_or_else(|_| panic!("readable"));
+        options.values[0] = 2.5f32.to_bits() as usize as *mut c_void;
+        options.values[1] = 3 as *mut c_void;
+        let mut answer = Answer::default();
+        options.outputs(&mut answer);
+        let mut r = Reader::new(&answer.body);
+        assert_eq!([r.word(), r.word(), r.word()], [Ok(3), Ok(0), Ok(u64::from(2.5f32.to_bits()))]);
     }
 
     #[test]

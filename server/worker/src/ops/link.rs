@@ -43,7 +43,8 @@ pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
     })?)
 }
 
-/// `LINK_ADD`: state, type, hash of the input, name, JIT options; answers the logs.
+/// `LINK_ADD`: state, type, hash of the input, name, JIT options; answers the logs and the outputs
+/// of the link's options.
 pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let link = session.links.get(r.word()?)?;
     let (kind, hash, name) = (r.word()? as i32, hash(r)?, name(r)?);
@@ -67,10 +68,12 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
         )
     });
     link.options.logs(answer);
+    link.options.outputs(answer);
     Ok(added?)
 }
 
-/// `LINK_COMPLETE`: state; answers the logs and the length of the linked image.
+/// `LINK_COMPLETE`: state; answers the logs, the length of the linked image (0 after an error), and
+/// the outputs of the link's options.
 pub fn complete(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let link = session.links.get(r.word()?)?;
     let mut link = lock(&link);
@@ -78,9 +81,10 @@ pub fn complete(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> D
     // SAFETY: a state of this worker; the out pointers are valid.
     let linked = check(unsafe { (session.driver.call.cuLinkComplete)(link.state.0, &mut image, &mut len) });
     link.options.logs(answer);
+    answer.word(len as u64);
+    link.options.outputs(answer);
     linked?;
     link.image = (!image.is_null()).then_some((image as usize, len));
-    answer.word(len as u64);
     Ok(())
 }
 

@@ -51,10 +51,10 @@ pub fn checked(image: &[u8]) -> Result<(), Status> {
     }
 }
 
-/// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs.
+/// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs and the options' outputs.
 pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
-    let options = Options::read(r)?;
+    let mut options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
     checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
@@ -67,19 +67,20 @@ pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer:
             image.as_ptr().cast(),
             options.keys.len() as u32,
             options.keys.as_ptr(),
-            options.values.as_ptr(),
+            options.values.as_mut_ptr(),
         )
     });
     options.logs(answer);
+    options.outputs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     session.images.accepted(&hash, &image);
     Ok(session.modules.put(handle, Object(module))?)
 }
 
-/// `LIBRARY_LOAD`: new handle, hash, JIT options; answers the logs.
+/// `LIBRARY_LOAD`: new handle, hash, JIT options; answers the logs and the options' outputs.
 pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
-    let options = Options::read(r)?;
+    let mut options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
     checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
@@ -90,7 +91,7 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
             &mut library,
             image.as_ptr().cast(),
             options.keys.as_ptr(),
-            options.values.as_ptr(),
+            options.values.as_mut_ptr(),
             options.keys.len() as u32,
             std::ptr::null(),
             std::ptr::null(),
@@ -98,6 +99,7 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
         )
     });
     options.logs(answer);
+    options.outputs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     session.images.accepted(&hash, &image);
     Ok(session.libraries.put(handle, Object(library))?)
