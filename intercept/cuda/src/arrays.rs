@@ -35,9 +35,10 @@ impl Shape {
         }
         let [width, height, depth, format, flags] = words;
         // `CU_AD_FORMAT_*` of integers of 8 to 32 bits, half and single precision.
+        // Normalized integers of 8 and 16 bits name their number of channels, too.
         let channel = match format as u32 {
-            0x01 | 0x08 => 1,
-            0x02 | 0x09 | 0x10 => 2,
+            0x01 | 0x08 | 0xc0..=0xc2 | 0xc6..=0xc8 => 1,
+            0x02 | 0x09 | 0x10 | 0xc3..=0xc5 | 0xc9..=0xcb => 2,
             0x03 | 0x0a | 0x20 => 4,
             _ => return None,
         };
@@ -108,6 +109,15 @@ mod tests {
             [(usize::MAX - 7, 16), (0, 1), (0, 1)],
         ] {
             assert!(!shape.contains(part), "{part:?}");
+        }
+    }
+
+    #[test]
+    fn element_of_normalized_integers_has_all_channels() {
+        for (format, channels, bytes) in
+            [(0xc0, 1, 1), (0xc2, 4, 4), (0xc5, 4, 8), (0xc7, 2, 2), (0xca, 2, 4)]
+        {
+            assert_eq!(shape([8, 8, 0, format | channels << 32, 0]).map(|s| s.element), Some(bytes));
         }
     }
 

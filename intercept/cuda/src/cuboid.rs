@@ -199,11 +199,11 @@ impl Cuboid {
 
     /// Removes and returns the contexts that a copy between devices names for source and target.
     ///
-    /// Host memory has none.
+    /// Host memory has none, and an array its own.
     pub fn take_contexts(&mut self) -> [Option<u64>; 2] {
         [&mut self.source, &mut self.target].map(|side| {
             let ctx = std::mem::take(&mut side.reserved) as u64;
-            (side.kind != HOST).then_some(ctx)
+            matches!(side.kind, DEVICE | UNIFIED).then_some(ctx)
         })
     }
 
@@ -414,6 +414,21 @@ mod tests {
         assert_eq!((cuboid.width, cuboid.height, cuboid.depth), (10, 6, 1));
         assert_eq!(cuboid.source.row(3, 0), 3 + (3 + 2) * 64 + 1);
         assert_eq!(cuboid.host_sides(), (true, false));
+    }
+
+    #[test]
+    fn context_beside_host_memory_or_an_array_counts_for_nothing() {
+        let mut copy = cuboid(10, 2, 1);
+        let mut contexts = |target, source| {
+            (copy.target.kind, copy.target.reserved) = (target, 5);
+            (copy.source.kind, copy.source.reserved) = (source, 0);
+            let taken = copy.take_contexts();
+            assert_eq!((copy.target.reserved, copy.source.reserved), (0, 0));
+            taken
+        };
+        assert_eq!(contexts(DEVICE, ARRAY), [None, Some(5)]);
+        assert_eq!(contexts(ARRAY, UNIFIED), [Some(0), None]);
+        assert_eq!(contexts(HOST, HOST), [None, None]);
     }
 
     #[test]
