@@ -269,6 +269,34 @@ static void many_edges() {
     std::printf("graphObjects: many edges right\n");
 }
 
+// The reason why a graph with a circle cannot be instantiated.
+static void circles() {
+    typedef CUresult (*Change)(CUgraph, const CUgraphNode *, const CUgraphNode *, size_t);
+    typedef CUresult (*Instantiate)(CUgraphExec *, CUgraph, CUDA_GRAPH_INSTANTIATE_PARAMS *);
+    NAMED(Change, cuGraphAddDependencies);
+    NAMED(Instantiate, cuGraphInstantiateWithParams);
+    cudaGraph_t graph;
+    CUgraphNode nodes[3];
+    CUgraphExec executable;
+    CHECK(cudaGraphCreate(&graph, 0));
+    for (auto &node : nodes) CHECK(cudaGraphAddEmptyNode(&node, graph, nullptr, 0));
+    const CUgraphNode next[] = {nodes[1], nodes[2], nodes[0]};
+    for (int count : {2, 3}) {
+        CUDA_GRAPH_INSTANTIATE_PARAMS params = {};
+        params.result_out = CUDA_GRAPH_INSTANTIATE_ERROR;
+        CHECK_DRIVER(cuGraphAddDependencies_(graph, nodes + (count == 3 ? 2 : 0), next + (count == 3 ? 2 : 0), count == 3 ? 1 : 2));
+        const CUresult made = cuGraphInstantiateWithParams_(&executable, graph, &params);
+        EXPECT((made == CUDA_SUCCESS) == (count == 2));
+        EXPECT(params.result_out == (count == 2 ? CUDA_GRAPH_INSTANTIATE_SUCCESS : CUDA_GRAPH_INSTANTIATE_INVALID_STRUCTURE));
+        bool known = params.hErrNode_out == nullptr;
+        for (auto node : nodes) known |= count == 3 && params.hErrNode_out == node;
+        EXPECT(known);
+        if (made == CUDA_SUCCESS) CHECK(cudaGraphExecDestroy(executable));
+    }
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("graphObjects: circles right\n");
+}
+
 int main() {
     int *device;
     cudaStream_t stream;
@@ -278,6 +306,7 @@ int main() {
     captures(stream, device);
     neighbours(device);
     many_edges();
+    circles();
     attributes(device);
     drawing(device);
     CHECK(cudaStreamDestroy(stream));

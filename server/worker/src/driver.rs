@@ -245,7 +245,7 @@ functions! {
     cuDevSmResourceSplit(*mut c_void, u32, *const c_void, *mut c_void, u32, *mut c_void);
     cuGraphCreate(*mut Handle, u32);
     cuGraphDestroy(Handle);
-    cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);
+    cuGraphInstantiateWithParams(*mut Handle, Handle, *mut c_void);
     cuGraphExecDestroy(Handle);
     cuGraphLaunch(Handle, Handle);
     cuGraphClone(*mut Handle, Handle);

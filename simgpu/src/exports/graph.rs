@@ -209,6 +209,9 @@ export! {
         if params.is_null() {
             return Err(INVALID_VALUE);
         }
+        if (*params).flags & !0xf != 0 {
+            return Err(INVALID_VALUE);
+        }
         if (*params).flags & 4 != 0 {
             return Err(errors::NOT_SUPPORTED);
         }
@@ -216,6 +219,13 @@ export! {
         // CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD does not stay with the executable graph.
         let made = instantiate(to, g, (*params).flags & !2);
         (*params).result = u32::from(made.is_err());
+        if let (Err(_), Ok(graph)) = (made, graph(g))
+            && graph.sorted().is_none()
+        {
+            // CUDA_GRAPH_INSTANTIATE_INVALID_STRUCTURE
+            (*params).result = 2;
+            (*params).errNode = graph.nodes.lock().last().map_or(0, handle);
+        }
         made
     }
 

@@ -188,28 +188,56 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     Ok(())
 }
 
-fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result {
+/// Result of an instantiation (`CUgraphInstantiateResult`) and the node that caused an error, or 0.
+type Verdict = [u64; 2];
+
+/// `CUDA_GRAPH_INSTANTIATE_ERROR`, for an unexpected reason.
+const UNEXPECTED: u64 = 1;
+
+/// Instantiates a graph; writes the driver's verdict, also on an error.
+fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64, verdict: &mut Verdict) -> Result {
+    *verdict = [UNEXPECTED, 0];
     let client = clients::by_object(graph as u64)?;
     if exec.is_null() {
         return Err(INVALID_VALUE);
     }
     streams::allowed()?;
     let new = client.mint(handle::EXEC);
-    let made = client.call(op::GRAPH_INSTANTIATE, |w| {
+    let made = client.ask(op::GRAPH_INSTANTIATE, |w| {
         w.word(new);
         w.word(graph as u64);
         w.word(flags);
     });
+    let made = made.and_then(|reply| {
+        let mut r = reply.reader();
+        // Older workers answer no words.
+        if let (Ok(result), Ok(node)) = (r.word(), r.word()) {
+            *verdict = [result, if node == 0 { 0 } else { client.name(node) }];
+        }
+        client.check_status(reply.status)
+    });
     match made {
-        Ok(_) => {
+        Ok(()) => {
+            *verdict = [0; 2];
             graph_uses::replace(new, &with_children(graph as u64));
             give(exec, new as *mut c_void)
         }
         Err(status) => {
+            verdict[0] = verdict[0].max(UNEXPECTED);
             handles::retire(new);
             Err(status)
         }
     }
+}
+
+/// Instantiates a graph as the first forms of the call do, which write the node of an error.
+fn instantiate_plain(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void) -> Result {
+    let mut verdict = [0; 2];
+    instantiate(exec, graph, 0, &mut verdict).inspect_err(|_| {
+        if verdict[1] != 0 {
+            give_optional(node, verdict[1] as *mut c_void);
+        }
+    })
 }
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`, which `cuGraphExecGetFlags` does not return.
@@ -296,15 +324,15 @@ driver! {
     }
 
     fn cuGraphInstantiateWithFlags(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) {
-        instantiate(exec, graph, flags)
+        instantiate(exec, graph, flags, &mut [0; 2])
     }
 
-    fn cuGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, _node: *mut *mut c_void, _log: *mut i8, _len: usize) {
-        instantiate(exec, graph, 0)
+    fn cuGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, _log: *mut i8, _len: usize) {
+        instantiate_plain(exec, graph, node)
     }
 
-    fn cuGraphInstantiate_v2(exec: *mut *mut c_void, graph: *mut c_void, _node: *mut *mut c_void, _log: *mut i8, _len: usize) {
-        instantiate(exec, graph, 0)
+    fn cuGraphInstantiate_v2(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, _log: *mut i8, _len: usize) {
+        instantiate_plain(exec, graph, node)
     }
 
     /// `CUDA_GRAPH_INSTANTIATE_PARAMS`: flags, upload stream, node that failed, result.
@@ -312,18 +340,18 @@ driver! {
         exec: *mut *mut c_void, graph: *mut c_void, params: *mut [u64; 4],
     ) {
         let mut known = take(params)?;
-        let make = || match known[0] & UPLOAD {
-            0 => instantiate(exec, graph, known[0]),
+        let mut verdict = [UNEXPECTED, 0];
+        let mut make = || match known[0] & UPLOAD {
+            0 => instantiate(exec, graph, known[0], &mut verdict),
             _ => {
                 let on = find(known[1] as *mut c_void, default)?;
-                instantiate(exec, graph, known[0] & !UPLOAD)?;
+                instantiate(exec, graph, known[0] & !UPLOAD, &mut verdict)?;
                 upload(take(exec)?, on)
             }
         };
         let done = make();
-        known[2] = 0;
-        // CUDA_GRAPH_INSTANTIATE_SUCCESS or CUDA_GRAPH_INSTANTIATE_ERROR
-        known[3] = u64::from(done.is_err());
+        known[2] = verdict[1];
+        known[3] = if done.is_err() { verdict[0].max(UNEXPECTED) } else { 0 };
         give(params, known)?;
         done
     }

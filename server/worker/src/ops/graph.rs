@@ -180,12 +180,20 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
 }
 
-/// `GRAPH_INSTANTIATE`: new handle, graph, flags.
-pub fn instantiate(session: &Session, r: &mut Reader<'_>) -> Done {
+/// `GRAPH_INSTANTIATE`: new handle, graph, flags; answers the result and the node of an error, or 0.
+pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, graph, flags) = (r.word()?, session.graphs.get(r.word()?)?.0, r.word()?);
     let mut exec = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid.
-    check(unsafe { (session.driver.call.cuGraphInstantiateWithFlags)(&mut exec, graph, flags) })?;
+    // CUDA_GRAPH_INSTANTIATE_PARAMS: flags, stream of an upload, node, result.
+    let mut params = [flags, 0, 0, 0];
+    let call = &session.driver.call;
+    // SAFETY: the out pointer is valid, and the structure has cuda.h's size.
+    let made =
+        check(unsafe { (call.cuGraphInstantiateWithParams)(&mut exec, graph, params.as_mut_ptr().cast()) });
+    let [.., node, result] = params;
+    answer.word(u64::from(result as u32));
+    answer.word(node);
+    made?;
     Ok(session.execs.put(handle, Object(exec))?)
 }
 

@@ -241,7 +241,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::OCCUPANCY => launch::occupancy(session, &mut r, answer),
         op::GRAPH_CREATE => graph::create(session, &mut r),
         op::GRAPH_DESTROY => graph::destroy(session, &mut r),
-        op::GRAPH_INSTANTIATE => graph::instantiate(session, &mut r),
+        op::GRAPH_INSTANTIATE => graph::instantiate(session, &mut r, answer),
         op::GRAPH_EXEC_DESTROY => graph::exec_destroy(session, &mut r),
         op::GRAPH_LAUNCH => {
             graph::launch(session, &mut r)?;
