@@ -180,7 +180,8 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
 }
 
-/// `GRAPH_INSTANTIATE`: new handle, graph, flags; answers the result and the node of an error, or 0.
+/// `GRAPH_INSTANTIATE`: new handle, graph, flags; answers the result, and the node of an error or
+/// 0.
 pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, graph, flags) = (r.word()?, session.graphs.get(r.word()?)?.0, r.word()?);
     let mut exec = std::ptr::null_mut();
