@@ -368,7 +368,15 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     });
     let (link, heard) = open(relay.address);
     link.post(op::LAUNCH, CALLER, |_| {}).unwrap();
-    link.call(op::LAUNCH, CALLER, |_| {}).expect_err("the worker does not come back");
+    assert!(!link.is_away());
+    let asking = link.clone();
+    let asks = std::thread::spawn(move || asking.call(op::LAUNCH, CALLER, |_| {}).err());
+    let begun = Instant::now();
+    while !link.is_away() {
+        assert!(begun.elapsed() < PATIENCE, "queries wait for the end of the outage");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    asks.join().unwrap().expect("the worker does not come back");
     let lost = heard.lost.lock().unwrap().clone();
     // The grace and five seconds, and on a busy machine a little more.
     let late = (6..9).any(|s| lost[0].contains(&format!("not back within {s} s")));

@@ -6,7 +6,7 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{unavailable, word};
-use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, Result, alias, driver, give};
+use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result, alias, driver, give};
 use crate::events::{DISABLE_TIMING, Event, INTERPROCESS};
 use crate::graph_uses::Uses;
 use crate::streams::{self, find};
@@ -72,6 +72,9 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     if event.pending().is_none() && !event.is_recorded_elsewhere() {
         // The event is known to have happened, so its data has landed, too.
         return client.take_late_error();
+    }
+    if operation == op::EVENT_QUERY && client.link.is_away() {
+        return Err(NOT_READY);
     }
     regions::upload_awaited(client)?;
     client.free_blocks(operation)?;

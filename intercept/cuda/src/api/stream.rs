@@ -8,9 +8,9 @@ use gpusession_proto::handle;
 
 use crate::client::{cross_lease_error, word};
 use crate::entry::{
-    ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
-    STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
-    STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
+    ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, NOT_READY, Result, STREAM_CAPTURE_IMPLICIT,
+    STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED,
+    STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
 use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
@@ -227,6 +227,9 @@ driver! {
         stream.not_captured()?;
         if stream.idle() {
             return client.take_late_error();
+        }
+        if client.link.is_away() {
+            return Err(NOT_READY);
         }
         regions::upload_awaited(client)?;
         stream.ask(op::STREAM_QUERY)

@@ -38,6 +38,8 @@ const REFUSAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Time after which an outage is reported: most end earlier, and a server that answers knows more.
 const REPORT_DELAY: Duration = Duration::from_millis(1500);
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+/// Length of an outage from which queries of streams and events do not wait for its end.
+const UNANSWERED_TIMEOUT: Duration = Duration::from_millis(100);
 /// Bytes of the log at which a post waits for the end of the outage.
 const MAX_WAITING: usize = 32 << 20;
 
@@ -219,6 +221,14 @@ impl Link {
             }
             _ => Ok(inbox),
         }
+    }
+
+    /// Returns `true` if no connection has existed for [`UNANSWERED_TIMEOUT`].
+    ///
+    /// A call that asks whether work is complete need not wait for the answer then.
+    pub fn is_away(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+            && lock(&self.inbox).outage.as_ref().is_some_and(|o| o.since.elapsed() >= UNANSWERED_TIMEOUT)
     }
 
     /// Waits for the end of an outage.
