@@ -216,6 +216,28 @@ impl Trail {
         Ok(Self { folder, server: server.into(), key })
     }
 
+    /// Returns when the server wrote its last line, in seconds since 1970; 0 if it has none.
+    ///
+    /// A command that ran while no server did may have written later ones. Of many such lines, the
+    /// earliest of the last 32 KiB counts.
+    fn last_of_server(&self) -> io::Result<u64> {
+        let Some(path) = files(&self.folder)?.pop() else { return Ok(0) };
+        let mut file = File::open(path)?;
+        let start = file.metadata()?.len().saturating_sub(2 * MAX_LINE as u64);
+        file.seek(SeekFrom::Start(start))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        let lines = bytes.split(|b| *b == b'\n').rev();
+        let mut usec = 0;
+        for line in lines.filter_map(|line| serde_json::from_slice::<Line>(line).ok()) {
+            usec = line.time_usec;
+            if !line.event.actor.starts_with("uid ") {
+                break;
+            }
+        }
+        Ok(usec / 1_000_000)
+    }
+
     /// Returns number and hash of the last line, and the file that has it.
     ///
     /// Cuts a line that a crash left incomplete: no answer depended on it.
@@ -333,6 +355,8 @@ pub struct Audit {
     lost: Arc<AtomicU64>,
     failed: Arc<AtomicBool>,
     folder: PathBuf,
+    /// When the server before wrote its last line, in seconds since 1970; 0 if it has none.
+    before_unix: u64,
     writer: std::sync::Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -344,13 +368,14 @@ impl Audit {
     /// Opens the trail and starts its thread.
     pub fn open(state_dir: &Path, server: &str) -> io::Result<Self> {
         let trail = Trail::open(state_dir, server)?;
+        let before_unix = trail.last_of_server()?;
         let (orders, waiting) = mpsc::channel(MAX_WAITING);
         let (lost, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (folder, shared) = (trail.folder.clone(), (lost.clone(), failed.clone()));
         let writer = std::thread::Builder::new()
             .name("audit".into())
             .spawn(move || write(&trail, waiting, &shared.0, &shared.1))?;
-        Ok(Self { orders, lost, failed, folder, writer: std::sync::Mutex::new(Some(writer)) })
+        Ok(Self { orders, lost, failed, folder, before_unix, writer: std::sync::Mutex::new(Some(writer)) })
     }
 
     /// Notes an event soon. Events beyond [`MAX_WAITING`] are lost, and their number is noted.
@@ -386,6 +411,11 @@ impl Audit {
     /// Returns the latest lines that are wanted, at most `most`.
     pub fn list(&self, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>> {
         list_in(&self.folder, wanted, most)
+    }
+
+    /// Returns when the server before wrote its last line, in seconds since 1970; 0 if it has none.
+    pub fn before_unix(&self) -> u64 {
+        self.before_unix
     }
 
     /// Returns the leases that events of this kind are about, since a time in seconds since 1970.

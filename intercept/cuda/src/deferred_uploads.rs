@@ -81,8 +81,8 @@ pub fn try_defer(
 ) -> Result<bool> {
     let client = stream.client;
     let Source { address, extent, range } = source;
-    // A program's function may hold up those of the library, and wait for the calling thread. It
-    // holds up none that is due after it.
+    // Natively a program's function may hold up those of other streams, so the worker's driver may
+    // hold up the library's, while that function waits for the calling thread.
     let fills = !wait
         && client.link.down.any_of(|copy| copy.fills(address, extent))
         && (stream.due() > Due::Nothing || !host_functions::any_of_program());

@@ -119,11 +119,17 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     *function.attributes.lock().unwrap_or_else(PoisonError::into_inner) = attributes;
     let slot = handle::slot(new) as usize;
     let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
+    let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(first) = names.get_or_insert_default().get(&key) {
+        // Another thread has looked it up meanwhile, and a function has one handle. The other
+        // handle stays with the worker.
+        return Ok(*first);
+    }
     if functions.len() <= slot {
         functions.resize(slot + 1, None);
     }
     functions[slot] = Some(Arc::new(function));
-    BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, new);
+    names.get_or_insert_default().insert(key, new);
     Ok(new)
 }
 

@@ -46,6 +46,8 @@ struct Calling {
     function: Option<u64>,
     /// Whether the function is the library's own.
     own: bool,
+    /// Whether the function has returned, so that its stream may continue.
+    returned: bool,
     on: Arc<Stream>,
     /// Position of the first of several launches in one entry; `seq` is that of the last one.
     first: u64,
@@ -74,6 +76,19 @@ static MAYBE_DUE: AtomicUsize = AtomicUsize::new(0);
 /// Number of functions of graphs: at zero, a launch's check is a single load.
 static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
+/// Functions that run one after the other: the program's, and the library's own, which must not
+/// wait for those of the program.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Runner {
+    Program,
+    Library,
+}
+
+impl HostFunction {
+    fn runner(&self) -> Runner {
+        if matches!(self, Self::Own(..)) { Runner::Library } else { Runner::Program }
+    }
+}
 
 impl Host {
     fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>, after: Vec<Cover>) {
@@ -85,7 +100,15 @@ impl Host {
             Some((MAX_LAUNCHES.., last)) if function.is_none() => last.seq = NOT_YET,
             _ => {
                 let on = stream.clone();
-                self.calling.push(Calling { function, own, on, first: NOT_YET, seq: NOT_YET, after });
+                self.calling.push(Calling {
+                    function,
+                    own,
+                    returned: false,
+                    on,
+                    first: NOT_YET,
+                    seq: NOT_YET,
+                    after,
+                });
             }
         }
         MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
@@ -132,7 +155,9 @@ pub fn register(
 ) -> Result<u64> {
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
-    if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
+    let start = |name, runner| gpusession_link::threads::spawn(name, move || run_host(runner)).is_ok();
+    let start = || start("gpusession-host", Runner::Program) && start("gpusession-own", Runner::Library);
+    if !THREAD.get_or_init(start) {
         return Err(OUT_OF_MEMORY);
     }
     let mut host = host();
@@ -252,7 +277,8 @@ pub fn due(on: On, covers: &[Cover]) -> Due {
 /// Returns `true` if a function of the program, or a graph that may call one, may still run on any
 /// stream.
 ///
-/// All functions run one after the other, and such a one may wait for the calling thread.
+/// The worker's driver may run all functions one after the other, and such a one may wait for the
+/// calling thread.
 pub fn any_of_program() -> bool {
     any() && host().as_ref().is_some_and(|host| host.calling.iter().any(|work| !work.own))
 }
@@ -261,25 +287,27 @@ pub fn any_of_program() -> bool {
 pub fn call(id: u64, status: i32) {
     if let Some(host) = host().as_mut() {
         host.due.push((id, status));
-        HOST_DUE.notify_one();
+        HOST_DUE.notify_all();
     }
 }
 
-/// Runs host functions in the order in which they become due.
+/// Runs a kind of host functions in the order in which they become due.
 ///
 /// They must not call CUDA, as the driver documents.
-fn run_host() {
+fn run_host(runner: Runner) {
     let mut locked = host();
     loop {
         let next = locked.as_mut().and_then(|h| {
             // A function that is not known is skipped, and delays no later one.
             h.due.retain(|(id, _)| h.functions.contains_key(id));
-            let (id, before) = if h.due.is_empty() { return None } else { h.due.remove(0) };
+            let mine = |(id, _): &(u64, i32)| h.functions[id].function.runner() == runner;
+            let (id, before) = h.due.iter().position(mine).map(|at| h.due.remove(at))?;
             let Registered { function, keep, client } = h.functions.get(&id)?;
             let calls = h.calling.iter().filter(|work| work.function == Some(id));
             let after: Vec<_> = calls.flat_map(|work| &work.after).copied().collect();
             // Work behind another function that has not run comes behind this one, too.
-            let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
+            let later = h.calling.iter().filter(|work| !work.returned);
+            let later = later.filter(|work| work.function.is_some_and(|function| function != id));
             let later: Vec<_> = later.map(|work| (work.on.on(), work.first)).collect();
             Some((id, before, *function, *keep, (after, later), *client))
         });
@@ -308,6 +336,9 @@ fn run_host() {
         } else {
             // On a lost link no stream waits for the function's end.
             let _ = regions::upload_after_host_function(client);
+            if let Some(host) = self::host().as_mut() {
+                host.calling.iter_mut().filter(|w| w.function == Some(id)).for_each(|w| w.returned = true);
+            }
             let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         }
         locked = host();

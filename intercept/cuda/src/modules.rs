@@ -261,13 +261,16 @@ pub fn of_library(library: u64) -> Result<u64> {
 
 /// Removes modules that `gone` selects, which the driver ends with their context or library.
 fn forget_modules(gone: impl Fn(&Home) -> bool) {
+    let mut ended = Vec::new();
     lock(&MODULES).retain(|module, home| {
         let gone = gone(home);
-        if gone {
-            signatures::forget(*module);
-        }
+        ended.extend(gone.then_some(*module));
         !gone
     });
+    for module in ended {
+        signatures::forget(module);
+        functions::forget(module);
+    }
 }
 
 /// Removes the modules of an unloaded library.

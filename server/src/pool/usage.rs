@@ -25,6 +25,8 @@ const SHOWN_HOURS: u64 = 24;
 /// Latest records whose leases may lack their line in the audit trail after a crash: more than end
 /// in the moment in which a line waits for the disk.
 const UNSEEN_RECORDS: usize = 1000;
+/// Time before the last line of the trail in which such a lease may have begun, in seconds.
+const UNSEEN_SECONDS: u64 = 300;
 /// Age at which sums are read again: clients may ask at any rate.
 const MAX_AGE: Duration = Duration::from_secs(2);
 
@@ -78,12 +80,15 @@ impl Pool {
         let leases = lost.iter().chain(standing.iter().map(|s| &s.lease)).map(|l| self.record_of(l, ""));
         let leases = leases.chain(held.iter().cloned()).chain(ended);
         let leases: BTreeMap<_, _> = leases.map(|record| (record.lease.clone(), record)).collect();
-        let since = leases.values().map(|record| record.start_unix).min().unwrap_or(u64::MAX);
+        // All that happened earlier is in the trail, or was left out on purpose.
+        let since = self.audit().before_unix().saturating_sub(UNSEEN_SECONDS);
         match self.audit().leases(LEASE_GRANTED, since) {
             Ok(granted) => {
-                for record in leases.into_values().filter(|record| !granted.contains(&record.lease)) {
-                    let detail = "noted at the server's start".into();
-                    self.note_of_client(lease_granted(&record.lease, &record.client, record.gpus, detail));
+                let late = |r: &Record| r.start_unix >= since && !granted.contains(&r.lease);
+                for Record { lease, client, gpus, start_unix, .. } in leases.into_values().filter(late) {
+                    let age = self.unix().saturating_sub(start_unix);
+                    let detail = format!("began {age} s ago; noted at the server's start");
+                    self.audit().note(lease_granted(&lease, &client, gpus, detail));
                 }
             }
             Err(e) => warn!("audit: trail not read: {e}; leases granted at a crash may lack their event"),

@@ -89,7 +89,7 @@ fn device_to_device_serialized(target: u64, source: u64, len: usize, stream: &St
         }
         _ => device_to_device(target, source, len, stream)?,
     }
-    [target, source].into_iter().try_for_each(|address| completed(stream, address))
+    completed_pair(stream, target, source)
 }
 
 /// Returns `true` if two contexts are on different devices.
@@ -247,6 +247,15 @@ fn fill(
         None => fill_on(&stream, operation, target, len, arguments),
         Some(ctx) => beside(&stream, ctx, |there| fill_on(there, operation, target, len, arguments)),
     }
+}
+
+/// Makes a synchronous copy complete for both sides, as [`completed`] for one.
+fn completed_pair(stream: &Stream, target: u64, source: u64) -> Result {
+    let client = stream.client;
+    let here = |address| elsewhere(client, address).is_none() && ranges::synchronizes(client, address);
+    completed(stream, target)?;
+    // One wait completes both.
+    if here(target) && elsewhere(client, source).is_none() { Ok(()) } else { completed(stream, source) }
 }
 
 /// Waits for a synchronous fill or copy of pinned, registered or managed memory, which the program

@@ -14,7 +14,7 @@ use crate::entry::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give, give_text,
     name,
 };
-use crate::{clients, handles, thread, unsolicited};
+use crate::{clients, handles, private_tables, thread, unsolicited};
 
 /// Operations in one question about atomics at most.
 const MAX_OPERATIONS: u32 = 1024;
@@ -206,6 +206,10 @@ driver! {
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
         let (client, device) = clients::device(device)?;
+        if device.retained.load(Ordering::Relaxed) == 1 {
+            // Before the turn: destructors of the program may wait for a thread that retains.
+            private_tables::forget_context(client.primary(device.local));
+        }
         device.retaining.run(thread::id(), || {
             let before = device.retained
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
@@ -218,6 +222,7 @@ driver! {
 
     fn cuDevicePrimaryCtxReset_v2(device: i32) {
         let (client, device) = clients::device(device)?;
+        private_tables::forget_context(client.primary(device.local));
         device.retaining.run(thread::id(), || reset(client, device, true))
     }
 

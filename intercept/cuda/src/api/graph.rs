@@ -324,6 +324,10 @@ driver! {
     }
 
     fn cuGraphInstantiateWithFlags(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) {
+        // Only the call with parameters has a stream for it.
+        if flags & UPLOAD != 0 {
+            return Err(INVALID_VALUE);
+        }
         instantiate(exec, graph, flags, &mut [0; 2])
     }
 

@@ -180,13 +180,16 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
 }
 
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`: the client uploads by a frame of its own.
+const UPLOAD: u64 = 2;
+
 /// `GRAPH_INSTANTIATE`: new handle, graph, flags; answers the result, and the node of an error or
 /// 0.
 pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, graph, flags) = (r.word()?, session.graphs.get(r.word()?)?.0, r.word()?);
     let mut exec = std::ptr::null_mut();
     // CUDA_GRAPH_INSTANTIATE_PARAMS: flags, stream of an upload, node, result.
-    let mut params = [flags, 0, 0, 0];
+    let mut params = [flags & !UPLOAD, 0, 0, 0];
     let call = &session.driver.call;
     // SAFETY: the out pointer is valid, and the structure has cuda.h's size.
     let made =
