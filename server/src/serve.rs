@@ -189,8 +189,9 @@ async fn take_up(pool: &Arc<Pool>, lost: &[Lease]) {
     if let Some(why) = pool.registry().draining().await {
         warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
     }
-    pool.record_unseen(lost).await;
+    pool.note_unseen_grants(lost).await;
     pool.ended(lost, "since the restart, one of its GPUs is not served, or is shared in another way");
+    pool.record_unseen_ends().await;
     health::check_compute_modes(pool).await;
     pool.resume().await;
 }

@@ -279,7 +279,10 @@ fn nothing_is_lost_or_done_twice_wherever_connections_break() {
                     all.iter_mut().zip(relay.cuts()).for_each(|(all, more)| *all += more);
                     drop(all);
                     link.close();
-                    assert_eq!(worker.ended.recv_timeout(PATIENCE).as_deref(), Ok(""), "it said goodbye");
+                    let ended = worker.ended.recv_timeout(PATIENCE);
+                    // A program does not wait for another connection to say goodbye.
+                    let gone = relay.cuts().iter().sum::<usize>() == relay.connections() as usize;
+                    assert!(ended.as_deref() == Ok("") || gone, "it said no goodbye: {ended:?}");
                 }
             });
         }

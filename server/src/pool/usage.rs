@@ -66,19 +66,22 @@ impl Pool {
         }
     }
 
-    /// Notes the grants and records the ends of leases that an earlier server did not.
-    ///
-    /// A server that is killed may have stored a lease without the audit trail's event for it, or a
-    /// lease's end without its record.
-    pub async fn record_unseen(&self, lost: &[Lease]) {
-        let held = self.accounting.held().unwrap_or_else(|e| {
+    fn held(&self) -> Vec<Record> {
+        self.accounting.held().unwrap_or_else(|e| {
             warn!("accounting: noted leases not read: {e}; leases that ended at a crash have no record");
             Vec::new()
-        });
+        })
+    }
+
+    /// Adds leases of an earlier server to the audit trail that are not in it.
+    ///
+    /// A server that is killed may have stored a lease without the event for it. `lost`: leases
+    /// that this server cannot serve.
+    pub async fn note_unseen_grants(&self, lost: &[Lease]) {
         let ended = self.accounting.latest_leases(UNSEEN_RECORDS).unwrap_or_default();
         let standing = self.registry.leases().await;
         let leases = lost.iter().chain(standing.iter().map(|s| &s.lease)).map(|l| self.record_of(l, ""));
-        let leases = leases.chain(held.iter().cloned()).chain(ended);
+        let leases = leases.chain(self.held()).chain(ended);
         let leases: BTreeMap<_, _> = leases.map(|record| (record.lease.clone(), record)).collect();
         // All that happened earlier is in the trail, or was left out on purpose.
         let since = self.audit().before_unix().saturating_sub(UNSEEN_SECONDS);
@@ -93,7 +96,13 @@ impl Pool {
             }
             Err(e) => warn!("audit: trail not read: {e}; leases granted at a crash may lack their event"),
         }
-        for record in held {
+    }
+
+    /// Records the end of leases that an earlier server noted and that no longer exist.
+    ///
+    /// A server that is killed may have stored a lease's end without its record.
+    pub async fn record_unseen_ends(&self) {
+        for record in self.held() {
             if !self.registry.holds(&record.lease).await {
                 self.note_lease_end(&record.lease, &record.client, &record.gpus, UNSEEN);
                 self.accounting.add(Record { reason: UNSEEN.into(), ..record });
