@@ -4,6 +4,8 @@
 //! shared lock while it lives; the kernel releases it however the run ends. The *keeper*, a process
 //! of its own, starts the server and waits for the exclusive lock: then no run is left, and it
 //! stops the server. A run that begins meanwhile waits for the keeper's lock, and starts another.
+//! A unit with a socket would need a service manager for the user, or root; a lock needs neither,
+//! and the kernel releases it even after `kill -9`.
 #![expect(clippy::disallowed_methods, reason = "the keeper waits for its server")]
 
 use std::ffi::OsString;
