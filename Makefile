@@ -103,7 +103,8 @@ QUICK := $(addprefix -p ,gpusession-common gpusession-image gpusession-proto gpu
 quick:
 	@.ci/setup build
 	@echo 'quick: builds first; minutes on a machine that does so for the first time'
-	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
+	@export NEXTEST_TEST_THREADS=$${NEXTEST_TEST_THREADS:-$$(($$(nproc) * 3 / 2))}; \
+	if $(CARGO) nextest --version >/dev/null 2>&1; then \
 		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
 	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi
 
