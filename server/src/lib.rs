@@ -37,6 +37,7 @@ pub mod idle;
 pub mod isolation;
 pub mod lease;
 pub mod limits;
+pub mod local_service;
 pub mod log;
 pub mod metrics;
 pub mod monitor;

@@ -1,7 +1,5 @@
 //! `gpuserver-signer`: signs the pool's certificates in a process and a user of its own.
 
-use std::os::fd::FromRawFd;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,12 +9,11 @@ use anyhow::{Context, bail};
 use clap::{Parser, Subcommand};
 use gpuserver::clock::{SystemClock, SystemRandom};
 use gpuserver::config::{Config, Origin};
-use gpuserver::peer::Served;
 use gpuserver::signer::keeper::{Keeper, Places};
 use gpuserver::signer::link::Link;
 use gpuserver::signer::{Operation, adopt, socket};
 use gpuserver::store::{self, StoreError};
-use gpuserver::{cli, log};
+use gpuserver::{cli, local_service, log};
 
 /// Tries to lock the folder, 100 ms apart: a command may have it for a moment.
 const TRIES: u32 = 50;
@@ -36,15 +33,8 @@ enum Verb {
         /// Folder of the authorities and the join tokens
         #[arg(long, env = "STATE_DIRECTORY", value_name = "FOLDER")]
         folder: PathBuf,
-        /// User of the server, beside root the only one that is answered
-        #[arg(long, value_name = "USER", default_value = "gpuserver")]
-        user: String,
-        /// Unit of the server: only its main process is answered
-        #[arg(long, value_name = "UNIT")]
-        unit: Option<String>,
-        /// Socket to listen on without systemd
-        #[arg(long, value_name = "PATH")]
-        listen: Option<PathBuf>,
+        #[command(flatten)]
+        service: local_service::Service,
     },
     /// Tell the signer this server's name, and move an earlier version's files to it (root)
     Prepare {
@@ -58,7 +48,7 @@ fn main() -> ExitCode {
     let options = Options::parse();
     log::start("gpuserver-signer");
     let done = match &options.verb {
-        Verb::Serve { folder, user, unit, listen } => serve(folder, user, unit.clone(), listen.as_deref()),
+        Verb::Serve { folder, service } => serve(folder, service),
         Verb::Prepare { config } => prepare(config.as_deref()),
     };
     match done {
@@ -70,17 +60,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn serve(folder: &Path, user: &str, unit: Option<String>, listen: Option<&Path>) -> anyhow::Result<()> {
-    let of_user = nix::unistd::User::from_name(user).with_context(|| format!("user {user}"))?;
-    let Some(of_user) = of_user else { bail!("user {user}: does not exist; systemd-sysusers creates it") };
+fn serve(folder: &Path, service: &local_service::Service) -> anyhow::Result<()> {
+    let served = service.served()?;
     let _lock = lock(folder)?;
     let keeper = Keeper::open(Places::own(folder), Arc::new(SystemClock), Arc::new(SystemRandom))?;
-    let listener = match listen {
-        Some(path) => UnixListener::bind(path).with_context(|| path.display().to_string())?,
-        None => passed()?,
-    };
-    tracing::info!("signing for {} with the keys in {}", unit.as_deref().unwrap_or(user), folder.display());
-    let served = Served { uid: of_user.uid.as_raw(), unit };
+    let listener = service.listener("gpuserver-ca.socket")?;
+    tracing::info!("signing for {} with the keys in {}", service.server(), folder.display());
     Ok(socket::serve(&listener, &Arc::new(keeper), &served)?)
 }
 
@@ -96,16 +81,6 @@ fn lock(folder: &Path) -> Result<store::Lock, StoreError> {
             }
             locked => return locked,
         }
-    }
-}
-
-/// Returns the socket that systemd listens on.
-fn passed() -> anyhow::Result<UnixListener> {
-    let mut passed = sd_notify::listen_fds().context("LISTEN_FDS")?;
-    match (passed.next(), passed.next()) {
-        // SAFETY: systemd has passed this descriptor for this process alone, and it is taken once.
-        (Some(fd), None) => Ok(unsafe { UnixListener::from_raw_fd(fd) }),
-        _ => bail!("systemd has passed no socket; gpuserver-ca.socket starts this program"),
     }
 }
 

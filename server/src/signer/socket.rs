@@ -3,15 +3,15 @@
 use std::io::{self, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use gpusession_proto::message;
-use tracing::{debug, warn};
+use tracing::warn;
 
 use super::keeper::{Caller, Keeper};
 use super::link::receive;
 use super::operation::{Operation, Outcome, Refused, Why};
+use crate::local_service;
 use crate::peer::{Peer, Served};
 
 /// Bound on each read and write of a connection.
@@ -19,38 +19,10 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
 
-/// An open connection; dropping it subtracts it.
-struct Counted(Arc<AtomicUsize>);
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Accepts connections until the process ends.
 pub fn serve(listener: &UnixListener, keeper: &Arc<Keeper>, served: &Served) -> io::Result<()> {
-    let open = Arc::new(AtomicUsize::new(0));
-    loop {
-        let (socket, _) = listener.accept()?;
-        if open.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
-            warn!(
-                "signer socket: refused a connection: {MAX_CONNECTIONS} others are open; the caller tries again"
-            );
-            continue;
-        }
-        open.fetch_add(1, Ordering::Relaxed);
-        let (keeper, served, counted) = (keeper.clone(), served.clone(), Counted(open.clone()));
-        let started = std::thread::Builder::new().name("connection".into()).spawn(move || {
-            let _counted = counted;
-            if let Err(e) = answer(socket, &keeper, &served) {
-                debug!("connection closed: {e}");
-            }
-        });
-        if let Err(e) = started {
-            warn!("signer socket: refused a connection: no thread for it: {e}; the caller tries again");
-        }
-    }
+    let (keeper, served) = (keeper.clone(), served.clone());
+    local_service::accept(listener, "signer socket", MAX_CONNECTIONS, move |s| answer(s, &keeper, &served))
 }
 
 fn answer(mut socket: UnixStream, keeper: &Keeper, served: &Served) -> io::Result<()> {

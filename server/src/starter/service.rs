@@ -6,7 +6,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::message;
@@ -15,9 +14,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
-use tracing::{debug, warn};
+use tracing::warn;
 
 use super::{Request, STREAMS, Said};
+use crate::local_service;
 use crate::peer::Served;
 use crate::pidfd::pidfd_open;
 
@@ -28,25 +28,8 @@ const MAX_CONNECTIONS: usize = 64;
 
 /// Accepts connections until the process ends. `program` is the worker's.
 pub fn serve(listener: &UnixListener, program: &Path, served: &Served) -> io::Result<()> {
-    // Each thread has a copy of it.
-    let open = Arc::new(());
-    loop {
-        let (socket, _) = listener.accept()?;
-        if Arc::strong_count(&open) > MAX_CONNECTIONS {
-            warn!("connection refused: {MAX_CONNECTIONS} others are open");
-            continue;
-        }
-        let (program, served, counted) = (program.to_path_buf(), served.clone(), open.clone());
-        let started = std::thread::Builder::new().name("connection".into()).spawn(move || {
-            let _counted = counted;
-            if let Err(e) = attend(socket, &program, &served) {
-                debug!("connection closed: {e}");
-            }
-        });
-        if let Err(e) = started {
-            warn!("connection refused: no thread for it: {e}");
-        }
-    }
+    let (program, served) = (program.to_path_buf(), served.clone());
+    local_service::accept(listener, "starter", MAX_CONNECTIONS, move |s| attend(s, &program, &served))
 }
 
 /// Starts the program of one connection, and ends it with the connection.
@@ -63,7 +46,7 @@ pub(super) fn attend(mut socket: UnixStream, program: &Path, served: &Served) ->
         }
         Err(why) => format!("the starter answers root and the server alone: {why}"),
     };
-    warn!("nothing started: {refused}");
+    warn!("starter: started no program: {refused}");
     socket.write_all(&message::encode(&Said::Refused(refused)))
 }
 
