@@ -134,6 +134,69 @@ static void settings(CUdevice device, CUcontext primary) {
     std::printf("driverModule: settings of a kernel right\n");
 }
 
+static size_t each_thread(int block) { return size_t(block) * 100; }
+
+// Sizes for which a search asked.
+static int asked_count, asked[64];
+static size_t note(int block) {
+    if (asked_count < 64) asked[asked_count++] = block;
+    return 0;
+}
+
+// The search of a block size: the largest size first, then multiples of a warp, until one fills a
+// multiprocessor. Then the loading of a function.
+static void sizes(CUdevice device) {
+    DRIVER(cuDeviceGetAttribute);
+    DRIVER(cuModuleLoadData);
+    DRIVER(cuModuleGetFunction);
+    DRIVER(cuModuleUnload);
+    DRIVER(cuLibraryLoadData);
+    DRIVER(cuLibraryGetKernel);
+    DRIVER(cuLibraryUnload);
+    DRIVER(cuFuncIsLoaded);
+    DRIVER(cuFuncLoad);
+    DRIVER(cuOccupancyMaxActiveBlocksPerMultiprocessor);
+    DRIVER(cuOccupancyMaxPotentialBlockSize);
+    CUmodule module;
+    CUfunction nothing;
+    int full = 0;
+    CHECK_DRIVER(cuDeviceGetAttribute_(&full, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, device));
+    CHECK_DRIVER(cuModuleLoadData_(&module, PTX));
+    CHECK_DRIVER(cuModuleGetFunction_(&nothing, module, "nothing"));
+    int grid = 0, block = 0;
+    for (int limit : {0, 1000, 200, 100, 40, 33, 31, 1})
+        for (bool each : {false, true}) {
+            int best = 0, best_threads = 0, count = 0, wanted[64];
+            for (int size = limit ? limit : 1024; size > 0 && best_threads < full; size = (size - 1) / 32 * 32) {
+                int blocks = 0;
+                CHECK_DRIVER(cuOccupancyMaxActiveBlocksPerMultiprocessor_(&blocks, nothing, size, each ? each_thread(size) : 0));
+                wanted[count++] = size;
+                if (blocks * size > best_threads) best = size, best_threads = blocks * size;
+            }
+            CHECK_DRIVER(cuOccupancyMaxPotentialBlockSize_(&grid, &block, nothing, each ? each_thread : nullptr, 0, limit));
+            EXPECT(block == best);
+            if (each) continue;
+            asked_count = 0;
+            CHECK_DRIVER(cuOccupancyMaxPotentialBlockSize_(&grid, &block, nothing, note, 0, limit));
+            EXPECT(block == best && asked_count == count && std::memcmp(asked, wanted, count * sizeof(int)) == 0);
+        }
+    SHOW_DRIVER(cuOccupancyMaxPotentialBlockSize_(&grid, &block, nothing, nullptr, 0, -1));
+    std::printf("driverModule: sizes of blocks right\n");
+
+    CUfunctionLoadingState state;
+    CHECK_DRIVER(cuFuncLoad_(nothing));
+    CHECK_DRIVER(cuFuncIsLoaded_(&state, nothing));
+    EXPECT(state == CU_FUNCTION_LOADING_STATE_LOADED);
+    CUlibrary library;
+    CUkernel kernel;
+    CHECK_DRIVER(cuLibraryLoadData_(&library, PTX, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_DRIVER(cuLibraryGetKernel_(&kernel, library, "nothing"));
+    SHOW_DRIVER(cuFuncLoad_(reinterpret_cast<CUfunction>(kernel)));
+    SHOW_DRIVER(cuFuncIsLoaded_(&state, reinterpret_cast<CUfunction>(kernel)));
+    CHECK_DRIVER(cuLibraryUnload_(library));
+    CHECK_DRIVER(cuModuleUnload_(module));
+}
+
 int main() {
     CHECK(cudaFree(nullptr));
     DRIVER(cuInit);
@@ -285,6 +348,7 @@ int main() {
     std::printf("driverModule: library interface right\n");
 
     settings(device, primary);
+    sizes(device);
 
     // A context of its own, in addition to the primary one.
     CUcontext own;

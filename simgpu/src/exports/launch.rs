@@ -3,6 +3,7 @@
 use super::{out, slice};
 use crate::abi::LaunchConfig;
 use crate::context::{Context, working};
+use crate::device::THREADS_PER_SM;
 use crate::driver::config;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
@@ -55,6 +56,9 @@ fn potential(
     limit: i32,
 ) -> Result {
     let f = function(f)?;
+    if limit < 0 {
+        return Err(INVALID_VALUE);
+    }
     let most = if limit > 0 { f.max_threads().min(limit as u32) } else { f.max_threads() };
     let mut best = (0, 0, 0);
     let mut threads = most;
@@ -65,7 +69,10 @@ fn potential(
         if per_sm * threads > best.0 {
             best = (per_sm * threads, threads, per_sm);
         }
-        threads = if threads % 32 == 0 { threads - 32 } else { threads / 32 * 32 };
+        if best.0 == THREADS_PER_SM {
+            break;
+        }
+        threads = (threads - 1) / 32 * 32;
     }
     // SAFETY: the program vouches for its pointers.
     unsafe {

@@ -374,9 +374,13 @@ export! {
     }
 
     fn cuFuncIsLoaded(state: *mut u32, f: usize) {
-        any_function(f)?;
+        driver()?;
+        FUNCTIONS.get(f)?;
         out(state, 1)
     }
 
-    fn cuFuncLoad(f: usize) { any_function(f).map(drop) }
+    fn cuFuncLoad(f: usize) {
+        driver()?;
+        FUNCTIONS.get(f).map(drop)
+    }
 }

@@ -362,8 +362,10 @@ fn with_config(function: *mut c_void, question: u64, config: *const Config) -> R
     function.occupancy(client, body)
 }
 
-/// Finds the block size with the highest occupancy as the driver does: it asks for each multiple of
-/// a warp.
+/// Finds the block size with the highest occupancy as the driver does.
+///
+/// It asks for the largest size first, then for the multiples of a warp below. The first size that
+/// fills a multiprocessor ends the search (seen with driver 580 on an H200).
 fn best_block(
     grid: *mut i32,
     block: *mut i32,
@@ -376,24 +378,28 @@ fn best_block(
     const WARP: i32 = 32;
     const MAX_THREADS_PER_BLOCK: i32 = 0;
     const MULTIPROCESSORS: usize = 16;
+    const MAX_THREADS_PER_MULTIPROCESSOR: usize = 39;
+    if limit < 0 {
+        return Err(INVALID_VALUE);
+    }
     let known = functions::find(function as u64)?;
     let client = known.client()?;
+    let (_, device) = clients::of_context(thread::context()?)?;
+    let full = device.attribute(MAX_THREADS_PER_MULTIPROCESSOR);
     let most = known.attribute(client, MAX_THREADS_PER_BLOCK, functions::OWN_DEVICE)?;
-    let most = if limit > 0 { most.min(limit) } else { most };
+    let mut size = if limit > 0 { most.min(limit) } else { most };
     let (mut best, mut best_threads, mut best_blocks) = (0, 0, 0);
-    let mut size = most / WARP * WARP;
-    if size == 0 {
-        size = most;
-    }
     while size > 0 {
         let bytes = dynamic.map_or(shared, |f| f(size));
         let blocks = simple(function, 0, size, bytes, flags)? as i32;
         if blocks * size > best_threads {
             (best, best_threads, best_blocks) = (size, blocks * size, blocks);
         }
-        size -= WARP;
+        if best_threads >= full {
+            break;
+        }
+        size = (size - 1) / WARP * WARP;
     }
-    let (_, device) = clients::of_context(thread::context()?)?;
     let count = device.attribute(MULTIPROCESSORS).max(1);
     give_optional(grid, best_blocks * count);
     give(block, best)

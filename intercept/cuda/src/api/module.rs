@@ -101,8 +101,10 @@ driver! {
     }
 
     fn cuModuleGetLoadingMode(mode: *mut i32) {
+        const EAGER: i32 = 1;
         const LAZY: i32 = 2;
-        give(mode, LAZY)
+        // The worker's driver gets the same variable.
+        give(mode, if std::env::var_os("CUDA_MODULE_LOADING").is_some_and(|v| v == "EAGER") { EAGER } else { LAZY })
     }
 
     fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, symbol: *const c_char) {
@@ -232,13 +234,14 @@ driver! {
     }
 
     fn cuFuncIsLoaded(state: *mut i32, function: *mut c_void) {
+        // The driver has loaded each function that a lookup returned, with lazy loading, too.
         const LOADED: i32 = 1;
-        functions::find(function as u64)?;
+        functions::own(function as u64)?;
         give(state, LOADED)
     }
 
     fn cuFuncLoad(function: *mut c_void) {
-        functions::find(function as u64).map(|_| ())
+        functions::own(function as u64).map(|_| ())
     }
 
     fn cuKernelGetAttribute(value: *mut i32, attribute: i32, kernel: *mut c_void, device: i32) {
