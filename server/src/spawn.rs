@@ -19,7 +19,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 
 /// Variables that the server passes on to every worker: full names, or prefixes that end with `_`.
-const PASSED_ON: &[&str] = &["GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
+const PASSED_ON: &[&str] = &["GPUSERVER_UNLISTED_CALLS", "GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
 
 /// Finds the worker's program: `$GPUSERVER_WORKER`, beside this program, or where packages install
 /// it.

@@ -5,7 +5,7 @@
 //! * capabilities, all of them;
 //! * files, except those that a CUDA driver needs, and networks (Landlock);
 //! * sockets, except those that it receives, and other processes, new programs, changes of modes,
-//!   owners and times by path, and rare system calls (seccomp);
+//!   owners and times by path, and system calls that no driver's process makes (seccomp);
 //! * core dumps and large files (resource limits).
 
 use std::collections::BTreeMap;
@@ -23,6 +23,9 @@ use seccompiler::{
 };
 
 use crate::devices;
+
+mod listed;
+pub use listed::keep_journal;
 
 /// Readable and executable files.
 ///
@@ -429,6 +432,14 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     };
     let rule = |conditions| SeccompRule::new(conditions).map_err(said);
     let when = |argument, operator, value| rule(vec![condition(argument, operator, value)?]);
+    // Of two filters that refuse a call, the later one chooses the error.
+    match calls {
+        Calls::Own => listed::refuse_others(&[]),
+        Calls::Mps => listed::refuse_others(listed::LOCAL_SOCKETS),
+        // A driver that misses a call there loses the program, so the list is not kept.
+        Calls::Park => listed::note_others(&[listed::LOCAL_SOCKETS, CROSS_PROCESS_CALLS].concat()),
+    }
+    .map_err(|e| e.to_string())?;
     no_x32().map_err(|e| e.to_string())?;
     // The newer call hides its flags from filters: the C library falls back to the older one.
     let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);

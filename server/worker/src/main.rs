@@ -42,6 +42,7 @@ use std::process::ExitCode;
 use gpusession_proto::supervise::Isolation;
 
 fn main() -> ExitCode {
+    containment::keep_journal();
     let arguments: Vec<String> = std::env::args().collect();
     // The third word of the helpers that restrict themselves.
     let isolation = arguments.get(3).and_then(|word| Isolation::parse(word));
