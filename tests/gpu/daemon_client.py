@@ -1,4 +1,4 @@
-"""A client of the soak with gpusessiond, on a bus of its own: a machine that boots, and its logins.
+"""A client with gpusessiond, on a bus of its own: a machine that boots, and its logins.
 
 A shell of a login takes the variables of `gpusession env`, and programs find the daemon's lease by
 its socket. Sockets, descriptors and the question whether the unit restarts are as under systemd.
@@ -61,13 +61,20 @@ extra_leases = 16
 encryption = "server"
 [[lease]]
 name = "everyone"
-memory = "2GiB"
+{lease}
 """
+# Words before a program of a login: it has the login's variables.
+LOGIN = ("sh", "-c", SHELL, "sh")
+
+
+def bus_program(here):
+    """Returns the path of dbus-daemon: the machine's, else the bundle's; `None` without one."""
+    return shutil.which("dbus-daemon") or shutil.which(here / "bus/dbus-daemon")
 
 
 def why_not(here):
     """Returns why no client of this machine can have a daemon."""
-    if shutil.which("dbus-daemon") is None:
+    if bus_program(here) is None:
         return "dbus-daemon is not installed"
     return "" if (here / "bin/gpusessiond").exists() else "the bundle has no bin/gpusessiond"
 
@@ -75,16 +82,16 @@ def why_not(here):
 class DaemonClient:
     """A machine with a daemon; `folder` is short, for sockets."""
 
-    def __init__(self, number, args, server, here, folder):
+    def __init__(self, number, args, server, here, folder, lease='memory = "2GiB"'):
         self.name, self.users = f"client-{number}", USERS
         self.server, self.here, self.folder = server, here, pathlib.Path(folder)
         self.home, self.log = args.out / "clients" / str(number), args.out / f"daemon-{number}.log"
         for path in (*(self.home / name for name in ("etc", "state", "credentials")), self.folder / "run"):
             path.mkdir(parents=True)
-        (self.home / "etc/gpusession.toml").write_text(CONFIGURATION.format(name=self.name))
+        (self.home / "etc/gpusession.toml").write_text(CONFIGURATION.format(name=self.name, lease=lease))
         (self.folder / "org.gpusession1.service").write_text(ACTIVATION)
         (self.folder / "bus.conf").write_text(BUS.format(folder=folder, here=here, uid=os.getuid()))
-        self.bus = subprocess.Popen(["dbus-daemon", "--nofork", "--print-address", f"--config-file={folder}/bus.conf"],
+        self.bus = subprocess.Popen([bus_program(here), "--nofork", "--print-address", f"--config-file={folder}/bus.conf"],
                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         # The bus prints its address once it listens.
         if not self.bus.stdout.readline():
@@ -93,6 +100,8 @@ class DaemonClient:
         self.store = DescriptorStore(self.folder / "notify")
         self.servers = f'[[server]]\naddress = "127.0.0.1:{args.port}"\n'
         self.process, self.lease = None, ""
+        # Folder of the daemon's program, and of another build, which replaces it.
+        self.build, self.other_build = here / "bin", args.other_build
         # Descriptors and memory before, and the memory at the end.
         self.before, self.memory, self.after = {}, 0.0, 0.0
         # Ends of the latest fault of the daemon, and of the latest stop; when it last was killed or
@@ -112,8 +121,9 @@ class DaemonClient:
 
     def environment(self):
         """Returns the environment of logins."""
+        library = ":".join(filter(None, (str(self.here / "lib/gpusession"), os.environ.get("LD_LIBRARY_PATH"))))
         return dict(os.environ, DBUS_SYSTEM_BUS_ADDRESS=f"unix:path={self.folder}/bus.sock", XDG_CONFIG_HOME=str(self.home / "config"),
-                    GPUSESSION_SOCKET=str(self.folder / "run/grant.sock"), LD_LIBRARY_PATH=str(self.here / "lib/gpusession"))
+                    GPUSESSION_SOCKET=str(self.folder / "run/grant.sock"), LD_LIBRARY_PATH=library)
 
     def lease_for(self, own):
         """Returns the words before a program that make it use GPUs."""
@@ -149,7 +159,7 @@ class DaemonClient:
         environment = dict(os.environ, DBUS_SYSTEM_BUS_ADDRESS=f"unix:path={self.folder}/bus.sock",
                            RUNTIME_DIRECTORY=str(self.folder / "run"), **home)
         with open(self.log, "ab") as log:
-            self.process = self.store.popen(["./bin/gpusessiond"], environment, cwd=self.here, stdin=subprocess.DEVNULL,
+            self.process = self.store.popen([str(self.build / "gpusessiond")], environment, cwd=self.here, stdin=subprocess.DEVNULL,
                                             stdout=log, stderr=log, start_new_session=True)
         self.wait(self.store.ready.is_set, "the daemon does not start")
 
@@ -216,9 +226,25 @@ class DaemonClient:
 
     # ---- faults
 
+    def replace(self, how, meanwhile=lambda: None):
+        """Kills or restarts the daemon, which has to have the same lease afterwards.
+
+        `meanwhile` is done while no daemon runs."""
+        before, self.restarted = self.lease, time.monotonic()
+        self.units.job = "restart"
+        status = self.end(how)
+        if how != signal.SIGKILL and status:
+            raise RuntimeError(f"{self.name}: the restarted daemon has exit status {status}")
+        meanwhile()
+        if self.other_build is not None and (self.other_build / "gpusessiond").exists():
+            self.build, self.other_build = self.other_build, self.build
+        self.start()
+        if self.lease != before:
+            raise RuntimeError(f"{self.name}: lease {before} before, {self.lease} after a {how.name}")
+
     def disturb(self, kind):
         """Kills, restarts or stops the daemon, and starts the next one; returns what is wrong."""
-        before, self.disturbed = self.lease, float("inf")
+        self.disturbed = float("inf")
         try:
             if self.process.poll() is not None:
                 return f"{self.name}: the daemon exited with status {self.process.returncode}"
@@ -227,13 +253,8 @@ class DaemonClient:
                 self.shut_down()
                 self.boot()
                 return ""
-            self.units.job = "restart"
-            self.restarted = time.monotonic()
-            status = self.end(signal.SIGKILL if kind == "daemon-killed" else signal.SIGTERM)
-            self.start()
-            if kind == "daemon-upgraded" and status:
-                return f"{self.name}: the restarted daemon has exit status {status}"
-            return "" if self.lease == before else f"{self.name}: lease {before} before, {self.lease} after {kind}"
+            self.replace(signal.SIGKILL if kind == "daemon-killed" else signal.SIGTERM)
+            return ""
         except RuntimeError as error:
             return str(error)
         finally:
@@ -259,6 +280,10 @@ class DaemonClient:
         """Keeps the figures that have to be at the end as now."""
         self.at_rest()
         self.before, self.memory = self.descriptors(), self.resident()
+
+    def in_use(self):
+        """Waits until the daemon knows a program of the machine's lease."""
+        self.shows(lambda shown: any(lease["processes"] for lease in shown["leases"] if lease["id"] == self.lease), "no program is known")
 
     def at_rest(self):
         """Waits until no program uses a lease, and only the machine's lease exists."""

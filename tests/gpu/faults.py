@@ -1,7 +1,8 @@
 """`./run faults`: programs that are disturbed in many ways compute as natively.
 
 A fault happens after each few lines of a program's output, at a random moment. The relay of
-tests/faults stands where the server says that its data port is.
+tests/faults stands where the server says that its data port is. Under faults of the client's daemon
+the programs use the daemon's lease, as in a login.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import subprocess
 import tempfile
 import time
 
+import daemon_client
+from daemon_client import LOGIN, DaemonClient
 from descriptor_store import DescriptorStore
 from processes import kill_group, progress, wanted
 from verdicts import difference
@@ -24,7 +27,7 @@ RELAY = "127.0.0.2"
 UNITS = 60
 # Longest run of an undisturbed program, and the longest wait for a few lines, in seconds.
 LIMIT, LINE_LIMIT = 300, 120
-# More steps than a program computes, and lines that tell its pace.
+# More steps than a program computes, and the fewest lines that tell its pace.
 STEPS, PACE_LINES = 1000000, 8
 
 
@@ -51,6 +54,12 @@ class Kind:
     happen: object
     # Whether the relay breaks connections by itself instead.
     random: bool = False
+    # Whether the program computes meanwhile, so that the fault's length is no loss.
+    continues: bool = False
+    # Whether the programs use a daemon's lease. These kinds come last.
+    daemon: bool = False
+    # Whether the server's control process is replaced.
+    server: bool = False
 
 
 class Relay:
@@ -89,7 +98,7 @@ class Faults:
         self.args, self.server, self.runner, self.here = args, server, runner, here
         self.random = random.Random(args.fault_seed)
         self.rows, self.natively, self.paces = [], {}, {}
-        self.relay = None
+        self.relay = self.client = None
         self.folder = tempfile.TemporaryDirectory(prefix="gpu-store-")
         self.store = DescriptorStore(f"{self.folder.name}/notify")
         python = args.python
@@ -109,8 +118,14 @@ class Faults:
             "long-outage": Kind(0.04, 30, 30, lambda seconds: self.last("outage", seconds)),
             "stopped-program": Kind(0.4, 0.1, 5, self.stop_program),
             "stopped-worker": Kind(0.4, 0.1, 5, self.stop_worker),
-            "server-killed": Kind(1, 0, 0, lambda _: self.store.replace(self.server, signal.SIGKILL)),
-            "server-upgraded": Kind(1, 0, 0, lambda _: self.store.replace(self.server, signal.SIGUSR2)),
+            "server-killed": Kind(1, 0, 0, lambda _: self.replace_server(signal.SIGKILL), continues=True, server=True),
+            "server-upgraded": Kind(1, 0, 0, lambda _: self.replace_server(signal.SIGUSR2), continues=True, server=True),
+            "daemon-killed": Kind(1, 0, 0, lambda _: self.client.replace(signal.SIGKILL), continues=True, daemon=True),
+            "daemon-upgraded": Kind(1, 0, 0, lambda _: self.client.replace(signal.SIGTERM), continues=True, daemon=True),
+            "all-killed": Kind(1, 0, 0, lambda _: self.client.replace(signal.SIGKILL, self.break_and_kill_server),
+                               continues=True, daemon=True, server=True),
+            "all-upgraded": Kind(1, 0, 0, lambda _: self.client.replace(signal.SIGTERM, lambda: self.replace_server(signal.SIGUSR2)),
+                                 continues=True, daemon=True, server=True),
         }
         # The program that runs: its process, start, output, and when each line came.
         self.process, self.begun, self.output, self.times = None, 0.0, None, []
@@ -136,18 +151,44 @@ class Faults:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
 
+    def replace_server(self, how):
+        """Kills or upgrades the server's control process."""
+        self.store.replace(self.server, how)
+
+    def break_and_kill_server(self):
+        """Breaks all connections while no process answers those that come next."""
+        self.relay.say("reset")
+        self.replace_server(signal.SIGKILL)
+
+    def use_daemon(self):
+        """Gives the following programs the lease of a daemon in place of the runner's."""
+        self.server.release_lease()
+        # A later start of the server takes no lease beside the daemon's.
+        self.args.lease = "each"
+        token = json.loads(self.server.tool("token", "create", "--json"))["token"]
+        token = token["token"] if isinstance(token, dict) else token
+        self.client = DaemonClient(0, self.args, self.server, self.here, f"{self.folder.name}/0", f"gpus = {self.args.gpus}")
+        self.client.join(token)
+        self.client.boot()
+
     def native(self, name, lines):
         """Returns the first lines that the program prints without gpusession."""
         if len(self.natively.get(name, ())) < lines:
-            result = self.runner.run("native", name, [*self.programs[name].command, str(lines)], LIMIT)
+            # Up to twice as many, so that most kinds need no run of their own.
+            count = 1 << (lines - 1).bit_length()
+            result = self.runner.run("native", name, [*self.programs[name].command, str(count)], LIMIT)
             if failure := result.failure():
                 raise RuntimeError(f"{name} fails natively: {failure}")
-            self.natively[name] = result.lines()[:lines]
+            self.natively[name] = result.lines()[:count]
         return self.natively[name][:lines]
 
     def start(self, name, tag):
         """Starts a program remotely, with more steps than it will compute."""
-        self.process, base, self.begun = self.runner.start("remote", tag, [*self.programs[name].command, str(STEPS)])
+        command = [*self.programs[name].command, str(STEPS)]
+        if self.client is None:
+            self.process, base, self.begun = self.runner.start("remote", tag, command)
+        else:
+            self.process, base, self.begun = self.runner.start("client", tag, [*LOGIN, *command], self.client.environment())
         self.output = pathlib.Path(f"{base}.out")
         self.times = []
 
@@ -169,12 +210,18 @@ class Faults:
     def pace(self, name):
         """Returns the time from line to line of the undisturbed program."""
         if name not in self.paces:
+            first = self.programs[name].lines
             self.start(name, f"{name}-undisturbed")
-            if not self.wait_for(PACE_LINES, LIMIT):
-                raise RuntimeError(f"{name} fails remotely without a fault")
+            if not self.wait_for(max(PACE_LINES, 5 * first), LIMIT):
+                raise RuntimeError(f"{name} fails remotely without a fault: {self.said()}")
             kill_group((self.process,))
-            self.paces[name] = (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+            self.paces[name] = (self.times[-1] - self.times[first - 1]) / (len(self.times) - first)
         return self.paces[name]
+
+    def said(self):
+        """Returns the last line of the program's messages."""
+        said = self.output.with_suffix(".err").read_text(errors="replace").strip().splitlines()
+        return said[-1][:160] if said else "no message"
 
     def disturb(self, program, kind, count):
         """Lets faults happen while a program runs; returns their number and seconds."""
@@ -199,31 +246,68 @@ class Faults:
             self.relay.stop()
             self.relay = Relay(self.args, self.here, UNITS, self.args.fault_seed)
         self.start(name, tag)
-        happened, seconds = (0, 0.0) if kind.random else self.disturb(program, kind, count)
-        lasts = self.wait_for(len(self.times) + program.lines * (count if kind.random else 1), LIMIT)
-        kill_group((self.process,))
+        why, happened, seconds, lasts = "", 0, 0.0, False
+        try:
+            if not kind.random:
+                happened, seconds = self.disturb(program, kind, count)
+            lasts = self.wait_for(len(self.times) + program.lines * (count if kind.random else 1), LIMIT)
+            if kind.daemon and lasts:
+                self.client.in_use()
+            kill_group((self.process,))
+            if kind.daemon:
+                # The present daemon has to notice the end of a program that an earlier one knew.
+                self.client.at_rest()
+        except RuntimeError as error:
+            why = str(error)
+            kill_group((self.process,))
         if kind.random:
             said = self.relay.stop()
             happened = int(said.split()[1]) if said.startswith("faults: ") else 0
             self.relay = Relay(self.args, self.here, 0, 1)
         lines = self.lines()
         native = self.native(name, len(lines))
-        why = difference(native, lines) if native != lines else ""
+        if not why and native != lines:
+            why = difference(native, lines)
         if not why and not lasts:
-            said = self.output.with_suffix(".err").read_text(errors="replace").strip().splitlines()
-            why = f"it stands still or exits after {len(lines)} lines and {happened} faults: {said[-1][:160] if said else 'no message'}"
+            why = f"it stands still or exits after {len(lines)} lines and {happened} faults: {self.said()}"
         elif not why and happened < (1 if kind.random else count):
             why = f"{happened} faults happened, not {count}"
         if not self.server.alive():
             why += "; the server exited"
             self.server.start()
-        lost = self.times[-1] - self.times[0] - seconds - step * (len(lines) - 1) if lines else 0
-        row = {"name": tag, "verdict": "FAILED" if why else "ok", "why": why, "faults": happened, "lines": len(lines),
+        row = {"name": tag, "kind": word, "program": name, "verdict": "FAILED" if why else "ok", "why": why, "faults": happened, "lines": len(lines),
                "fault_s": round(seconds, 2), "run_s": round(self.times[-1] if lines else 0, 2),
-               "lost_s_each": round(lost / max(1, happened), 3)}
+               "lost_s_each": round(self.lost(program, step, 0 if kind.continues else seconds) / max(1, happened), 3)}
         self.rows.append(row)
         progress(f"  {tag:26} {row['verdict']:8} {len(lines):5} lines, {happened:4} faults of {seconds:6.1f} s in all; "
                  f"{row['lost_s_each']:6.3f} s more lost by each  {why}")
+
+    def lost(self, program, step, standing):
+        """Returns the time that the faults cost, besides that in which a program has to stand."""
+        first = program.lines
+        if len(self.times) <= first:
+            return 0.0
+        return self.times[-1] - self.times[first - 1] - standing - step * (len(self.times) - first)
+
+    def table(self):
+        """Returns the results as a table: a row for each kind, two columns for each program."""
+        names = list(dict.fromkeys(row["program"] for row in self.rows))
+        cells = {(row["kind"], row["program"]): (str(row["faults"]), f"{row['lost_s_each']:.3f} s") if row["verdict"] == "ok" else ("FAILED", "–")
+                 for row in self.rows}
+        lines = [["fault", *(title for name in names for title in (name, "more lost by each"))], ["---"] * (1 + 2 * len(names))]
+        for kind in dict.fromkeys(row["kind"] for row in self.rows):
+            lines.append([kind, *(cell for name in names for cell in cells.get((kind, name), ("–", "–")))])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def chosen(self):
+        """Returns the kinds that this machine and this configuration can have."""
+        # Programs under MPS end with their server.
+        mps = any('"mps"' in line for line in self.args.server_config)
+        kinds = {word: kind for word, kind in self.kinds.items() if not (mps and kind.server)}
+        if why := daemon_client.why_not(self.here):
+            progress(f"  no faults of a daemon: {why}")
+            kinds = {word: kind for word, kind in kinds.items() if not kind.daemon}
+        return kinds
 
     def run(self):
         """Runs everything, or the parts of --only: `gpt2`, `reset`, `gpt2-reset`."""
@@ -232,19 +316,18 @@ class Faults:
         self.server.popen = self.store.popen
         self.server.start()
         begun = time.monotonic()
-        # Programs under MPS end with their server.
-        mps = any('"mps"' in line for line in self.args.server_config)
-        kinds = {word: kind for word, kind in self.kinds.items() if not (mps and word.startswith("server-"))}
-        for word, kind in kinds.items():
+        for word, kind in self.chosen().items():
             for name, program in self.programs.items():
                 if program.torch and self.args.no_torch or not wanted(self.args, name, word, f"{name}-{word}"):
                     continue
                 if self.args.budget and time.monotonic() - begun > self.args.budget:
                     progress(f"  {name}-{word}: not run, since the time budget is used up")
                     continue
+                if kind.daemon and self.client is None:
+                    self.use_daemon()
                 self.pair(name, program, word, kind)
         failed = sum(row["verdict"] != "ok" for row in self.rows)
-        print(f"\nFaults: {len(self.rows) - failed} of {len(self.rows)} as native, "
+        print(f"\n{self.table()}\n\nFaults: {len(self.rows) - failed} of {len(self.rows)} as native, "
               f"{sum(row['faults'] for row in self.rows)} faults")
         return {"programs": self.rows, "failed": failed or not self.rows}
 
@@ -252,6 +335,8 @@ class Faults:
         """Ends what still runs."""
         if self.process is not None:
             kill_group((self.process,))
+        if self.client is not None:
+            self.client.stop()
         self.server.stop()
         self.server.popen = subprocess.Popen
         self.store.close()
