@@ -7,6 +7,7 @@ mod cache;
 mod daemon;
 mod exit;
 mod health;
+mod join;
 mod lease_file;
 mod leave;
 mod local;
@@ -27,16 +28,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use gpusession_common::help;
 use gpusession_common::units::{human_duration, parse_duration};
-use gpusessiond::client;
 use gpusessiond::environment::{self, Audience};
-use gpusessiond::identity::{self, Home};
+use gpusessiond::identity::Home;
 use gpusessiond::leases::{Leases as _, Spec};
 use gpusessiond::paths;
-use gpusessiond::units::control_address;
 use serde_json::json;
 
 use crate::daemon::Daemon;
 use crate::exit::{Failure, Result, code};
+use crate::join::Join;
 use crate::lease_file::{LeaseFile, Via};
 use crate::run::Wanted;
 use crate::setup::{Outcome, System};
@@ -223,24 +223,6 @@ struct Request {
     ttl: Duration,
 }
 
-#[derive(Args)]
-struct Join {
-    /// Server of the pool, and the token that `gpuserver token create` printed there. Without a
-    /// token argument, the token is read from standard input, which keeps it out of process
-    /// listings
-    #[arg(value_name = "HOST[:PORT]|TOKEN", num_args = 0..=2)]
-    where_and_token: Vec<String>,
-    /// Server of the pool
-    #[arg(long, value_name = "HOST[:PORT]")]
-    server: Option<String>,
-    /// Name in the pool [default: this host's name]
-    #[arg(long, value_name = "NAME")]
-    name: Option<String>,
-    /// Join as this user even if root
-    #[arg(long)]
-    user: bool,
-}
-
 /// Returns the definition of the command line.
 pub fn arguments() -> clap::Command {
     Cli::command()
@@ -363,7 +345,7 @@ async fn command(cli: Cli) -> Result<i32> {
         }),
         Command::Request(request) => self::request(request, cli.json).await,
         Command::Release { lease } => release(&lease, cli.json).await,
-        Command::Join(join) => self::join(join, cli.json).await,
+        Command::Join(join) => join::join(join, cli.json).await,
         Command::Leave { for_template, user } => {
             let system = nix::unistd::geteuid().is_root() && !user;
             tell(leave::leave(system, for_template).await?, cli.json)
@@ -806,58 +788,6 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
         };
     }
     Ok(0)
-}
-
-async fn join(join: Join, json: bool) -> Result<i32> {
-    let (tokens, hosts): (Vec<_>, Vec<_>) =
-        join.where_and_token.into_iter().partition(|text| text.starts_with("gpsj-") || text == "-");
-    let mut hosts = hosts.into_iter().chain(join.server);
-    let (Some(host), None) = (hosts.next(), hosts.next()) else {
-        return Err(Failure::usage("join takes one server of the pool: gpusession join HOST[:PORT]"));
-    };
-    let address = control_address(&host).map_err(Failure::usage)?;
-    let token = match tokens.into_iter().find(|t| t != "-") {
-        Some(token) => token,
-        None => {
-            if nix::unistd::isatty(std::io::stdin()) == Ok(true) {
-                eprint!("join token (`gpuserver token create` prints it): ");
-            }
-            let mut line = String::new();
-            std::io::stdin().read_line(&mut line).map_err(|e| Failure::new(code::FAILED, e.to_string()))?;
-            line
-        }
-    };
-    let root = nix::unistd::geteuid().is_root();
-    let home = if root && !join.user { Some(Home::system()) } else { Home::user() };
-    let home =
-        home.ok_or_else(|| Failure::new(code::CONFIGURATION, "HOME is not set: no place for an identity"))?;
-    if home.exists() {
-        let message = format!("{} has an identity already", home.identity.display());
-        return Err(Failure::new(code::CONFIGURATION, message).hint("`gpusession leave` removes it"));
-    }
-    let joined = identity::join_pool(&home, &address, &token, join.name.as_deref(), client::join)
-        .await
-        .map_err(|e| Failure::of_identity(&e))?;
-    if root && !join.user {
-        give_to_daemon(&home.identity);
-    }
-    if json {
-        print(&json!({ "schema": 1, "name": joined.name, "servers": joined.servers }).to_string());
-    } else {
-        print(&format!("joined the pool as {}; servers: {}", joined.name, joined.servers.join(", ")));
-    }
-    Ok(0)
-}
-
-/// Gives the identity to the daemon's user, which has to read it.
-fn give_to_daemon(folder: &Path) {
-    let Ok(Some(user)) = nix::unistd::User::from_name("gpusession") else { return };
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    for path in entries.chain([folder.to_owned()]) {
-        if let Err(error) = nix::unistd::chown(&path, Some(user.uid), Some(user.gid)) {
-            eprintln!("gpusession: {}: {error}", path.display());
-        }
-    }
 }
 
 #[cfg(test)]
