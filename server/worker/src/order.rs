@@ -467,6 +467,7 @@ pub mod tests {
     /// Operations that stay behind no frame and hold no frame back, with the reason.
     ///
     /// The program waits for each of them but images, so that none is kept when a later one comes.
+    /// Calls of the table with `Get` in their names only read, and need no line: see [`reads`].
     const UNORDERED: &[(&str, &[u16])] = &[
         ("the first frame of a connection", &[op::HELLO, op::LANE, op::MEASURE]),
         (
@@ -518,37 +519,11 @@ pub mod tests {
                 op::DEV_RESOURCE_DESC,
                 op::DEV_RESOURCE_GROUPS,
                 op::PEER_ATOMICS,
-                op::cuArrayGetDescriptor_v2,
-                op::cuArray3DGetDescriptor_v2,
-                op::cuMipmappedArrayGetLevel,
-                op::cuTexObjectGetResourceDesc,
-                op::cuTexObjectGetTextureDesc,
-                op::cuTexObjectGetResourceViewDesc,
-                op::cuSurfObjectGetResourceDesc,
-                op::cuMemGetAccess,
-                op::cuMemGetAllocationPropertiesFromHandle,
-                op::cuMemPoolGetAccess,
-                op::cuMemGetDefaultMemPool,
-                op::cuMemGetMemPool,
-                op::cuDeviceGetDefaultMemPool,
-                op::cuDeviceGetMemPool,
-                op::cuDeviceGetTexture1DLinearMaxWidth,
-                op::cuArrayGetPlane,
-                op::cuArrayGetSparseProperties,
-                op::cuMipmappedArrayGetSparseProperties,
-                op::cuArrayGetMemoryRequirements,
-                op::cuMipmappedArrayGetMemoryRequirements,
             ],
         ),
         (
             "counts memory, which work of the device changes at any time",
-            &[
-                op::MEM_INFO,
-                op::cuMemPoolGetAttribute,
-                op::cuDeviceGetGraphMemAttribute,
-                op::cuDeviceSetGraphMemAttribute,
-                op::cuDeviceGraphMemTrim,
-            ],
+            &[op::MEM_INFO, op::cuDeviceSetGraphMemAttribute, op::cuDeviceGraphMemTrim],
         ),
         (
             "a setting of a context, a pool or a mapping, which work before it need not see",
@@ -568,15 +543,20 @@ pub mod tests {
                 op::GRAPH_CHILD,
                 op::GRAPH_NODE_PARAMS,
                 op::cuGraphDestroyNode,
-                op::cuGraphNodeGetType,
-                op::cuGraphKernelNodeGetAttribute,
                 op::cuGraphKernelNodeSetAttribute,
                 op::cuGraphKernelNodeCopyAttributes,
-                op::cuGraphNodeGetLocalId,
-                op::cuGraphMemFreeNodeGetParams,
             ],
         ),
     ];
+
+    /// Returns `true` for a call of the table that by its name only reads a value.
+    ///
+    /// The program waits for its answer. A value that work of another thread changes meanwhile has
+    /// no order on a local card either.
+    fn reads(operation: u16) -> bool {
+        let name = op::name(operation);
+        name.starts_with("cu") && name.contains("Get")
+    }
 
     #[test]
     fn every_operation_is_ordered_or_says_why_not() {
@@ -590,7 +570,7 @@ pub mod tests {
             touched.objects.is_empty() && !touched.everything && !touched.every_stream
         };
         let requests = (1..op::COUNT as u16).filter(|o| op::name(*o) != "?" && !FROM_WORKER.contains(o));
-        let found: Vec<u16> = requests.filter(unordered).collect();
+        let found: Vec<u16> = requests.filter(unordered).filter(|o| !reads(*o)).collect();
         let only = |list: &[u16], other: &[u16]| -> Vec<&str> {
             list.iter().filter(|o| !other.contains(o)).map(|o| op::name(*o)).collect()
         };

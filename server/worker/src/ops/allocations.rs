@@ -511,28 +511,20 @@ mod tests {
 
     /// Calls of the table that neither allocate nor free device memory, with the reason.
     ///
-    /// A star stands for the rest of a name.
+    /// A star stands for any part of a name.
     const UNCOUNTED: &[(&str, &str)] = &[
+        ("reads a value, as its name says", "cu*Get*"),
         ("uses memory that is counted", "cuMemset* cuGraphUpload"),
         (
-            "reads or changes a setting",
-            "cuStreamCopyAttributes cuStreamGetAttribute cuStreamSetAttribute cuCtxResetPersistingL2Cache \
-             cuCtxEnablePeerAccess cuCtxDisablePeerAccess cuMemSetAccess cuMemGetAccess cuMemPoolSetAccess \
-             cuMemPoolGetAccess cuMemPoolSetAttribute cuMemPoolGetAttribute cuDeviceSetMemPool \
-             cuDeviceSetGraphMemAttribute cuDeviceGetGraphMemAttribute cuDeviceGetTexture1DLinearMaxWidth \
-             cuMemGetAllocationPropertiesFromHandle",
-        ),
-        (
-            "describes an array, or names a part of it",
-            "cuArrayGetDescriptor_v2 cuArray3DGetDescriptor_v2 cuArrayGetPlane cuArrayGetSparseProperties \
-             cuArrayGetMemoryRequirements cuMipmappedArrayGetLevel cuMipmappedArrayGetSparseProperties \
-             cuMipmappedArrayGetMemoryRequirements",
+            "changes a setting",
+            "cuStreamCopyAttributes cuStreamSetAttribute cuCtxResetPersistingL2Cache cuCtxEnablePeerAccess \
+             cuCtxDisablePeerAccess cuMemSetAccess cuMemPoolSetAccess cuMemPoolSetAttribute \
+             cuDeviceSetMemPool cuDeviceSetGraphMemAttribute",
         ),
         ("describes how kernels read memory", "cuTexObject* cuSurfObject* cuTexRef* cuSurfRef*"),
         (
             "changes a graph, whose memory its launch counts",
-            "cuGraphNode* cuGraphKernelNode* cuGraphExecGet* cuGraphAddDependencies* \
-             cuGraphRemoveDependencies* cuGraphGetId cuGraphMemFreeNodeGetParams \
+            "cuGraphNode* cuGraphKernelNode* cuGraphAddDependencies* cuGraphRemoveDependencies* \
              cuGraphConditionalHandleCreate",
         ),
         (
@@ -553,9 +545,10 @@ mod tests {
             .filter(|name| name.starts_with("cu") && !words.contains(format!("op::{name}").as_str()))
             .collect();
         let stated: Vec<_> = UNCOUNTED.iter().flat_map(|(_, names)| names.split_whitespace()).collect();
-        let fits = |pattern: &str, name: &str| match pattern.strip_suffix('*') {
-            Some(start) => name.starts_with(start),
-            None => name == pattern,
+        let fits = |pattern: &str, name: &str| match *pattern.split('*').collect::<Vec<_>>() {
+            [start, ""] => name.starts_with(start),
+            [start, part, ""] => name.strip_prefix(start).is_some_and(|rest| rest.contains(part)),
+            _ => name == pattern,
         };
         for name in &without_arm {
             let known = stated.iter().any(|pattern| fits(pattern, name));
