@@ -88,6 +88,31 @@ impl Pool {
             idle_timeout_usec: micros(self.timeouts(lease).first()),
         }
     }
+
+    /// Describes a renewed lease; `lease` is `None` if it has ended since.
+    ///
+    /// Every field by name: a new one does not compile until it has a value.
+    pub(super) fn describe_renewed(
+        &self,
+        id: String,
+        lease: Option<&Lease>,
+        gpus: &[GpuUse],
+        ttl: Duration,
+    ) -> wire::RenewedLease {
+        let (state, place) = self.lease_state(&id);
+        wire::RenewedLease {
+            id,
+            lost: false,
+            reason: String::new(),
+            ttl_usec: micros(ttl),
+            state: state.into(),
+            devices: lease.map(|l| devices(l, gpus)).unwrap_or_default(),
+            fencing_token: lease.map_or(0, |l| l.fencing_token),
+            idle_timeout_usec: lease.map_or(0, |l| micros(self.timeouts(l).first())),
+            position: place.position,
+            waiting: place.waiting,
+        }
+    }
 }
 
 pub(super) fn micros(duration: Duration) -> u64 {

@@ -15,7 +15,7 @@ use tracing::info;
 use crate::audit;
 use crate::lease::{AllocateError, Lease, Place, Request as LeaseRequest};
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::describe::{devices, limits, micros};
+use crate::pool::describe::limits;
 use crate::pool::parking::ParkError;
 use crate::pool::requests::Call;
 use crate::pool::status::{beyond, bounded, unfit};
@@ -274,23 +274,8 @@ pub(super) async fn renew(
     for id in wish.leases {
         leases.push(match pool.registry.renew(&client, &id).await {
             Some(ttl) => {
-                let (state, place) = pool.lease_state(&id);
-                let standing = pool.registry.get(&id).await;
-                let lease = standing.map(|s| s.lease);
-                let lease = lease.as_ref();
-                // Every field by name: a new one does not compile until it has a value.
-                wire::RenewedLease {
-                    devices: lease.map(|l| devices(l, &gpus)).unwrap_or_default(),
-                    fencing_token: lease.map_or(0, |l| l.fencing_token),
-                    idle_timeout_usec: lease.map_or(0, |l| micros(pool.timeouts(l).first())),
-                    id,
-                    lost: false,
-                    reason: String::new(),
-                    ttl_usec: micros(ttl),
-                    state: state.into(),
-                    position: place.position,
-                    waiting: place.waiting,
-                }
+                let lease = pool.registry.get(&id).await.map(|standing| standing.lease);
+                pool.describe_renewed(id, lease.as_ref(), &gpus, ttl)
             }
             None => wire::RenewedLease {
                 id,
