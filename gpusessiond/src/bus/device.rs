@@ -5,6 +5,7 @@ use std::sync::Arc;
 use gpusession_bus::server_path;
 use zbus::{OwnedObjectPath, interface};
 
+use super::announce::announce;
 use super::project::{DeviceEntry, cuda_version, health_of, state_of};
 use super::shared::Shared;
 use super::shown::Shown;
@@ -87,4 +88,10 @@ impl Device {
     fn pci_address(&self) -> String {
         self.shown.get().view.pci_address.clone()
     }
+}
+
+announce! { Device, DeviceEntry;
+    leases_changed: |d: &DeviceEntry| d.leases.clone(),
+    state_changed: |d: &DeviceEntry| state_of(&d.view).to_owned(),
+    health_changed: |d: &DeviceEntry| health_of(&d.view),
 }

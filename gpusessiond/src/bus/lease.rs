@@ -9,6 +9,7 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedObjectPath, interface};
 
+use super::announce::announce;
 use super::authorize::{Call, Deed};
 use super::error::{BusError, Result};
 use super::project::{device_paths, expires_usec, memory_limit, sm_percent, usec, waits_at, waits_for};
@@ -254,4 +255,20 @@ impl Lease {
     fn why(&self) -> String {
         self.view.get().facts.spec.why.clone()
     }
+}
+
+announce! { Lease, LeaseView;
+    // The user database did not know the user before.
+    u_i_d_changed: |l: &LeaseView| l.facts.uid,
+    state_changed: |l: &LeaseView| l.facts.state,
+    queue_position_changed: |l: &LeaseView| waits_at(&l.facts),
+    waits_for_changed: |l: &LeaseView| waits_for(&l.facts).to_owned(),
+    // Both show one point in time, and change only when another one begins.
+    idle_since_hint_changed: |l: &LeaseView| l.gauges.idle_since,
+    idle_since_hint_monotonic_changed: |l: &LeaseView| l.gauges.idle_since,
+    idle_timeout_u_sec_changed: |l: &LeaseView| l.facts.idle_timeout_usec,
+    devices_changed: |l: &LeaseView| device_paths(&l.facts),
+    memory_limit_bytes_changed: |l: &LeaseView| memory_limit(&l.facts),
+    s_m_percent_changed: |l: &LeaseView| sm_percent(&l.facts),
+    fencing_token_changed: |l: &LeaseView| l.facts.fencing_token,
 }

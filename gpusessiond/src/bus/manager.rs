@@ -12,6 +12,7 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 
+use super::announce::announce;
 use super::authorize::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::lease::renew;
@@ -631,4 +632,30 @@ fn identify(pidfd: &OwnedFd) -> std::io::Result<(u32, u32)> {
     let uid = std::fs::metadata(format!("/proc/{before}"))?.uid();
     // The pidfd of an exited process has no pid, and the number may belong to another process.
     if pid(&info()?) == Some(before) { Ok((before, uid)) } else { Err(ended()) }
+}
+
+/// Values of the manager's properties.
+#[derive(Clone)]
+pub struct ManagerView {
+    pub state: &'static str,
+    pub target: u32,
+    pub ready: u32,
+    pub held: usize,
+    pub boot_complete: bool,
+    pub extra: u32,
+    pub lease_ttl: u64,
+    pub idle_timeout: u64,
+    pub identity_expires: u64,
+}
+
+announce! { Manager, ManagerView;
+    state_changed: |m: &ManagerView| m.state,
+    pool_target_changed: |m: &ManagerView| m.target,
+    pool_ready_changed: |m: &ManagerView| m.ready,
+    n_current_leases_changed: |m: &ManagerView| m.held,
+    boot_allocation_complete_changed: |m: &ManagerView| m.boot_complete,
+    leases_max_changed: |m: &ManagerView| m.extra,
+    lease_t_t_l_u_sec_changed: |m: &ManagerView| m.lease_ttl,
+    default_idle_timeout_u_sec_changed: |m: &ManagerView| m.idle_timeout,
+    identity_expires_u_sec_changed: |m: &ManagerView| m.identity_expires,
 }

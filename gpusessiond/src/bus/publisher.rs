@@ -9,12 +9,11 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::announce::{self, ManagerView};
-use super::device::Device;
-use super::lease::Lease;
-use super::manager::Manager;
+use super::device::{self, Device};
+use super::lease::{self, Lease};
+use super::manager::{self, Manager, ManagerView};
 use super::project::{DeviceEntry, devices, shortest, shown};
-use super::server::Server;
+use super::server::{self, Server};
 use super::shared::Shared;
 use super::shown::Shown;
 use crate::leases::{Change, LeaseState, LeaseView, Slot, Snapshot, Update};
@@ -171,7 +170,7 @@ impl Publisher {
                 let object = self.interface::<Server>(&path).await?;
                 let server = object.get().await;
                 let before = server.view.set(view.clone());
-                announce::server(&server, object.signal_emitter(), &before, view).await?;
+                server::announce(&server, object.signal_emitter(), &before, view).await?;
                 continue;
             }
             let object = Server { shared: self.shared.clone(), index, view: Shown::new(view.clone()) };
@@ -198,7 +197,7 @@ impl Publisher {
             if self.leases.get(&view.facts.id) == Some(&view.facts.slot) {
                 let object = self.interface::<Lease>(&path).await?;
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
-                announce::lease(&lease, emitter, &lease.view.set(view.clone()), view).await?;
+                lease::announce(&lease, emitter, &lease.view.set(view.clone()), view).await?;
             } else {
                 let object = Lease { shared: self.shared.clone(), view: Shown::new(view.clone()) };
                 server.at(path.as_ref(), object).await?;
@@ -232,7 +231,7 @@ impl Publisher {
             }
             let object = self.interface::<Device>(&device_path(&uuid)).await?;
             let (device, emitter) = (object.get().await, object.signal_emitter());
-            announce::device(&device, emitter, &device.shown.set(entry.clone()), &entry).await?;
+            device::announce(&device, emitter, &device.shown.set(entry.clone()), &entry).await?;
             self.devices.insert(uuid, entry);
         }
         Ok(())
@@ -268,6 +267,6 @@ impl Publisher {
         let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
         let object = self.connection.object_server().interface::<_, Manager>(PATH).await?;
         let (manager, emitter) = (object.get().await, object.signal_emitter());
-        announce::manager(&manager, emitter, &before, &now).await
+        manager::announce(&manager, emitter, &before, &now).await
     }
 }

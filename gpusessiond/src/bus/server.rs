@@ -6,6 +6,7 @@ use std::time::Duration;
 use zbus::message::Header;
 use zbus::{Connection, interface};
 
+use super::announce::announce;
 use super::authorize::{Call, Deed};
 use super::error::Result;
 use super::project::usec;
@@ -123,4 +124,8 @@ impl Server {
     fn n_free(&self) -> u32 {
         self.now().gauges.free
     }
+}
+
+announce! { Server, ServerView;
+    state_changed: |s: &ServerView| s.facts.state.clone(),
 }
