@@ -42,7 +42,7 @@ help:
 	@echo 'make bench        what can be measured without a GPU'
 	@echo 'make deb rpm      packages for distributions, into target/dist'
 	@echo 'make release-check  builds and checks everything as it is shipped'
-	@echo 'make soak         MINUTES=60 CLIENTS=20: many clients with faults on simulated GPUs; nothing is left over'
+	@echo 'make soak         MINUTES=60 CLIENTS=20: many clients with faults on simulated GPUs; checks that they leave nothing over'
 	@echo 'make install      into DESTDIR, after make build'
 	@echo 'make test-system  installed packages on hosts with a booted systemd (root, systemd-nspawn)'
 

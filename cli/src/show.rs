@@ -113,7 +113,7 @@ pub fn variable(key: &str) -> &'static str {
         "GPUSESSION_ID" => "a hint at the login session; not secret, and never stale",
         "GPUSESSION_LEASE" => "the lease, or a list ID,ID, that programs use instead of the session's",
         "GPUSESSION_DISABLE" => "1: programs of this shell have no remote GPU",
-        "GPUSESSION_TRACE" => "what gpusession's libraries print on stderr: why, missing, errors, summary",
+        "GPUSESSION_TRACE" => "output of gpusession's libraries on stderr: why, missing, errors, summary",
         "GPUSESSION_TRACE_FILE" => "the file to which they print it instead",
         "GPUSESSION_SOCKET" => "the socket on which programs ask for GPUs; set by `gpusession run --server`",
         "NCCL_P2P_LEVEL" => "SYS: NCCL copies between GPUs of a lease by peer access, also without NVLink",

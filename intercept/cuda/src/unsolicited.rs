@@ -54,7 +54,7 @@ impl Events for Receiver {
     }
 
     fn resumed(&self, after: Duration) {
-        trace::why(&format!("the connection is back after {} ms; nothing is lost", after.as_millis()));
+        trace::why(&format!("the connection is back after {} ms, without any loss", after.as_millis()));
     }
 }
 
