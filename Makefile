@@ -177,6 +177,8 @@ style:
 	@tests/style/links
 	@tests/style/sizes
 	@tests/style/dependencies
+	@tests/style/artefacts --self-test
+	@tests/style/artefacts
 	@python3 -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(wildcard tests/*/*.py tests/*/*/*.py)
 
 deny: $(CARGO_DENY)
