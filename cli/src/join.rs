@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use clap::Args;
+use gpusession_diagnosis::machine::Machine;
 use gpusessiond::client;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::units::control_address;
@@ -10,6 +11,9 @@ use serde_json::json;
 
 use crate::exit::{Failure, Result, code};
 use crate::print;
+
+/// Unit of the machine's daemon.
+const UNIT: &str = "gpusession.service";
 
 #[derive(Args)]
 pub struct Join {
@@ -27,6 +31,9 @@ pub struct Join {
     /// Join as this user even if root
     #[arg(long)]
     user: bool,
+    /// Also enable the machine's daemon for the next boots, and start it; only for root
+    #[arg(long, conflicts_with = "user")]
+    now: bool,
 }
 
 /// Joins, and prints the name in the pool.
@@ -38,6 +45,12 @@ pub async fn join(join: Join, json: bool) -> Result<i32> {
         return Err(Failure::usage("join takes one server of the pool: gpusession join HOST[:PORT]"));
     };
     let address = control_address(&host).map_err(Failure::usage)?;
+    let root = nix::unistd::geteuid().is_root();
+    let machine = Machine::here();
+    if join.now {
+        // A token counts once, so that a reason against the start shows first.
+        startable(&machine, root)?;
+    }
     let token = match tokens.into_iter().find(|t| t != "-") {
         Some(token) => token,
         None => {
@@ -49,7 +62,6 @@ pub async fn join(join: Join, json: bool) -> Result<i32> {
             line
         }
     };
-    let root = nix::unistd::geteuid().is_root();
     let home = if root && !join.user { Some(Home::system()) } else { Home::user() };
     let home =
         home.ok_or_else(|| Failure::new(code::CONFIGURATION, "HOME is not set: no place for an identity"))?;
@@ -63,12 +75,28 @@ pub async fn join(join: Join, json: bool) -> Result<i32> {
     if root && !join.user {
         give_to_daemon(&home.identity);
     }
+    if join.now {
+        machine.enable_now(UNIT).map_err(|why| {
+            Failure::new(code::FAILED, format!("joined the pool as {}, but {why}", joined.name))
+                .hint("`journalctl -u gpusession` shows why; `systemctl enable --now gpusession` tries again")
+        })?;
+    }
     if json {
         print(&json!({ "schema": 1, "name": joined.name, "servers": joined.servers }).to_string());
     } else {
         print(&format!("joined the pool as {}; servers: {}", joined.name, joined.servers.join(", ")));
     }
     Ok(0)
+}
+
+/// Checks that this caller can start the machine's daemon.
+fn startable(machine: &Machine, root: bool) -> Result<()> {
+    if !root {
+        return Err(Failure::usage("--now starts the machine's daemon, which only root does: leave it out"));
+    }
+    machine.has_unit(UNIT).map_err(|why| {
+        Failure::new(code::CONFIGURATION, why).hint("leave --now out, and start gpusessiond yourself")
+    })
 }
 
 /// Gives the identity to the daemon's user, which has to read it.
@@ -79,5 +107,23 @@ fn give_to_daemon(folder: &Path) {
         if let Err(error) = nix::unistd::chown(&path, Some(user.uid), Some(user.gid)) {
             eprintln!("gpusession: {}: {error}", path.display());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_diagnosis::testing::{plant, program};
+
+    use super::*;
+
+    #[test]
+    fn only_root_starts_the_daemon_and_only_where_systemd_has_it() {
+        let root = tempfile::tempdir().unwrap();
+        let machine = Machine::below(root.path());
+        assert_eq!(startable(&machine, false).unwrap_err().code, code::USAGE);
+        assert_eq!(startable(&machine, true).unwrap_err().code, code::CONFIGURATION);
+        plant(&root, "run/systemd/system/.keep", "");
+        program(&root, "systemctl", "echo loaded");
+        assert_eq!(startable(&machine, true), Ok(()));
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! A check is a row of a table: an id and a function that reads facts and returns a finding. No
 //! check changes anything, and none needs root: a check that cannot read its facts reports that.
+//! The verbs with `--now` start a service of the machine; no check does.
 #![forbid(unsafe_code)]
 
 pub mod check;
@@ -12,6 +13,7 @@ pub mod pseudonyms;
 pub mod redact;
 pub mod remedy;
 pub mod report;
+mod service;
 
 /// Faults in a folder that is a machine's root, for tests of checks.
 #[cfg(any(test, feature = "testing"))]
@@ -21,7 +23,8 @@ pub mod testing {
     /// # Panics
     /// If it cannot be written.
     pub fn plant(root: &tempfile::TempDir, path: &str, text: &str) {
-        let path = root.path().join(path);
+        // An absolute path would replace the root's.
+        let path = root.path().join(path.trim_start_matches('/'));
         let folder = path.parent().expect("a file has a folder");
         std::fs::create_dir_all(folder).expect("the root is writable");
         std::fs::write(path, text).expect("the folder is writable");

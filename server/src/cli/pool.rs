@@ -1,7 +1,9 @@
 //! `gpuserver pool`: creates, exports and imports the pool's authority.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use clap::Subcommand;
+use gpusession_diagnosis::machine::Machine;
 use serde_json::{Value, json};
 
 use super::rotate::{RotateVerb, read_export};
@@ -12,21 +14,27 @@ use crate::admin::answer::unsigned;
 use crate::audit;
 use crate::config::Config;
 use crate::signer::adopt::adopt;
-use crate::signer::link::{Link, places};
+use crate::signer::link::{Link, places, unit_of};
 use crate::signer::{Done, Operation, Why};
-use clap::Subcommand;
 
 /// A verb of `gpuserver pool`.
 #[derive(Debug, Subcommand)]
 pub enum PoolVerb {
     /// Create the pool's certificate authority in the state directory
-    Init,
+    Init {
+        /// Also enable the server's unit for the next boots, and start it
+        #[arg(long)]
+        now: bool,
+    },
     /// Print the authority with its secret key, for `pool import` on another server of the pool
     Export,
     /// Import the authority of a pool from the output of `pool export`
     Import {
         /// File with that output; - for standard input
         file: PathBuf,
+        /// Also enable the server's unit for the next boots, and start it
+        #[arg(long)]
+        now: bool,
     },
     /// Replace the authority by a new one, under running programs
     ///
@@ -73,7 +81,34 @@ fn export(config: &Config) -> anyhow::Result<String> {
     }
 }
 
+/// Returns the unit that runs the server whose signer has this socket.
+fn unit(signer: Option<&Path>) -> anyhow::Result<String> {
+    let of_host = signer.map(unit_of);
+    let name = of_host.as_deref().and_then(|signer| signer.strip_prefix("gpuserver-ca"));
+    let name = name.ok_or_else(|| Refusal {
+        code: "usage".into(),
+        message: "--now starts the unit of the package, which does not run a server with this configuration"
+            .into(),
+        hint: "leave --now out, and start `gpuserver serve` yourself".into(),
+    })?;
+    Ok(format!("gpuserver{name}.service"))
+}
+
+/// Returns the unit to start, if the verb asks for it and systemd has it.
+fn unit_to_start(machine: &Machine, signer: Option<&Path>, now: bool) -> anyhow::Result<Option<String>> {
+    if !now {
+        return Ok(None);
+    }
+    let unit = unit(signer)?;
+    machine.has_unit(&unit).map_err(|why| Refusal::new("usage", why))?;
+    Ok(Some(unit))
+}
+
 pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
+    let now = matches!(verb, PoolVerb::Init { now: true } | PoolVerb::Import { now: true, .. });
+    let machine = Machine::here();
+    // An authority is made once, so that a reason against the start shows first.
+    let unit = unit_to_start(&machine, config.signer.as_deref(), now)?;
     let authority = match verb {
         PoolVerb::Export => {
             if out.json {
@@ -87,11 +122,11 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
             return Ok(());
         }
         PoolVerb::Rotate { .. } => anyhow::bail!("internal error: not a verb of this function"),
-        PoolVerb::Init => {
+        PoolVerb::Init { .. } => {
             let _lock = offline(config)?;
             made(&own_link(config)?, Operation::Init { name: config.name.clone() })?
         }
-        PoolVerb::Import { file } => {
+        PoolVerb::Import { file, .. } => {
             let text = read_export(file)?;
             let _lock = offline(config)?;
             made(&own_link(config)?, Operation::Import { exported: text })?
@@ -101,15 +136,47 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
     audit::note_offline(&config.state_dir, &config.name, audit::own(event))?;
     let fingerprint = data_encoding::HEXLOWER.encode(&authority);
     let folder = places(config.signer.as_deref(), &config.state_dir).folder;
+    if let Some(unit) = &unit {
+        machine.enable_now(unit).map_err(|why| Refusal {
+            code: "failed".into(),
+            message: format!("the pool's authority is in {}, but {why}", folder.display()),
+            hint: format!("`journalctl -u {unit}` shows why; `systemctl enable --now {unit}` tries again"),
+        })?;
+    }
+    let next = if unit.is_some() { "" } else { "start the server, and " };
     let value = json!({ "authority_sha256": fingerprint, "folder": folder });
     out.answer("pool", value, |out, _: Value| {
         writeln!(out, "The pool's authority is in {}: keep a copy in a secret place.", folder.display())?;
         writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
         if matches!(verb, PoolVerb::Import { .. }) {
-            writeln!(out, "Next: start the server, and add it to servers.toml of the pool's clients.")?;
+            writeln!(out, "Next: {next}add it to servers.toml of the pool's clients.")?;
         } else {
-            writeln!(out, "Next: start the server, and run `gpuserver token create` to let a client join.")?;
+            writeln!(out, "Next: {next}run `gpuserver token create` to let a client join.")?;
         }
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_diagnosis::testing::{plant, program};
+
+    use super::*;
+
+    #[test]
+    fn unit_of_an_instance_is_started_if_the_package_has_it() {
+        let root = tempfile::tempdir().unwrap();
+        let machine = Machine::below(root.path());
+        let host = Some(Path::new("/run/gpuserver-ca/sign.sock"));
+        assert_eq!(unit(host).unwrap(), "gpuserver.service");
+        assert_eq!(unit(Some(Path::new("/run/gpuserver-ca-a/sign.sock"))).unwrap(), "gpuserver@a.service");
+        for other in [None, Some(Path::new("/home/me/sign.sock"))] {
+            assert!(unit_to_start(&machine, other, true).is_err(), "{other:?}: a server of a user");
+        }
+        assert_eq!(unit_to_start(&machine, host, false).unwrap(), None);
+        assert!(unit_to_start(&machine, host, true).is_err(), "without systemd");
+        plant(&root, "run/systemd/system/.keep", "");
+        program(&root, "systemctl", "echo loaded");
+        assert_eq!(unit_to_start(&machine, host, true).unwrap().as_deref(), Some("gpuserver.service"));
+    }
 }

@@ -31,7 +31,7 @@ def run(site, check):
     with check("an instance starts while the unit without a name runs"):
         host.write("/etc/systemd/system/gpuserver@.service.d/simulated.conf", "[Service]\nEnvironment=SIMGPU_DEVICES=2 SIMGPU_ALL_USERS=1\n")
         host.write("/etc/gpusession/gpuserver-blue.toml", CONFIG)
-        host.ok(f"systemctl daemon-reload && {SERVER} pool init && systemctl enable --now {UNIT}")
+        host.ok(f"systemctl daemon-reload && {SERVER} pool init --now && systemctl is-enabled {UNIT}")
         host.until(f"{SERVER} status", 20)
         expect(host.ok(f"{SERVER} gpus"), "simulated GPU")
         host.fails("systemctl is-active gpuserver")
