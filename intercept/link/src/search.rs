@@ -30,8 +30,10 @@ pub struct Searched {
     pub done: usize,
 }
 
-/// Visits every state; the work can end from each of them without another fault.
+/// Visits every state; the work ends from each of them without another fault, in every order.
 ///
+/// It can end from each state, and no steps lead back to where they began. A step that changes
+/// nothing is a thread that looks in vain; the others are supposed to come in between.
 /// An error names the steps to a state that breaks a promise.
 pub fn search<M: Model>(first: M) -> Result<Searched, String> {
     let key = |model: &M| {
@@ -86,10 +88,32 @@ pub fn search<M: Model>(first: M) -> Result<Searched, String> {
             rest.append(&mut before[number]);
         }
     }
-    match ends.iter().position(|ends| !ends) {
-        Some(stuck) => Err(format!("the work cannot end after {}", story(&ways, stuck))),
+    if let Some(stuck) = ends.iter().position(|ends| !ends) {
+        return Err(format!("the work cannot end after {}", story(&ways, stuck)));
+    }
+    match circle(&before) {
+        Some(circle) => Err(format!("the work may never end after {}", story(&ways, circle))),
         None => Ok(searched),
     }
+}
+
+/// Returns a state of a circle of steps, or one before it; `before` has the steps backwards.
+fn circle(before: &[Vec<usize>]) -> Option<usize> {
+    let mut steps = vec![0_usize; before.len()];
+    for from in before.iter().flatten() {
+        steps[*from] += 1;
+    }
+    // States without a step, and then those whose steps all lead to such states.
+    let mut last: Vec<usize> = (0..before.len()).filter(|number| steps[*number] == 0).collect();
+    while let Some(number) = last.pop() {
+        for from in &before[number] {
+            steps[*from] -= 1;
+            if steps[*from] == 0 {
+                last.push(*from);
+            }
+        }
+    }
+    steps.iter().position(|steps| *steps > 0)
 }
 
 /// A network in memory whose connections the model cuts at will.
@@ -138,4 +162,12 @@ impl Net {
         let connection = &mut self.connections[connection];
         (connection.cut, connection.ended[end]) = (true, true);
     }
+}
+
+#[test]
+fn circles_of_steps_are_found() {
+    // By state: those before it. Two ways lead from the first state to the last one.
+    assert_eq!(circle(&[vec![], vec![0], vec![0], vec![1, 2]]), None);
+    // The second and third state lead to each other, and to the last one.
+    assert_eq!(circle(&[vec![], vec![0, 2], vec![1], vec![2]]), Some(0));
 }

@@ -17,6 +17,8 @@ use crate::transport::Wait;
 use gpusession_proto::frame::{Reader, Writer};
 use gpusession_proto::preface::Refusal;
 
+mod processes;
+
 /// Faults of one run, at most.
 const FAULTS: u8 = 2;
 /// Frames that the program posts, by batch.
@@ -114,6 +116,10 @@ struct Program {
     back: Return,
     batches: usize,
     posted: u64,
+    /// An attempt of this outage was refused for good; a second one loses the link.
+    refused: bool,
+    /// The link is lost: all calls return the sticky error.
+    lost: bool,
 }
 
 /// The worker's threads around [`WorkerEnd`].
@@ -217,8 +223,11 @@ impl Program {
     fn welcomed(&mut self, attempt: u32, mine: Counts) -> Result<(), String> {
         let wire = *line(attempt, 0).transport;
         let bytes = NET.with_borrow(|net| net.connections[wire.connection].bytes[0].clone());
-        if Refusal::read(&bytes).is_some() {
+        if let Some(refusal) = Refusal::read(&bytes) {
             wire.shutdown();
+            if !refusal.code.passes() {
+                self.lost = std::mem::replace(&mut self.refused, true);
+            }
             self.back = Return::Apart;
             return Ok(());
         }
@@ -232,7 +241,7 @@ impl Program {
         }
         self.acknowledged = self.acknowledged.max(theirs.received);
         self.incoming.resume(line(attempt, 0));
-        (self.attempt, self.outage) = (attempt, false);
+        (self.attempt, self.outage, self.refused) = (attempt, false, false);
         self.back = Return::Reading { attempt, received: theirs.received };
         Ok(())
     }
@@ -243,7 +252,7 @@ impl Program {
         self.incoming.unread().hash(hasher);
         self.incoming.line().map(|line| line.attempt).hash(hasher);
         (self.received, self.acknowledged, self.attempt, self.outage).hash(hasher);
-        (self.back, self.batches).hash(hasher);
+        (self.back, self.batches, self.refused, self.lost).hash(hasher);
     }
 
     fn copy(&self) -> Self {
@@ -366,6 +375,8 @@ impl Log {
             back: Return::Idle,
             batches: 0,
             posted: 1,
+            refused: false,
+            lost: false,
         };
         program.outgoing.log.pass(&mut greeting, 1);
         threads.say(&worker);
@@ -439,11 +450,11 @@ impl Model for Log {
                 steps.push(step);
             }
         };
-        let sender_is_free = !matches!(back, Return::Reading { .. });
+        let sender_is_free = !matches!(back, Return::Reading { .. }) && !program.lost;
         may(sender_is_free && program.batches < BATCHES.len(), Step::Post);
         may(!program.outage, Step::Read);
         may(program.outage && back == Return::Idle, Step::Part);
-        may(back == Return::Apart, Step::Attempt);
+        may(back == Return::Apart && !program.lost, Step::Attempt);
         if let Return::Asked { attempt, .. } = back {
             let answered = !self.received(attempt, 0).is_empty() || self.ended(attempt, 0);
             may(answered, Step::Welcomed);
