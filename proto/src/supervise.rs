@@ -16,9 +16,12 @@ use crate::message::Malformed;
 use crate::share::Name;
 
 /// Version of these messages, raised by a change that an earlier release cannot read.
-///
-/// A server takes over the workers of an earlier server of the same version only.
 pub const VERSION: u32 = 10;
+/// Oldest version of workers that a server takes over from an earlier one.
+///
+/// A change that raises [`VERSION`] leaves this number alone if the server can still serve workers
+/// of the version before: their records say which messages they speak.
+pub const OLDEST: u32 = 10;
 /// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.

@@ -11,12 +11,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::supervise::{VERSION, WORKER_FD};
+use gpusession_proto::supervise::{OLDEST, VERSION, WORKER_FD};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::{SFlag, fstat};
 use sd_notify::NotifyState;
@@ -26,8 +27,10 @@ use tracing::{debug, warn};
 use super::process::end_group;
 use super::record::WorkerRecord;
 
-/// Version of the records; a server kills workers whose record has another version.
+/// Version of the records.
 const SCHEMA: u32 = 1;
+/// Records and workers of these versions are taken over.
+const KNOWN: Known = Known { schemas: 1..=SCHEMA, messages: OLDEST..=VERSION };
 /// Descriptors in the store per worker.
 const PER_WORKER: usize = 3;
 /// Descriptors in the store that are reserved for listening sockets.
@@ -71,6 +74,14 @@ impl Keepable {
 pub struct Kept {
     slot: u32,
     record: File,
+    /// Version of the worker's messages.
+    messages: u32,
+}
+
+/// Versions that a server knows: of records, and of the messages of workers.
+struct Known {
+    schemas: RangeInclusive<u32>,
+    messages: RangeInclusive<u32>,
 }
 
 impl Store {
@@ -119,7 +130,7 @@ impl Store {
             let record = File::from(nix::sys::memfd::memfd_create(c"gpuserver-worker", flags)?);
             // In one message, so that systemd has all three or none.
             put(&worker_name(slot), &[channel.as_fd(), pidfd.as_fd(), record.as_fd()])?;
-            Ok::<_, io::Error>(Kept { slot, record })
+            Ok::<_, io::Error>(Kept { slot, record, messages: VERSION })
         })();
         kept.inspect_err(|e| {
             warn!("descriptor store: cannot keep a worker: {e}; it exits with this server");
@@ -201,19 +212,22 @@ impl Store {
             let read = match (&record, self.exists()) {
                 (_, false) => Err("this server has no descriptor store".into()),
                 (None, _) => Err("its record is missing".into()),
-                (Some(record), _) => WorkerRecord::read(record),
+                (Some(record), _) => WorkerRecord::read(record, &KNOWN),
             };
             match (read, channel, pidfd, record) {
-                (Ok(book), Some(channel), Some(pidfd), Some(record)) if pid == 0 || Some(pid) == book.pid => {
+                (Ok((book, messages)), Some(channel), Some(pidfd), Some(record))
+                    if pid == 0 || Some(pid) == book.pid =>
+                {
                     if let Some(mut slots) = self.slots() {
                         slots.used.insert(slot);
                     }
-                    left.workers.push(LeftWorker { book, channel, pidfd, kept: Kept { slot, record } });
+                    let kept = Kept { slot, record, messages };
+                    left.workers.push(LeftWorker { book, channel, pidfd, kept });
                 }
                 (read, ..) => {
                     let why = read.err().unwrap_or_else(|| "it is incomplete".into());
                     warn!(
-                        "descriptor store: cannot take over worker process {pid} of an earlier server: {why}; killed"
+                        "descriptor store: cannot take over worker process {pid} of an earlier server: {why}; killed, so its program's CUDA calls fail from now on"
                     );
                     end_group(pid);
                     remove(&worker_name(slot));
@@ -227,7 +241,8 @@ impl Store {
 impl Kept {
     /// Writes the current state of a worker into its record.
     pub fn write(&self, book: &WorkerRecord) {
-        let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: VERSION, book }) else {
+        let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: self.messages, book })
+        else {
             return;
         };
         let mut bytes = Vec::with_capacity(HEAD + json.len());
@@ -245,13 +260,15 @@ impl Kept {
 #[derive(Serialize, Deserialize)]
 struct Versioned<T> {
     schema: u32,
+    /// Version of the worker's messages, which is not always that of the server that writes this.
     supervise: u32,
     #[serde(flatten)]
     book: T,
 }
 
 impl WorkerRecord {
-    fn read(record: &File) -> Result<Self, String> {
+    /// Returns the record, and the version of the worker's messages.
+    fn read(record: &File, known: &Known) -> Result<(Self, u32), String> {
         let mut bytes = vec![0; HEAD + MAX_RECORD];
         let mut len = 0;
         loop {
@@ -272,15 +289,21 @@ impl WorkerRecord {
         #[derive(Deserialize)]
         struct Nothing {}
         let found: Versioned<Nothing> = serde_json::from_slice(json).map_err(|_| garbled())?;
-        if (found.schema, found.supervise) != (SCHEMA, VERSION) {
-            return Err(format!(
-                "its protocol has version {}.{}, this server's {SCHEMA}.{VERSION}",
-                found.schema, found.supervise
-            ));
+        let versions = [
+            ("records", found.schema, &known.schemas),
+            ("messages to the server", found.supervise, &known.messages),
+        ];
+        for (name, version, known) in versions {
+            if !known.contains(&version) {
+                let (oldest, newest) = (known.start(), known.end());
+                return Err(format!(
+                    "its {name} have version {version}; this server knows {oldest} to {newest}"
+                ));
+            }
         }
         let read: Versioned<Self> =
             serde_json::from_slice(json).map_err(|e| format!("its record cannot be read: {e}"))?;
-        Ok(read.book)
+        Ok((read.book, found.supervise))
     }
 }
 
@@ -374,4 +397,75 @@ fn pid_of(fd: &OwnedFd) -> Option<u32> {
     File::open(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?.read_to_string(&mut text).ok()?;
     let pid: i64 = text.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
     Some(u32::try_from(pid).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::record::tests::first;
+    use super::*;
+
+    fn kept(messages: u32) -> Kept {
+        let record = nix::sys::memfd::memfd_create(c"record", nix::sys::memfd::MFdFlags::MFD_CLOEXEC);
+        Kept { slot: 0, record: record.unwrap().into(), messages }
+    }
+
+    /// A server that knows the messages of these versions.
+    fn server(messages: RangeInclusive<u32>) -> Known {
+        Known { messages, ..KNOWN }
+    }
+
+    #[test]
+    fn a_worker_of_the_version_before_is_taken_over_and_keeps_its_version() {
+        let book: WorkerRecord = serde_json::from_value(first()).unwrap();
+        let kept = kept(VERSION);
+        kept.write(&book);
+        // The next release has new messages and can speak the old ones.
+        let (read, messages) =
+            WorkerRecord::read(&kept.record, &server(VERSION..=VERSION + 1)).expect("taken over");
+        assert_eq!((read.id, messages), (book.id, VERSION));
+        // It writes the record in its turn. The release after it no longer speaks the old ones.
+        let kept = Kept { messages, ..kept };
+        kept.write(&read);
+        let refusal = WorkerRecord::read(&kept.record, &server(VERSION + 1..=VERSION + 2)).unwrap_err();
+        assert_eq!(
+            refusal,
+            format!(
+                "its messages to the server have version {VERSION}; this server knows {} to {}",
+                VERSION + 1,
+                VERSION + 2
+            )
+        );
+        // An upgrade that is taken back: the earlier release knows the worker.
+        assert!(WorkerRecord::read(&kept.record, &KNOWN).is_ok());
+    }
+
+    #[test]
+    fn a_worker_or_record_of_an_unknown_version_is_refused() {
+        let book: WorkerRecord = serde_json::from_value(first()).unwrap();
+        for messages in [OLDEST - 1, VERSION + 1] {
+            let kept = kept(messages);
+            kept.write(&book);
+            let refusal = WorkerRecord::read(&kept.record, &KNOWN).unwrap_err();
+            assert!(refusal.contains(&format!("version {messages};")), "{refusal}");
+        }
+        let kept = kept(VERSION);
+        kept.write(&book);
+        let later = Known { schemas: SCHEMA + 1..=SCHEMA + 1, messages: OLDEST..=VERSION };
+        let refusal = WorkerRecord::read(&kept.record, &later).unwrap_err();
+        assert!(refusal.starts_with("its records have version"), "{refusal}");
+    }
+
+    #[test]
+    fn a_later_release_adds_fields_to_a_record_without_a_new_version() {
+        let mut later = first();
+        later["later"] = serde_json::json!({ "a": [1] });
+        let kept = kept(VERSION);
+        let json =
+            serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: VERSION, book: later }).unwrap();
+        let mut bytes = (json.len() as u32).to_le_bytes().to_vec();
+        bytes.extend_from_slice(blake3::hash(&json).as_bytes());
+        bytes.extend_from_slice(&json);
+        kept.record.write_all_at(&bytes, 0).unwrap();
+        assert!(WorkerRecord::read(&kept.record, &KNOWN).is_ok());
+    }
 }

@@ -90,13 +90,13 @@ pub struct WorkerRecord {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::{Value, json};
 
     use super::*;
 
     /// Returns a record as the first release with this schema wrote it.
-    fn first() -> Value {
+    pub fn first() -> Value {
         let moment = json!({ "secs": 5, "nanos": 6 });
         json!({
             "id": vec![1; 16], "lease": "lease", "client": "vm-1", "gpus": ["GPU-1"], "phase": "Active",
