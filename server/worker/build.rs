@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use gpusession_calls::{Class, Kind, Param};
+use gpusession_calls::{Class, Kind, Param, Role};
 
 fn main() {
     let mut types = String::new();
@@ -47,8 +47,8 @@ fn main() {
          // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
     );
     let replay = format!(
-        "/// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\
-         pub fn dispatch(session: &Session, op: u16, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
+        "/// Replays one generated call of a context.\n#[allow(unused_mut, unused_variables)]\n\
+         pub fn dispatch(session: &Session, op: u16, ctx: u64, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
          match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n"
     );
     let calls = format!(
@@ -77,6 +77,64 @@ fn c_type(kind: Kind) -> String {
         }
         Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
     }
+}
+
+/// Returns the expression of a kind of known values.
+fn known(kind: &str) -> String {
+    let (first, rest) = kind.split_at(1);
+    format!("Kind::{}{rest}", first.to_uppercase())
+}
+
+/// Returns `true` if a call ends the value that its first parameter names.
+fn ends_first(name: &str, params: &[Param]) -> bool {
+    let named = params.first().is_some_and(|p| p.known.is_some() && matches!(p.kind, Kind::Scalar(_)));
+    named && (name.contains("Destroy") || name == "cuMemRelease")
+}
+
+/// Returns the owner of a value that a call returns.
+fn owner(kind: &str, params: &[Param]) -> String {
+    let argument = |is: &dyn Fn(&Param) -> bool| params.iter().position(is);
+    match kind {
+        "node" | "condition" => {
+            let graph = argument(&|p| p.kind == Kind::Handle("graph")).expect("a value of a graph names it");
+            format!("Owner {{ of: a{graph} as u64, whole: 0 }}")
+        }
+        "memory" | "pool" => "Owner::default()".into(),
+        _ => {
+            let whole = argument(&|p| p.known.is_some() && matches!(p.kind, Kind::Scalar(_)));
+            let whole = whole.map_or("0".into(), |whole| format!("a{whole}"));
+            format!("Owner {{ of: ctx, whole: {whole} }}")
+        }
+    }
+}
+
+/// Returns the lines that check values of a frame, and those that note values of the driver.
+fn known_values(name: &str, params: &[Param]) -> (String, String) {
+    let (mut checks, mut notes) = (String::new(), String::new());
+    for (i, p) in params.iter().enumerate() {
+        let v = format!("a{i}");
+        if p.role == Role::Resource && matches!(p.kind, Kind::In(_)) {
+            writeln!(checks, "            resource(session, &{v})?;").unwrap();
+        }
+        let Some(kind) = p.known else { continue };
+        let table = known(kind);
+        match p.kind {
+            Kind::Scalar(_) if i == 0 && ends_first(name, params) => {
+                writeln!(checks, "            let taken = session.known.take({table}, {v})?;").unwrap();
+            }
+            Kind::Scalar(_) => writeln!(checks, "            session.known.check({table}, {v})?;").unwrap(),
+            Kind::Array(..) => {
+                writeln!(checks, "            session.known.check_all({table}, {v}.iter().copied())?;")
+                    .unwrap();
+            }
+            Kind::Out(_) => {
+                let owner = owner(kind, params);
+                writeln!(notes, "            session.known.note({table}, {v}, {owner});").unwrap();
+            }
+            _ => panic!("calls.txt: {name}: no worker knows values of this form: {p:?}"),
+        }
+    }
+    (checks, notes)
 }
 
 /// Returns the match arm of a call: it reads the arguments, calls, answers with the outputs.
@@ -162,9 +220,16 @@ fn arm(name: &str, params: &[Param]) -> String {
             }
         }
     }
+    let (checks, notes) = known_values(name, params);
+    let kept = match params.first().and_then(|p| p.known) {
+        Some(kind) if ends_first(name, params) => {
+            format!(".inspect_err(|_| session.known.put_back({}, a0, taken))", known(kind))
+        }
+        _ => String::new(),
+    };
     format!(
-        "{before}{counted}            // SAFETY: arguments have cuda.h's types; pointers are to memory of the stated size.\n            \
-         check(unsafe {{ (session.driver.generated.{name})({}) }})?;\n{after}",
+        "{before}{counted}{checks}            // SAFETY: arguments have cuda.h's types; pointers are to memory of the stated size, and handles are the driver's.\n            \
+         check(unsafe {{ (session.driver.generated.{name})({}) }}){kept}?;\n{notes}{after}",
         arguments.join(", ")
     )
 }

@@ -161,6 +161,8 @@ pub struct Param {
     pub kind: Kind,
     /// Role in the choice of the worker, if a program has several.
     pub role: Role,
+    /// Kind of a value that the driver returns, and takes back only as it returned it.
+    pub known: Option<&'static str>,
 }
 
 /// Role of a parameter in a program with several workers.
@@ -170,7 +172,7 @@ pub struct Param {
 pub enum Role {
     /// No role.
     Plain,
-    /// `@object`: the server's name of something; a program sees it with the worker's number.
+    /// `@object KIND`: the server's name of something; a program sees it with the worker's number.
     Object,
     /// `@device`: a device's ordinal.
     Device,
@@ -186,11 +188,13 @@ impl Role {
     fn parse(text: &'static str) -> Self {
         let words: Vec<&'static str> = text.split_whitespace().collect();
         match words[..] {
-            ["object"] => Self::Object,
+            ["object", _] => Self::Object,
+            ["known", _] => Self::Plain,
             ["device"] => Self::Device,
             ["address"] => Self::Address,
             ["location", n] => Self::Location(n.parse().unwrap_or_else(|_| panic!("calls.txt: {text:?}"))),
             ["resource"] => Self::Resource,
+            [] => Self::Plain,
             _ => panic!("calls.txt: unknown role {text:?}"),
         }
     }
@@ -293,11 +297,14 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                     .filter(|p| !p.trim().is_empty())
                     .map(|p| {
                         let (name, kind) = p.split_once(':').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
-                        let (kind, role) = match kind.split_once('@') {
-                            Some((kind, role)) => (kind, Role::parse(role)),
-                            None => (kind, Role::Plain),
-                        };
-                        Param { name: name.trim(), kind: Kind::parse(kind.trim()), role }
+                        let (kind, role) = kind.split_once('@').unwrap_or((kind, ""));
+                        let known = role.strip_prefix("object ").or_else(|| role.strip_prefix("known "));
+                        Param {
+                            name: name.trim(),
+                            kind: Kind::parse(kind.trim()),
+                            role: Role::parse(role),
+                            known: known.map(str::trim),
+                        }
                     })
                     .collect();
                 let class = Class::Generated { own_client, op, wait, params };

@@ -21,6 +21,7 @@ use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::objects::allocations::Allocations;
 use crate::objects::counters::SharedEvents;
+use crate::objects::known::Known;
 use crate::objects::links::Links;
 use crate::objects::memory::Memory;
 use crate::objects::mirrors::Mirrors;
@@ -78,6 +79,8 @@ pub struct Session {
     pub quota: Arc<Quota>,
     /// Device memory that other calls allocate.
     pub allocations: Allocations,
+    /// Values that the driver returned, and that frames name.
+    pub known: Known,
     /// Objects that other processes know.
     pub shares: Shares,
     /// Events that other processes may know.
@@ -132,6 +135,7 @@ impl Session {
             mirrors: Mirrors::new(start.staging_bytes),
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),
+            known: Known::default(),
             shares: Shares::new(quota.clone(), start.worker, start.mps),
             shared_events: SharedEvents::new(&start.worker),
             supervisor: quota.supervisor.clone(),

@@ -5,6 +5,7 @@ pub mod block_hash;
 pub mod counters;
 pub mod device_blocks;
 pub mod jit;
+pub mod known;
 pub mod links;
 pub mod memory;
 pub mod mirrors;

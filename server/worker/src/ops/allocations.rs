@@ -80,6 +80,7 @@ pub fn open_worker_context(session: &Session, device: u32) -> Result<(), Status>
 
 /// Subtracts a context that is about to be destroyed or reset, and all that belongs to it.
 pub fn context_gone(session: &Session, ctx: u64) {
+    session.known.context_gone(ctx);
     let mut state = session.allocations.lock();
     let (mut gone, mut modules) = (Vec::new(), Vec::new());
     let mut keep = |c: &Counted| {
@@ -108,6 +109,7 @@ pub fn context_gone(session: &Session, ctx: u64) {
 
 /// Counts what belongs to a green context for its device's primary context, which outlives it.
 pub fn adopt(session: &Session, green: u64, primary: u64) {
+    session.known.adopt(green, primary);
     let state = &mut *session.allocations.lock();
     for counted in state.arrays.values_mut().chain(state.objects.values_mut()) {
         if counted.ctx == green {
@@ -136,7 +138,9 @@ pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result
 #[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
 pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let operation = frame.header.op.get();
-    let mut replay = |answer: &mut Answer| -> Done { generated::dispatch(session, operation, r, answer) };
+    let ctx = frame.header.ctx.get();
+    let mut replay =
+        |answer: &mut Answer| -> Done { generated::dispatch(session, operation, ctx, r, answer) };
     let mut body = frame.reader();
     let device = || session.contexts.get(frame.header.ctx.get()).map(|(_, device)| device);
     match operation {

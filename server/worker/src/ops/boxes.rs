@@ -12,6 +12,7 @@ use super::flush::flush_results;
 use crate::answer::{Answer, Done, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::frame::Frame;
+use crate::objects::known::Kind;
 use crate::order::{BOX, box_on_lanes};
 use crate::session::Session;
 
@@ -29,7 +30,7 @@ const MAX_BOX: usize = 8 << 30;
 /// A box from the device without `WAIT` has no answer: its bytes land as those of a
 /// `COPY_FROM_DEVICE`.
 pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let words = description(r.bytes()?)?;
+    let words = description(session, r.bytes()?)?;
     let (name, to, len) = (r.word()?, r.word()?, bounded(r.word()?, MAX_BOX)?);
     let stream = session.stream(name)?;
     if !contained(&words, to, len) {
@@ -82,7 +83,7 @@ fn splits(session: &Session, side: &[u64]) -> bool {
         return true;
     }
     let mut descriptor = [0u64; DESCRIPTOR];
-    // SAFETY: the structure has cuda.h's size; the driver checks the array as it does for a copy.
+    // SAFETY: the structure has cuda.h's size; the array is known.
     let got = unsafe {
         (session.driver.generated.cuArray3DGetDescriptor_v2)(descriptor.as_mut_ptr().cast(), side[7])
     };
@@ -227,13 +228,17 @@ impl<'a> Packed<'a> {
     }
 }
 
-fn description(bytes: &[u8]) -> Result<Words, Status> {
+/// Reads a `CUDA_MEMCPY3D`, whose arrays are known.
+fn description(session: &Session, bytes: &[u8]) -> Result<Words, Status> {
     let mut words = [0; BOX / 8];
     if bytes.len() != BOX {
         return Err(status::INVALID_VALUE);
     }
     for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
         *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+    }
+    for side in [0, TARGET].into_iter().filter(|side| words[side + 4] as u32 == ARRAY) {
+        session.known.check(Kind::Array, words[side + 7])?;
     }
     Ok(words)
 }
@@ -258,7 +263,7 @@ pub fn contained(words: &[u64], to: u64, len: usize) -> bool {
 /// The host pointers in `copy`, as graphs keep it, are offsets in the `regions` of source
 /// and target (0: not host memory). The result has this process's addresses.
 pub fn mirrored(session: &Session, copy: &[u8], regions: [u64; 2]) -> Result<Words, Status> {
-    let mut words = description(copy)?;
+    let mut words = description(session, copy)?;
     for (side, region) in [0, TARGET].into_iter().zip(regions) {
         if matches!(words[side + 4] as u32, DEVICE | ARRAY) && region == 0 {
             continue;

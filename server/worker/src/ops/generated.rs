@@ -4,6 +4,7 @@ use gpusession_proto::frame::{BadFrame, Reader};
 
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{check, status};
+use crate::objects::known::{Kind, Owner};
 use crate::session::Session;
 
 pub use source::dispatch;
@@ -32,6 +33,17 @@ fn structure(bytes: &[u8], len: usize) -> Result<Vec<u64>, Failure> {
 /// Copies a structure as [`structure`] does; an empty string yields `None`.
 fn optional(bytes: &[u8], len: usize) -> Result<Option<Vec<u64>>, Failure> {
     if bytes.is_empty() { Ok(None) } else { structure(bytes, len).map(Some) }
+}
+
+/// Checks the array of a `CUDA_RESOURCE_DESC`.
+fn resource(session: &Session, words: &[u64]) -> Result<(), Failure> {
+    // CU_RESOURCE_TYPE_ARRAY and CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+    match words {
+        [kind, array, ..] if *kind as u32 == 0 => session.known.check(Kind::Array, *array)?,
+        [kind, array, ..] if *kind as u32 == 1 => session.known.check(Kind::Mipmap, *array)?,
+        _ => {}
+    }
+    Ok(())
 }
 
 fn bytes_of(words: &[u64]) -> Vec<u8> {

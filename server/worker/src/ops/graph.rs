@@ -12,6 +12,7 @@ use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Functions, Handle, Status, check, status};
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
+use crate::objects::known::{Kind, Owner};
 use crate::session::Session;
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
@@ -116,15 +117,27 @@ impl NodeParams {
     }
 }
 
-/// Reads nodes from a byte string of words.
-pub fn raw_nodes(bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
+/// Reads known nodes from a byte string of words.
+pub fn read_nodes(session: &Session, bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
     if !bytes.len().is_multiple_of(8) {
         return Err(status::INVALID_VALUE.into());
     }
-    Ok(bytes
-        .chunks_exact(8)
-        .map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default()) as Handle)
-        .collect())
+    let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+    let words = bytes.chunks_exact(8).map(word);
+    session.known.check_all(Kind::Node, words.clone())?;
+    Ok(words.map(|word| word as Handle).collect())
+}
+
+/// Reads a known node.
+pub fn read_node(session: &Session, r: &mut Reader<'_>) -> Result<Handle, Failure> {
+    let node = r.word()?;
+    session.known.check(Kind::Node, node)?;
+    Ok(node as Handle)
+}
+
+/// Notes a node of a graph that the driver returned.
+pub fn note(session: &Session, graph: Handle, node: Handle) {
+    session.known.note(Kind::Node, node as u64, Owner { of: graph as u64, whole: 0 });
 }
 
 /// `GRAPH_CREATE`: new handle, flags.
@@ -144,6 +157,7 @@ fn child_graphs(session: &Session) -> MutexGuard<'_, ChildGraphs> {
 pub fn child(session: &Session, r: &mut Reader<'_>) -> Done {
     let (handle, parent, node) = (r.word()?, r.word()?, r.word()?);
     session.graphs.get(parent)?;
+    session.known.check(Kind::Node, node)?;
     let mut known = child_graphs(session);
     if known.of_node(node).is_some() {
         return Err(status::INVALID_VALUE.into());
@@ -164,7 +178,9 @@ pub fn node_destroyed(session: &Session, node: u64) {
 /// Forgets graphs that were destroyed with the graph around them: no later frame can name them.
 fn forget(session: &Session, graphs: Vec<u64>) {
     for graph in graphs {
-        let _ = session.graphs.take(graph);
+        if let Ok(Object(graph)) = session.graphs.take(graph) {
+            session.known.graph_gone(graph as u64);
+        }
     }
 }
 
@@ -176,6 +192,7 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     }
     let graph = session.graphs.take(handle)?.0;
     forget(session, child_graphs(session).destroy_graph(handle));
+    session.known.graph_gone(graph as u64);
     // SAFETY: a graph of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
 }
@@ -195,6 +212,7 @@ pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
     let made =
         check(unsafe { (call.cuGraphInstantiateWithParams)(&mut exec, graph, params.as_mut_ptr().cast()) });
     let [.., node, result] = params;
+    note(session, graph, node as Handle);
     answer.word(u64::from(result as u32));
     answer.word(node);
     made?;
@@ -342,6 +360,7 @@ impl Params {
             11 => Self::Free(r.word()?),
             12 => {
                 let (condition, kind) = (r.word()?, r.word()? as u32);
+                session.known.check(Kind::Condition, condition)?;
                 let ctx = session.contexts.get(r.word()?)?.0;
                 let bodies = words(r.bytes()?);
                 if bodies.is_empty() || bodies.len() > MAX_BODIES {
@@ -433,7 +452,7 @@ pub unsafe fn function_in(call: &Functions, kernel: Handle, ctx: Handle, functio
 pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let parent = r.word()?;
     let graph = session.graphs.get(parent)?.0;
-    let after = raw_nodes(r.bytes()?)?;
+    let after = read_nodes(session, r.bytes()?)?;
     let kind = r.word()?;
     let mut params = Params::read(session, kind, r)?;
     let edges = if r.is_empty() { &[] } else { r.bytes()? };
@@ -490,6 +509,7 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
             Params::MovedChild { .. } | Params::Condition { .. } => status::INVALID_VALUE,
         }
     })?;
+    note(session, graph, node);
     answer.word(node as u64);
     if let Some(address) = address {
         answer.word(address);
@@ -550,6 +570,7 @@ fn add_by_structure(
     if let Some(handle) = moved {
         known.insert(handle, parent, node as u64);
     }
+    note(session, graph, node);
     answer.word(node as u64);
     match params {
         Params::Alloc { .. } => answer.word(told[14]),
@@ -577,7 +598,7 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
         0 => None,
         handle => Some(session.execs.get(handle)?.0),
     };
-    let node = r.word()? as Handle;
+    let node = read_node(session, r)?;
     let kind = r.word()?;
     let mut params = Params::read(session, kind, r)?;
     params.read_context(session, r)?;
@@ -672,7 +693,11 @@ pub fn update(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     // SAFETY: the structure has cuda.h's size.
     let updated =
         check(unsafe { (session.driver.call.cuGraphExecUpdate_v2)(exec, graph, info.as_mut_ptr().cast()) });
-    for word in info {
+    let [result, node, counterpart] = info;
+    for node in [node, counterpart] {
+        note(session, graph, node as Handle);
+    }
+    for word in [result, node, counterpart] {
         answer.word(word);
     }
     Ok(updated?)

@@ -30,10 +30,10 @@ fn filled<T>(get: impl FnOnce(*mut c_void) -> Status) -> Result<T, Status> {
 
 /// `GRAPH_NODE_PARAMS`: node, type; answers the parameters of a node of that type.
 pub fn read(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (node, kind) = (r.word()? as Handle, r.word()?);
+    let (node, kind) = (super::graph::read_node(session, r)?, r.word()?);
     let call = &session.driver.call;
     let mut real = 0;
-    // SAFETY: the out pointer is valid; the node is a value that the driver returned.
+    // SAFETY: the out pointer is valid; the node is known.
     check(unsafe { (session.driver.generated.cuGraphNodeGetType)(node as u64, &mut real) })?;
     if real as u64 != kind {
         return Err(status::INVALID_VALUE.into());

@@ -7,8 +7,10 @@ use std::os::fd::AsRawFd as _;
 use gpusession_proto::frame::{MAX_BODY, Reader};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
+use super::graph::note;
 use crate::answer::{Answer, Done, bounded};
 use crate::driver::{Handle, Status, check, status};
+use crate::objects::known::Kind;
 use crate::session::Session;
 
 /// Longest part of a drawing in one answer, in bytes.
@@ -44,8 +46,7 @@ fn ask(
     };
     let graph = || session.graphs.get(about).map(|graph| graph.0);
     let node = about as Handle;
-    // SAFETY: the arrays, if not null, have `count` elements; a node is a value that the driver
-    // returned.
+    // SAFETY: the arrays, if not null, have `count` elements; a node is known.
     check(unsafe {
         match (which, with_data) {
             (0, false) => (call.cuGraphGetNodes)(graph()?, from, &mut count),
@@ -70,6 +71,10 @@ fn ask(
 pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (about, which, most) = (r.word()?, r.word()?, bounded(r.word()?, 1 << 20)?);
     let (which, with_data) = (which & !WITH_DATA, which & WITH_DATA != 0);
+    let graph = match which {
+        0..=2 => session.graphs.get(about)?.0,
+        _ => session.known.owner(Kind::Node, about)?.of as Handle,
+    };
     // The driver wants both of nodes and data, or neither.
     let count = ask(session, about, which, with_data, None)?;
     answer.word(count as u64);
@@ -83,6 +88,8 @@ pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     let given = given.min(wanted);
     answer.word(given as u64);
     for i in 0..given {
+        note(session, graph, found.from[i]);
+        note(session, graph, found.to[i]);
         answer.word(found.from[i] as u64);
         if which == 2 {
             answer.word(found.to[i] as u64);

@@ -7,6 +7,7 @@ use gpusession_proto::frame::Reader;
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Address, Driver, POSIX_FD, Status, check, status};
 use crate::frame::Frame;
+use crate::objects::known::Kind;
 use crate::objects::memory::{Allocation, lock};
 use crate::session::Session;
 
@@ -178,6 +179,9 @@ pub fn peer_atomics(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
 const MAP_INFO: usize = 96;
 /// Word of a `CUarrayMapInfo` with the bit of its device.
 const DEVICES: usize = 10;
+/// Words of it with the kind of the array, which precedes the array, and with the memory.
+const RESOURCE: usize = 0;
+const MEMORY: usize = 8;
 const DECOMPRESSION: usize = 64;
 
 /// Reads whole structures of `size` bytes, at most [`MAX_PARTS`].
@@ -197,6 +201,10 @@ pub fn map_arrays(session: &Session, r: &mut Reader<'_>) -> Done {
     for part in list.chunks_exact_mut(MAP_INFO / 8) {
         let mask = part[DEVICES] as u32;
         let ordinal = session.contexts.device(u64::from(mask.trailing_zeros()))?;
+        // CU_RESOURCE_TYPE_ARRAY and CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+        let kind = if part[RESOURCE] as u32 == 0 { Kind::Array } else { Kind::Mipmap };
+        session.known.check(kind, part[RESOURCE + 1])?;
+        session.known.check(Kind::Memory, part[MEMORY])?;
         part[DEVICES] ^= u64::from(mask ^ 1u32.checked_shl(ordinal as u32).unwrap_or(0));
     }
     // SAFETY: the list has `count` structures of cuda.h's layout.

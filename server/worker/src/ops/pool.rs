@@ -13,6 +13,7 @@ use gpusession_proto::supervise::Charge;
 use super::share::{descriptor, request};
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Address, POSIX_FD, check, status};
+use crate::objects::known::{self, Owner};
 use crate::objects::pools::{Pool, unseal};
 use crate::objects::shares::{Object, Source};
 use crate::session::Session;
@@ -54,6 +55,7 @@ pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     if let Some(earlier) = state.pools.insert(handle, pool).and_then(|pool| pool.imported) {
         session.shares.dropped(&mut exports, earlier);
     }
+    session.known.note(known::Kind::Pool, handle, Owner::default());
     answer.word(handle);
     Ok(())
 }

@@ -9,6 +9,7 @@ use gpusession_proto::supervise::{Charge, FromWorker, Unshared};
 
 use crate::answer::{Answer, Done, Failure};
 use crate::driver::{POSIX_FD, Status, check, status};
+use crate::objects::known::{self, Owner};
 use crate::objects::memory::{Allocation, lock};
 use crate::objects::pools::{ExportData, seal};
 use crate::objects::shares::{Object, Source};
@@ -137,6 +138,7 @@ pub fn import(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
         // Its record stands for one import.
         session.shares.dropped(&mut session.shares.exports(), object);
     }
+    session.known.note(known::Kind::Memory, handle, Owner::default());
     answer.word(handle);
     Ok(())
 }

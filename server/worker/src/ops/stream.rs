@@ -128,7 +128,7 @@ fn captures(session: &Session) -> MutexGuard<'_, HashMap<u64, u64>> {
 pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
     let (handle, graph) = (r.word()?, r.word()?);
     let stream = session.stream(handle)?;
-    let nodes = super::graph::raw_nodes(r.bytes()?)?;
+    let nodes = super::graph::read_nodes(session, r.bytes()?)?;
     let new = if r.is_empty() { 0 } else { r.word()? };
     let edges = if r.is_empty() { &[] } else { r.bytes()? };
     if !edges.is_empty() && edges.len() != nodes.len() * 8 {
@@ -179,7 +179,9 @@ pub fn capture_end(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
         session.graphs.put(handle, Object(graph))?;
     } else if let Some(new) = new {
         // The driver has destroyed the graph of a failed capture.
-        let _ = session.graphs.take(new);
+        if let Ok(Object(graph)) = session.graphs.take(new) {
+            session.known.graph_gone(graph as u64);
+        }
     }
     Ok(ended?)
 }
@@ -187,7 +189,7 @@ pub fn capture_end(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
 /// `CAPTURE_UPDATE`: stream, flags, nodes, data of the edges.
 pub fn capture_update(session: &Session, r: &mut Reader<'_>) -> Done {
     let (stream, flags) = (session.stream(r.word()?)?, r.word()? as u32);
-    let mut nodes = super::graph::raw_nodes(r.bytes()?)?;
+    let mut nodes = super::graph::read_nodes(session, r.bytes()?)?;
     let edges = r.bytes()?;
     if !edges.is_empty() && edges.len() != nodes.len() * 8 {
         return Err(status::INVALID_VALUE.into());
@@ -234,7 +236,9 @@ pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
     answer.word(count as u64);
     for i in 0..count {
         // SAFETY: the driver's own array of `count` nodes, valid until the stream's next call.
-        answer.word(unsafe { *nodes.add(i) } as u64);
+        let node = unsafe { *nodes.add(i) };
+        super::graph::note(session, graph, node);
+        answer.word(node as u64);
     }
     let edges: &[u64] = if edges.is_null() {
         &[]

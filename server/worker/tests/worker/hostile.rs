@@ -201,6 +201,82 @@ fn a_frame_cut_off_by_the_end_of_the_connection_ends_the_worker() {
 }
 
 #[test]
+fn values_that_the_driver_did_not_return_do_not_reach_it() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    // An empty node (kind 3) of a graph, twice.
+    let graph = handle::make(handle::GRAPH, 0, 1, 1);
+    assert_eq!(guest.ask_words(op::GRAPH_CREATE, &[graph, 0]), Ok(0));
+    let mut node = || {
+        guest.ask_answer(op::GRAPH_ADD, |w| {
+            w.word(graph);
+            w.bytes(&[]);
+            w.word(3);
+        })[0]
+    };
+    let (node, freed) = (node(), node());
+    assert_eq!(guest.ask_words(op::cuGraphNodeGetType, &[freed]), Ok(0));
+    assert_eq!(guest.ask_words(op::cuGraphDestroyNode, &[freed]), Ok(0));
+    let pool = guest.ask_answer(op::cuDeviceGetDefaultMemPool, |w| w.word(0))[0];
+    for bad in [1, 0x4141_4141_4141_4141, u64::MAX, freed, graph] {
+        for operation in [
+            op::cuArrayGetDescriptor_v2,
+            op::cuArray3DGetDescriptor_v2,
+            op::cuArrayDestroy,
+            op::cuMipmappedArrayDestroy,
+            op::cuTexObjectDestroy,
+            op::cuTexObjectGetResourceDesc,
+            op::cuSurfObjectDestroy,
+        ] {
+            for bad in [bad, node, pool] {
+                assert_eq!(guest.ask_words(operation, &[bad]), Ok(INVALID_HANDLE), "{operation} {bad:#x}");
+            }
+        }
+        for operation in [op::cuMemRelease, op::cuMemGetAllocationPropertiesFromHandle] {
+            for bad in [bad, node, pool] {
+                assert_eq!(guest.ask_words(operation, &[bad]), Ok(INVALID_VALUE), "{operation} {bad:#x}");
+            }
+        }
+        for operation in [op::cuMemPoolDestroy, op::cuMemPoolTrimTo] {
+            for bad in [bad, node] {
+                assert_eq!(guest.ask_words(operation, &[bad, 0]), Ok(INVALID_VALUE), "{operation} {bad:#x}");
+            }
+        }
+        for operation in [
+            op::cuGraphNodeGetType,
+            op::cuGraphDestroyNode,
+            op::cuGraphNodeGetLocalId,
+            op::cuGraphMemFreeNodeGetParams,
+            op::GRAPH_NODE_PARAMS,
+        ] {
+            for bad in [bad, pool] {
+                assert_eq!(guest.ask_words(operation, &[bad, 0]), Ok(INVALID_VALUE), "{operation} {bad:#x}");
+            }
+        }
+        // The nodes on which a node depends (selection 3), and a node that depends on another.
+        assert_eq!(guest.ask_words(op::GRAPH_NODES, &[bad, 3, 8]), Ok(INVALID_VALUE), "{bad:#x}");
+        let after = guest.ask(op::GRAPH_ADD, |w| {
+            w.word(graph);
+            w.bytes(&bad.to_le_bytes());
+            w.word(3);
+        });
+        assert_eq!(after, Ok(INVALID_VALUE), "{bad:#x}");
+        // A copy out of an array (a CUDA_MEMCPY3D whose source is one).
+        let mut copy = [0; 25];
+        (copy[4], copy[7], copy[15]) = (3, bad, 2);
+        let copied = guest.ask(op::COPY_BOX, |w| {
+            w.bytes(copy.as_bytes());
+            [0, 0, 0].into_iter().for_each(|word| w.word(word));
+        });
+        assert_eq!(copied, Ok(INVALID_HANDLE), "{bad:#x}");
+    }
+    assert_eq!(guest.ask_words(op::cuGraphNodeGetType, &[node]), Ok(0));
+    assert_eq!(guest.ask_words(op::GRAPH_DESTROY, &[graph]), Ok(0));
+    assert_eq!(guest.ask_words(op::cuGraphNodeGetType, &[node]), Ok(INVALID_VALUE), "its graph is gone");
+}
+
+#[test]
 fn bad_handles_are_errors_and_nothing_else() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
