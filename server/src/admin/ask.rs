@@ -126,6 +126,9 @@ pub enum Ask {
         uses: u32,
         /// Lifetime, such as `24h`.
         ttl: String,
+        /// Networks from which clients join with it; empty: from anywhere.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        from: Vec<String>,
     },
     /// List join tokens.
     Tokens,
@@ -315,7 +318,9 @@ impl Ask {
             Self::Config => config::config(pool),
             Self::ConfigSet { key, value } => config::set(pool, key, value).await,
             Self::Reload => config::reload(pool).await,
-            Self::TokenCreate { pattern, uses, ttl } => tokens::create(pool, pattern, uses, ttl).await,
+            Self::TokenCreate { pattern, uses, ttl, from } => {
+                tokens::create(pool, tokens::terms(pattern, uses, &ttl, &from)?).await
+            }
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
             Self::Audit { wanted } => status::audit(pool, wanted).await,
             Self::Administrators => administrators::list(pool),

@@ -543,10 +543,12 @@ pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
 /// Prints `gpuserver token list`.
 pub fn tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["ID", "NAMES", "USES LEFT", "CREATED", "EXPIRES"]);
+    let mut table = table(&["ID", "NAMES", "FROM", "USES LEFT", "CREATED", "EXPIRES"]);
     for row in rows {
         let (made, until) = (date(row.created_unix), date(row.expires_unix));
-        table.add_row([row.id, row.name_pattern, row.uses_left.to_string(), made, until]);
+        let from: Vec<_> = row.from.iter().map(ToString::to_string).collect();
+        let from = if from.is_empty() { "anywhere".into() } else { from.join(", ") };
+        table.add_row([row.id, row.name_pattern, from, row.uses_left.to_string(), made, until]);
     }
     print(out, &table, n, "no tokens: `gpuserver token create` creates one")
 }

@@ -1,14 +1,12 @@
 //! `gpuserver token`: creates, lists and revokes join tokens.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
 use super::pool::own_link;
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
-use crate::admin::answer::tokens::{TokenView, no_token, token_ttl};
+use crate::admin::answer::tokens::{TokenView, no_token, terms};
 use crate::admin::answer::unsigned;
 use crate::audit;
 use crate::config::Config;
@@ -29,6 +27,9 @@ pub enum TokenVerb {
         /// Lifetime of the token
         #[arg(long, value_name = "TIME", default_value = "24h")]
         ttl: String,
+        /// Networks or addresses from which clients join with it; without, from anywhere
+        #[arg(long, value_name = "NETWORK", value_delimiter = ',')]
+        from: Vec<String>,
     },
     /// List the tokens, without their secrets, which the server does not keep
     List,
@@ -41,8 +42,8 @@ pub enum TokenVerb {
 
 pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
     let ask = match verb {
-        TokenVerb::Create { name, uses, ttl } => {
-            Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() }
+        TokenVerb::Create { name, uses, ttl, from } => {
+            Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone(), from: from.clone() }
         }
         TokenVerb::List => Ask::Tokens,
         TokenVerb::Revoke { id } => Ask::TokenRevoke { id: id.clone() },
@@ -69,9 +70,9 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let link = own_link(config)?;
     let made = match ask {
-        Ask::TokenCreate { pattern, uses, ttl } => {
-            let ttl: Duration = token_ttl(ttl)?;
-            let (token, facts) = link.create_token(pattern, *uses, ttl).map_err(|e| unsigned(&e))?;
+        Ask::TokenCreate { pattern, uses, ttl, from } => {
+            let terms = terms(pattern.clone(), *uses, ttl, from)?;
+            let (token, facts) = link.create_token(terms).map_err(|e| unsigned(&e))?;
             serde_json::to_value(TokenView::new(&token, facts))?
         }
         Ask::TokenRevoke { id } => {

@@ -56,7 +56,7 @@ use crate::monitor::Monitor;
 use crate::netperf::Endpoints;
 use crate::registry::{Registry, Standing};
 use crate::signer::link::Signer;
-use crate::signer::tokens::TokenFacts;
+use crate::signer::tokens::{Terms, TokenFacts};
 use crate::signer::{Operation, Privileged, Refused};
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
@@ -401,14 +401,8 @@ impl Pool {
     }
 
     /// Creates a join token.
-    pub async fn create_token(
-        &self,
-        pattern: &str,
-        uses: u32,
-        ttl: Duration,
-    ) -> Result<(JoinToken, TokenFacts), Refused> {
-        let pattern = pattern.to_owned();
-        self.signer.aside(move |signer| signer.link().create_token(&pattern, uses, ttl)).await
+    pub async fn create_token(&self, terms: Terms) -> Result<(JoinToken, TokenFacts), Refused> {
+        self.signer.aside(move |signer| signer.link().create_token(terms)).await
     }
 
     /// Gives `look` access to the administrators.

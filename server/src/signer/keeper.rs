@@ -1,5 +1,6 @@
 //! The keeper of the authorities' keys and of the join tokens: it checks each operation by itself.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -16,7 +17,7 @@ use super::ca::{
 };
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
-use super::tokens::{TokenFacts, Tokens};
+use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::certificate::{Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
 use crate::store;
@@ -31,6 +32,8 @@ const PERMISSION_TTL: Duration = Duration::from_secs(60);
 const TOKENS_AT_ONCE: usize = 200;
 /// Longest pattern of a token, in bytes.
 const MAX_PATTERN: usize = 256;
+/// Networks of a token at most: an answer has many tokens.
+const MAX_NETWORKS: usize = 16;
 
 /// Party behind an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,13 +153,13 @@ impl Keeper {
             Operation::Server { name, csr_pem, authority } => {
                 self.server(caller, &name, &csr_pem, &authority).map(Done::Issued)
             }
-            Operation::Check { id, secret, name } => {
-                let present = self.present()?;
-                self.check(&JoinToken { authority: present.signer().fingerprint(), id, secret }, &name)?;
+            Operation::Check { id, secret, name, from } => {
+                let authority = self.present()?.signer().fingerprint();
+                self.check(&JoinToken { authority, id, secret }, &name, from)?;
                 Ok(Done::Nothing)
             }
-            Operation::Join { id, secret, name, csr_pem, renews } => {
-                self.join(id, secret, &name, &csr_pem, renews).map(Done::Issued)
+            Operation::Join { id, secret, name, csr_pem, renews, from } => {
+                self.join((id, secret), &name, from, &csr_pem, renews).map(Done::Issued)
             }
             Operation::Renew { present, csr_pem, authority } => {
                 self.renew(&present, &csr_pem, &authority).map(Done::Issued)
@@ -171,7 +174,7 @@ impl Keeper {
                 *locked(&self.permitted) = Some((operation, self.clock.now()));
                 Ok(Done::Nothing)
             }
-            Operation::TokenCreate { pattern, uses, ttl } => self.create_token(&pattern, uses, ttl),
+            Operation::TokenCreate(terms) => self.create_token(&terms),
             Operation::Tokens { after } => {
                 Ok(Done::Tokens(locked(&self.tokens).list(&after, TOKENS_AT_ONCE)))
             }
@@ -254,15 +257,15 @@ impl Keeper {
     }
 
     /// Checks a token that pins the authority which signs.
-    fn check(&self, token: &JoinToken, name: &str) -> Result<(), Refused> {
-        Ok(locked(&self.tokens).check(token, name, &token.authority, self.clock.unix())?)
+    fn check(&self, token: &JoinToken, name: &str, from: Option<IpAddr>) -> Result<(), Refused> {
+        Ok(locked(&self.tokens).check(token, name, from, &token.authority, self.clock.unix())?)
     }
 
     fn join(
         &self,
-        id: [u8; 8],
-        secret: [u8; 24],
+        (id, secret): ([u8; 8], [u8; 24]),
         name: &str,
+        from: Option<IpAddr>,
         csr_pem: &str,
         renews: bool,
     ) -> Result<Issued, Refused> {
@@ -272,11 +275,11 @@ impl Keeper {
         // Before the token is used up.
         requested_key(csr_pem)?;
         let token = JoinToken { authority: authority.fingerprint(), id, secret };
-        self.check(&token, name)?;
+        self.check(&token, name, from)?;
         self.turn()?;
         // The file is written first, so that no token admits more clients than it may.
         self.change_tokens(|tokens| {
-            tokens.check(&token, name, &token.authority, self.clock.unix())?;
+            tokens.check(&token, name, from, &token.authority, self.clock.unix())?;
             tokens.consume(&token);
             Ok(())
         })?;
@@ -348,16 +351,18 @@ impl Keeper {
         }
     }
 
-    fn create_token(&self, pattern: &str, uses: u32, ttl: u64) -> Outcome {
-        if pattern.len() > MAX_PATTERN {
-            let text = format!("the pattern of names is longer than {MAX_PATTERN} bytes");
+    fn create_token(&self, terms: &Terms) -> Outcome {
+        let Terms { pattern, uses, from, .. } = terms;
+        if pattern.len() > MAX_PATTERN || from.len() > MAX_NETWORKS {
+            let most = format!("{MAX_PATTERN} bytes, and {MAX_NETWORKS} networks");
+            let text =
+                format!("token: the pattern of names, or the list of networks, is too long: at most {most}");
             return Err(Refused::new(Why::Request, text));
         }
         let authority = self.present()?.signer().fingerprint();
-        let (unix, ttl) = (self.clock.unix(), Duration::from_secs(ttl));
-        let (token, record) = self.change_tokens(|tokens| {
-            Ok(tokens.create(authority, pattern, uses, ttl, unix, self.random.as_ref()))
-        })?;
+        let unix = self.clock.unix();
+        let (token, record) =
+            self.change_tokens(|tokens| Ok(tokens.create(authority, terms, unix, self.random.as_ref())))?;
         let facts = TokenFacts::new(&HEXLOWER.encode(&token.id), &record);
         info!("token {}: created for {uses} clients named {pattern}", facts.id);
         Ok(Done::Token { id: token.id, secret: token.secret, authority, facts })
@@ -478,7 +483,8 @@ mod tests {
         }
 
         fn token(&self, pattern: &str, uses: u32) -> JoinToken {
-            match self.server(Operation::TokenCreate { pattern: pattern.into(), uses, ttl: 60 }) {
+            let terms = Terms { pattern: pattern.into(), uses, ttl: 60, from: Vec::new() };
+            match self.server(Operation::TokenCreate(terms)) {
                 Ok(Done::Token { id, secret, authority, .. }) => JoinToken { authority, id, secret },
                 other => panic!("{other:?}"),
             }
@@ -544,13 +550,13 @@ mod tests {
     fn a_token_admits_its_clients_alone_also_after_a_restart() {
         let site = Site::new();
         let token = site.token("vm-*", 1);
-        let join = |token: &JoinToken, name: &str| Operation::join(token, name, &csr(), true);
+        let join = |token: &JoinToken, name: &str| Operation::join(token, name, None, &csr(), true);
         assert_eq!(why(site.server(join(&token, "db-1"))), Why::Token);
         assert_eq!(why(site.server(join(&token, "VM"))), Why::Request);
         let mut forged = token.clone();
         forged.secret[0] ^= 1;
         assert_eq!(why(site.server(join(&forged, "vm-1"))), Why::Token);
-        let malformed = Operation::join(&token, "vm-1", "garbage", true);
+        let malformed = Operation::join(&token, "vm-1", None, "garbage", true);
         assert_eq!(why(site.server(malformed)), Why::Request, "uses up nothing");
         let whose = holder(&der(&issued(site.server(join(&token, "vm-1"))))).unwrap();
         assert_eq!((whose.role, whose.name.as_str()), (Role::Client, "vm-1"));
@@ -577,7 +583,8 @@ mod tests {
         let (site, other) = (Site::new(), Site::new());
         let authority = site.authority();
         let renew = |present: &[u8]| Operation::Renew { present: present.into(), csr_pem: csr(), authority };
-        let first = der(&issued(site.server(Operation::join(&site.token("*", 1), "vm-1", &csr(), true))));
+        let first =
+            der(&issued(site.server(Operation::join(&site.token("*", 1), "vm-1", None, &csr(), true))));
         let second = der(&issued(site.server(renew(&first))));
         let (was, is) = (holder(&first).unwrap(), holder(&second).unwrap());
         assert_eq!((is.name, is.identity), (was.name, was.identity));
@@ -589,7 +596,7 @@ mod tests {
         let own = der(&issued(site.server(own)));
         let alice = Privileged::Administrator { name: "alice".into(), csr_pem: csr() };
         let alice = der(&issued(site.root(Operation::Privileged(alice))));
-        let foreign = Operation::join(&other.token("*", 1), "vm-1", &csr(), true);
+        let foreign = Operation::join(&other.token("*", 1), "vm-1", None, &csr(), true);
         let foreign = der(&issued(other.server(foreign)));
         for bad in [own, alice, foreign, b"garbage".to_vec()] {
             assert_eq!(why(site.server(renew(&bad))), Why::Request);
@@ -624,6 +631,6 @@ mod tests {
         assert_eq!(why(empty.root(adopt)), Why::Exists);
         let (was, is) = (site.keeper.present().unwrap(), empty.keeper.present().unwrap());
         assert_eq!((is.export(), is.rotation()), (was.export(), was.rotation()));
-        issued(empty.server(Operation::join(&token, "vm-1", &csr(), true)));
+        issued(empty.server(Operation::join(&token, "vm-1", None, &csr(), true)));
     }
 }

@@ -15,7 +15,7 @@ use super::ca::{AuthorityError, Issued};
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, USER, Why};
-use super::tokens::{TokenFacts, Tokens};
+use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::clock::{SystemClock, SystemRandom};
 use crate::store::{self, Lock};
 
@@ -122,14 +122,8 @@ impl Link {
     }
 
     /// Creates a join token.
-    pub fn create_token(
-        &self,
-        pattern: &str,
-        uses: u32,
-        ttl: Duration,
-    ) -> Result<(JoinToken, TokenFacts), Refused> {
-        let pattern = pattern.into();
-        match self.ask(Operation::TokenCreate { pattern, uses, ttl: ttl.as_secs() })? {
+    pub fn create_token(&self, terms: Terms) -> Result<(JoinToken, TokenFacts), Refused> {
+        match self.ask(Operation::TokenCreate(terms))? {
             Done::Token { id, secret, authority, facts } => Ok((JoinToken { authority, id, secret }, facts)),
             other => Err(unexpected(&other)),
         }

@@ -1,11 +1,13 @@
 //! Requests to the signer, and its answers.
 
+use std::net::IpAddr;
+
 use gpusession_proto::join::JoinToken;
 use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
 use super::ca::{AuthorityError, Issued};
-use super::tokens::{TokenError, TokenFacts, Tokens};
+use super::tokens::{Terms, TokenError, TokenFacts, Tokens};
 use crate::store::StoreError;
 
 /// User of the signer's own process.
@@ -33,6 +35,8 @@ pub enum Operation {
         secret: [u8; 24],
         /// Name of the client.
         name: String,
+        /// Address of the client, by the server's word.
+        from: Option<IpAddr>,
     },
     /// Use up a join token once, and sign the certificate of a new client.
     Join {
@@ -46,6 +50,8 @@ pub enum Operation {
         csr_pem: String,
         /// Whether the client renews its certificate.
         renews: bool,
+        /// Address of the client, by the server's word.
+        from: Option<IpAddr>,
     },
     /// Sign a newer certificate of a client.
     Renew {
@@ -61,14 +67,7 @@ pub enum Operation {
     /// Allow the server a privileged operation, once and within a minute.
     Permit(Privileged),
     /// Create a join token.
-    TokenCreate {
-        /// Pattern of the client names.
-        pattern: String,
-        /// Number of clients.
-        uses: u32,
-        /// Lifetime in seconds.
-        ttl: u64,
-    },
+    TokenCreate(Terms),
     /// List join tokens by id, those after one.
     Tokens {
         /// Last id of the answer before; empty: from the first.
@@ -133,15 +132,15 @@ pub enum Step {
 
 impl Operation {
     /// Returns the operation by which a client joins with a token.
-    pub fn join(token: &JoinToken, name: &str, csr_pem: &str, renews: bool) -> Self {
+    pub fn join(token: &JoinToken, name: &str, from: Option<IpAddr>, csr_pem: &str, renews: bool) -> Self {
         let JoinToken { id, secret, .. } = token;
         let (name, csr_pem) = (name.into(), csr_pem.into());
-        Self::Join { id: *id, secret: *secret, name, csr_pem, renews }
+        Self::Join { id: *id, secret: *secret, name, csr_pem, renews, from }
     }
 
     /// Returns the operation that checks a token.
-    pub fn check(token: &JoinToken, name: &str) -> Self {
-        Self::Check { id: token.id, secret: token.secret, name: name.into() }
+    pub fn check(token: &JoinToken, name: &str, from: Option<IpAddr>) -> Self {
+        Self::Check { id: token.id, secret: token.secret, name: name.into(), from }
     }
 
     /// Returns `true` if the operation needs root.
@@ -156,7 +155,7 @@ impl Operation {
             | Self::Join { .. }
             | Self::Renew { .. }
             | Self::Privileged(_)
-            | Self::TokenCreate { .. }
+            | Self::TokenCreate(_)
             | Self::Tokens { .. }
             | Self::TokenRevoke { .. } => false,
             Self::Permit(_)

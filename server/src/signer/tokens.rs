@@ -1,14 +1,28 @@
 //! Join tokens, with which a new client may ask for a certificate.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::ops::Bound;
-use std::time::Duration;
 
 use data_encoding::HEXLOWER;
 use gpusession_proto::join::JoinToken;
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::clock::{self, Random};
+
+/// Bounds of a new token.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Terms {
+    /// Pattern of the client names.
+    pub pattern: String,
+    /// Number of clients.
+    pub uses: u32,
+    /// Lifetime in seconds.
+    pub ttl: u64,
+    /// Networks from which clients join; empty: from anywhere.
+    pub from: Vec<IpNet>,
+}
 
 /// The server's record of a token: it recognises the token, but cannot use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +40,9 @@ pub struct TokenRecord {
     /// SHA-256 of the authority that it pins, in hex; empty in records of earlier versions.
     #[serde(default)]
     pub authority: String,
+    /// Networks from which clients join; empty: from anywhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub from: Vec<IpNet>,
 }
 
 /// Reason why a token is not accepted.
@@ -51,6 +68,11 @@ pub enum TokenError {
         "the join token is of before the rotation of the pool's authority; ask for a new one made by `gpuserver token create`"
     )]
     Rotated,
+    /// It is for clients at other addresses.
+    #[error(
+        "the join token is not for clients at {0}; join from an address that it is for, or ask for one made by `gpuserver token create --from`"
+    )]
+    WrongAddress(String),
     /// It is for clients with other names.
     #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
     WrongName {
@@ -74,6 +96,9 @@ pub struct TokenFacts {
     pub created_unix: u64,
     /// End of its validity, in seconds since 1970.
     pub expires_unix: u64,
+    /// Networks from which clients join; empty: from anywhere.
+    #[serde(default)]
+    pub from: Vec<IpNet>,
 }
 
 impl TokenFacts {
@@ -85,6 +110,7 @@ impl TokenFacts {
             uses_left: record.uses_left,
             created_unix: record.created_unix,
             expires_unix: record.expires_unix,
+            from: record.from.clone(),
         }
     }
 }
@@ -105,20 +131,19 @@ impl Tokens {
     pub fn create(
         &mut self,
         authority: [u8; 32],
-        pattern: &str,
-        uses: u32,
-        ttl: Duration,
+        terms: &Terms,
         unix: u64,
         random: &dyn Random,
     ) -> (JoinToken, TokenRecord) {
         let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
         let record = TokenRecord {
             hash: hash(&token.secret).to_hex().to_string(),
-            pattern: pattern.into(),
-            uses_left: uses,
-            expires_unix: unix.saturating_add(ttl.as_secs()),
+            pattern: terms.pattern.clone(),
+            uses_left: terms.uses,
+            expires_unix: unix.saturating_add(terms.ttl),
             created_unix: unix,
             authority: HEXLOWER.encode(&authority),
+            from: terms.from.clone(),
         };
         // Expired tokens stay for a while, so that a refusal can give the reason.
         self.tokens.retain(|_, t| t.expires_unix + 30 * 24 * 3600 > unix);
@@ -160,13 +185,15 @@ impl Tokens {
         }
     }
 
-    /// Checks whether `name` may join with `token`, without using it.
+    /// Checks whether the client `name` at `from` may join with `token`, without using it.
     ///
-    /// The token has to pin `authority`, the one that signs certificates.
+    /// The token has to pin `authority`, the one that signs certificates. An unknown address is in
+    /// no network.
     pub fn check(
         &self,
         token: &JoinToken,
         name: &str,
+        from: Option<IpAddr>,
         authority: &[u8; 32],
         unix: u64,
     ) -> Result<(), TokenError> {
@@ -181,6 +208,11 @@ impl Tokens {
         }
         if unix >= record.expires_unix {
             return Err(TokenError::Expired);
+        }
+        let inside = |address: &IpAddr| record.from.iter().any(|network| network.contains(address));
+        if !record.from.is_empty() && !from.as_ref().is_some_and(inside) {
+            let address = from.map_or_else(|| "an unknown address".into(), |address| address.to_string());
+            return Err(TokenError::WrongAddress(address));
         }
         if record.uses_left == 0 {
             return Err(TokenError::UsedUp);
@@ -235,27 +267,53 @@ mod tests {
     use super::*;
     use crate::clock::testing::Counting;
 
+    fn terms(pattern: &str, from: &[&str]) -> Terms {
+        let from = from.iter().map(|network| network.parse().unwrap()).collect();
+        Terms { pattern: pattern.into(), uses: 2, ttl: 60, from }
+    }
+
     #[test]
     fn each_refusal_has_its_reason() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
-        let (token, record) = tokens.create([1; 32], "vm-*", 2, Duration::from_secs(60), 1000, &random);
+        let (token, record) = tokens.create([1; 32], &terms("vm-*", &[]), 1000, &random);
         assert!(!format!("{record:?}").contains(&HEXLOWER.encode(&token.secret)));
-        assert_eq!(tokens.check(&token, "vm-1", &[1; 32], 1000), Ok(()));
-        assert!(matches!(tokens.check(&token, "db-1", &[1; 32], 1000), Err(TokenError::WrongName { .. })));
-        assert_eq!(tokens.check(&token, "vm-1", &[1; 32], 1060), Err(TokenError::Expired));
+        assert_eq!(tokens.check(&token, "vm-1", None, &[1; 32], 1000), Ok(()));
+        assert!(matches!(
+            tokens.check(&token, "db-1", None, &[1; 32], 1000),
+            Err(TokenError::WrongName { .. })
+        ));
+        assert_eq!(tokens.check(&token, "vm-1", None, &[1; 32], 1060), Err(TokenError::Expired));
         let mut forged = token.clone();
         forged.secret[0] ^= 1;
-        assert_eq!(tokens.check(&forged, "vm-1", &[1; 32], 1000), Err(TokenError::Unknown));
-        assert_eq!(tokens.check(&token, "vm-1", &[2; 32], 1000), Err(TokenError::Rotated));
+        assert_eq!(tokens.check(&forged, "vm-1", None, &[1; 32], 1000), Err(TokenError::Unknown));
+        assert_eq!(tokens.check(&token, "vm-1", None, &[2; 32], 1000), Err(TokenError::Rotated));
         let old = serde_json::to_string(&tokens).unwrap().replace(&"01".repeat(32), "");
         let mut old: Tokens = serde_json::from_str(&old).unwrap();
         old.complete(&"02".repeat(32));
-        assert_eq!(old.check(&token, "vm-1", &[2; 32], 1000), Ok(()), "a record of an earlier version");
+        assert_eq!(old.check(&token, "vm-1", None, &[2; 32], 1000), Ok(()), "a record of an earlier version");
         tokens.consume(&token);
-        assert_eq!(tokens.check(&token, "vm-2", &[1; 32], 1000), Ok(()));
+        assert_eq!(tokens.check(&token, "vm-2", None, &[1; 32], 1000), Ok(()));
         tokens.consume(&token);
-        assert_eq!(tokens.check(&token, "vm-3", &[1; 32], 1000), Err(TokenError::UsedUp));
-        assert_eq!(Tokens::default().check(&token, "vm-1", &[1; 32], 1000), Err(TokenError::Unknown));
+        assert_eq!(tokens.check(&token, "vm-3", None, &[1; 32], 1000), Err(TokenError::UsedUp));
+        assert_eq!(Tokens::default().check(&token, "vm-1", None, &[1; 32], 1000), Err(TokenError::Unknown));
+    }
+
+    #[test]
+    fn a_token_is_good_from_its_networks_alone() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let bound = terms("*", &["10.1.0.0/16", "2001:db8::/32"]);
+        let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+        let stored = serde_json::to_string(&tokens).unwrap();
+        let tokens: Tokens = serde_json::from_str(&stored).unwrap();
+        let join = |from: Option<&str>| {
+            let from = from.map(|address| address.parse().unwrap());
+            tokens.check(&token, "vm-1", from, &[1; 32], 1000)
+        };
+        assert_eq!((join(Some("10.1.255.1")), join(Some("2001:db8::1"))), (Ok(()), Ok(())));
+        for outside in ["10.2.0.1", "127.0.0.1", "2001:db9::1", "::ffff:10.1.0.1"] {
+            assert_eq!(join(Some(outside)), Err(TokenError::WrongAddress(outside.into())));
+        }
+        assert!(matches!(join(None), Err(TokenError::WrongAddress(_))), "an unknown address");
     }
 
     #[test]

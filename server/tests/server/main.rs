@@ -433,6 +433,15 @@ async fn join_tokens() {
         |name: &str| listed.as_array().unwrap().iter().find(|t| t["name_pattern"] == name).unwrap().clone();
     assert_eq!(row("vm-*")["uses_left"], 0);
     assert!(!listed.to_string().contains(&token) && row("vm-*").get("hash").is_none(), "{listed}");
+    let elsewhere = server.token(&["--name", "lab-*", "--from", "192.0.2.0/24,2001:db8::1"]);
+    let refused = server.enrol(&elsewhere, "lab-1", "m1").await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert!(refused.message().contains("not for clients at 127.0.0.1"), "{refused}");
+    let here = server.token(&["--name", "lab-*", "--from", "192.0.2.0/24", "--from", "127.0.0.1"]);
+    server.enrol(&here, "lab-1", "m1").await.unwrap();
+    let said = server.verb(&["token", "create", "--from", "10.0.0.0/33"]);
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(said.contains("--from 10.0.0.0/33"), "{said}");
     let other = server.token(&["--name", "db-*"]);
     let listed = server.json(&["token", "list"])["tokens"].clone();
     let id = listed.as_array().unwrap().iter().find(|t| t["name_pattern"] == "db-*").unwrap()["id"].clone();

@@ -1,16 +1,17 @@
 //! Answers about join tokens.
 
-use std::time::Duration;
+use std::net::IpAddr;
 
 use gpusession_common::units::parse_duration;
 use gpusession_proto::join::JoinToken;
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{show, unsigned};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
-use crate::signer::tokens::TokenFacts;
+use crate::signer::tokens::{Terms, TokenFacts};
 
 /// Answer to `gpuserver token create`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -25,6 +26,9 @@ pub struct TokenView {
     pub uses: u32,
     /// Expiry, in seconds since 1970.
     pub expires_unix: u64,
+    /// Networks from which clients join; empty: from anywhere.
+    #[serde(default)]
+    pub from: Vec<IpNet>,
 }
 
 impl TokenView {
@@ -36,18 +40,13 @@ impl TokenView {
             name_pattern: facts.name_pattern,
             uses: facts.uses_left,
             expires_unix: facts.expires_unix,
+            from: facts.from,
         }
     }
 }
 
-pub(in crate::admin) async fn create(
-    pool: &Pool,
-    pattern: String,
-    uses: u32,
-    ttl: String,
-) -> Result<Value, Refusal> {
-    let ttl = token_ttl(&ttl)?;
-    let (token, record) = pool.create_token(&pattern, uses, ttl).await.map_err(|e| unsigned(&e))?;
+pub(in crate::admin) async fn create(pool: &Pool, terms: Terms) -> Result<Value, Refusal> {
+    let (token, record) = pool.create_token(terms).await.map_err(|e| unsigned(&e))?;
     show(serde_json::to_value(TokenView::new(&token, record)))
 }
 
@@ -70,9 +69,18 @@ pub fn no_token(id: &str) -> Refusal {
     )
 }
 
-/// Parses the lifetime of a token.
-pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
-    parse_duration(text).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
-        Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
-    })
+/// Reads the bounds of a new token.
+pub fn terms(pattern: String, uses: u32, ttl: &str, from: &[String]) -> Result<Terms, Refusal> {
+    let life = parse_duration(ttl).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
+        Refusal::new("usage", format!("--ttl {ttl}: a duration like \"24h\" or \"30min\" is wanted"))
+    })?;
+    let network = |text: &String| {
+        let network = text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+        network.map_err(|_| {
+            let wanted = "a network like \"10.1.0.0/16\", or an address, is wanted";
+            Refusal::new("usage", format!("--from {text}: {wanted}"))
+        })
+    };
+    let from = from.iter().map(network).collect::<Result<_, _>>()?;
+    Ok(Terms { pattern, uses, ttl: life.as_secs(), from })
 }

@@ -24,11 +24,11 @@ fn client_event(event: &str, client: &str, from: &str) -> audit::Event {
 impl Enrolment for Service {
     async fn join(&self, request: Request<wire::JoinRequest>) -> Result<Response<wire::JoinReply>, Status> {
         let pool = &self.0;
-        let from = peer(&request).and_then(Peer::remote);
+        let from = peer(&request).and_then(Peer::remote).map(|remote| remote.ip().to_canonical());
         let reached = peer(&request).and_then(Peer::local);
         let wish = request.into_inner();
         bounded([&wish.token, &wish.client_name, &wish.machine_id, &wish.boot_id], &[])?;
-        let peer = from.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
+        let peer = from.map_or_else(|| "unknown".into(), |from| from.to_string());
         let refuse = |status: Status| {
             if let Some(more) = pool.quiet.may() {
                 let why = status.message();
@@ -58,11 +58,11 @@ impl Enrolment for Service {
             let _signing = pool.signing.lock().await;
             let refused_by_signer = |e| refuse(unsigned(&format!("join of {name}"), &e));
             // First, so that strangers do not learn which names exist.
-            let check = Operation::check(&token, &name);
+            let check = Operation::check(&token, &name, from);
             let checked = pool.signer.aside(move |signer| signer.link().ask(check)).await;
             checked.map_err(refused_by_signer)?;
             locked(&pool.clients).may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
-            let order = Operation::join(&token, &name, &wish.csr_pem, wish.renews);
+            let order = Operation::join(&token, &name, from, &wish.csr_pem, wish.renews);
             let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
             let issued = issued.map_err(refused_by_signer)?;
             let dated = Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix);
