@@ -8,6 +8,7 @@
 //! of the user's own has one for compiled files.
 
 use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use tracing::{debug, warn};
 
 use self::files::{Entry, leaves_room, made, name_of, paths};
 pub use self::images::{Images, Incoming};
-use self::tree::{BEYOND, Measured};
+use self::tree::{BEYOND, Measured, kept};
 use crate::clock::wall;
 use crate::config::{Config, Origin};
 
@@ -140,9 +141,22 @@ impl Cache {
         self.max
     }
 
-    /// Measures a folder of compiled code; `None`: it is gone.
-    pub fn compiled_bytes(&self, folder: &Path) -> Option<u64> {
-        Some(measured(folder, self.share().saturating_mul(2))?.bytes)
+    /// Measures a folder of compiled code, with what its writers deleted and keep open; `None`: it
+    /// is gone.
+    pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<u64> {
+        let most = self.share().saturating_mul(2);
+        let bytes = measured(folder, most)?.bytes;
+        // The kernel names files by paths without links.
+        let named = folder.canonicalize().ok()?;
+        let mut seen = HashSet::new();
+        let kept = writers.iter().map(|writer| {
+            kept(*writer, &named, &mut seen).unwrap_or_else(|e| {
+                debug!("process {writer}: its open files cannot be listed: {e}; they do not count");
+                0
+            })
+        });
+        let bytes = kept.fold(bytes, u64::saturating_add);
+        Some(if bytes > most { BEYOND } else { bytes })
     }
 
     /// Returns why this is too much compiled code for a folder, or `None` if it is not.
@@ -341,7 +355,7 @@ mod tests {
         let cache = Cache::at(folder.path().into(), 400 << 20).unwrap();
         assert_eq!(cache.compiled_max(), 50 << 20);
         let compiled = cache.compiled("vm-a", None).unwrap();
-        let excess = || cache.excess(cache.compiled_bytes(&compiled)?);
+        let excess = || cache.excess(cache.compiled_bytes(&compiled, &[])?);
         assert_eq!(excess(), None);
         let code = std::fs::File::create(compiled.join("code")).unwrap();
         let fill = |mib: i64| {

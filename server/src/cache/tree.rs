@@ -3,6 +3,7 @@
 //! A worker is presumed to be controlled by its client. So each step goes from a descriptor to a
 //! name below it, never along a path, and never through a link.
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::{Metadata, Permissions, ReadDir};
 use std::io;
@@ -136,6 +137,29 @@ pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
             open.push((inner, entries));
         }
     }
+}
+
+/// Measures files of a folder that a process has deleted and keeps open; `seen` has their inodes.
+///
+/// The kernel shows them by their last path, below `/proc`. A process that has exited keeps none.
+pub(super) fn kept(process: u32, folder: &Path, seen: &mut HashSet<u64>) -> io::Result<u64> {
+    let open = match std::fs::read_dir(format!("/proc/{process}/fd")) {
+        Ok(open) => open,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+        Err(e) => return Err(e),
+    };
+    let mut bytes: u64 = 0;
+    // The process may close a descriptor, or exit, at any moment.
+    for link in open.flatten().map(|entry| entry.path()) {
+        if !std::fs::read_link(&link).is_ok_and(|path| path.starts_with(folder)) {
+            continue;
+        }
+        let Ok(facts) = std::fs::metadata(&link) else { continue };
+        if facts.is_file() && facts.nlink() == 0 && seen.insert(facts.ino()) {
+            bytes = bytes.saturating_add(LEAST.max(facts.blocks() * 512));
+        }
+    }
+    Ok(bytes)
 }
 
 /// Moves a folder into `gone`, where no worker's rights reach what is in it.
@@ -283,6 +307,27 @@ mod tests {
         assert!(measured(&folder, 1 << 30).unwrap().bytes >= 400 * LEAST);
         assert_eq!(measured(&folder, 300 * LEAST).unwrap().bytes, BEYOND);
         delete(root.path(), &folder);
+    }
+
+    #[test]
+    fn a_deleted_file_counts_once_as_long_as_it_is_open() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().canonicalize().unwrap().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        let of_this_process = |folder: &Path| {
+            let mut seen = HashSet::new();
+            kept(std::process::id(), folder, &mut seen).unwrap()
+        };
+        let name = folder.join("code");
+        std::fs::write(&name, vec![1; 1 << 20]).unwrap();
+        let (file, again) = (std::fs::File::open(&name).unwrap(), std::fs::File::open(&name).unwrap());
+        assert_eq!(of_this_process(&folder), 0, "its folder counts it");
+        std::fs::remove_file(&name).unwrap();
+        assert!((1 << 20..2 << 20).contains(&of_this_process(&folder)));
+        assert_eq!(of_this_process(root.path().join("other").as_path()), 0, "another folder's");
+        drop((file, again));
+        assert_eq!(of_this_process(&folder), 0);
+        assert_eq!(kept(u32::MAX, &folder, &mut HashSet::new()).unwrap(), 0, "an exited process");
     }
 
     #[test]

@@ -19,13 +19,16 @@ pub(super) fn owner(lease: &Lease) -> Option<u32> {
 }
 
 impl State {
-    /// Returns the folders of compiled code that live workers write, each with these workers.
-    fn writers(&self, cache: &Cache) -> HashMap<PathBuf, Vec<WorkerId>> {
-        let mut folders: HashMap<_, Vec<_>> = HashMap::new();
-        for (id, worker) in self.workers.iter().filter(|(_, worker)| worker.pid.is_some()) {
-            let Some(known) = self.leases.get(&worker.lease) else { continue };
+    /// Returns the folders of compiled code that live workers write, each with these workers and
+    /// their processes.
+    fn writers(&self, cache: &Cache) -> HashMap<PathBuf, (Vec<WorkerId>, Vec<u32>)> {
+        let mut folders: HashMap<_, (Vec<_>, Vec<_>)> = HashMap::new();
+        for (id, worker) in &self.workers {
+            let (Some(pid), Some(known)) = (worker.pid, self.leases.get(&worker.lease)) else { continue };
             let folder = cache.compiled_place(&worker.client, owner(&known.lease));
-            folders.entry(folder).or_default().push(*id);
+            let (ids, pids) = folders.entry(folder).or_default();
+            ids.push(*id);
+            pids.push(pid);
         }
         folders
     }
@@ -69,8 +72,8 @@ impl Supervisor {
         let writers = self.state().writers(cache);
         let mut total: u64 = 0;
         // The lock is free while the folders are measured.
-        for (folder, ids) in writers {
-            let Some(bytes) = cache.compiled_bytes(&folder) else { continue };
+        for (folder, (ids, pids)) in writers {
+            let Some(bytes) = cache.compiled_bytes(&folder, &pids) else { continue };
             match cache.excess(bytes) {
                 Some(excess) => {
                     self.state().stop_writers(&folder, &ids, &excess, cache.compiled_max());

@@ -14,6 +14,8 @@
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
 //! * `...unmapped...`: a program makes its worker write 1 GiB into a file in memory that it maps
 //!   nowhere.
+//! * `...hidden...`: a program makes its worker write 5 MiB of compiled code into a file that it
+//!   deletes and keeps open.
 //! * `...crowded...`: a program makes its worker start 20 threads.
 //! * `...busy...`: under MPS, workers stop in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
@@ -250,6 +252,13 @@ fn serve() {
                     let file = nix::sys::memfd::memfd_create(c"unmapped", flags).unwrap();
                     let mut file = std::fs::File::from(file);
                     (0..1024).for_each(|_| file.write_all(&[7; 1 << 20]).unwrap());
+                    std::mem::forget(file);
+                }
+                if s.driver.contains("hidden") {
+                    let folder = std::path::PathBuf::from(std::env::var_os("CUDA_CACHE_PATH").unwrap());
+                    let mut file = std::fs::File::create(folder.join("code")).unwrap();
+                    std::fs::remove_file(folder.join("code")).unwrap();
+                    file.write_all(&vec![1; 5 << 20]).unwrap();
                     std::mem::forget(file);
                 }
                 if s.driver.contains("crowded") {

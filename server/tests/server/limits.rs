@@ -215,6 +215,18 @@ async fn too_much_compiled_code_ends_its_writers_alone() {
     .await;
 }
 
+#[tokio::test]
+async fn compiled_code_that_a_worker_deletes_and_keeps_open_ends_it() {
+    let mut server = Server::prepare("libcuda-hidden.so.1", "cache_max = \"8MiB\"").await;
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    let (mut lane, _) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+    assert!(rest(&mut lane).is_empty(), "ended");
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(journal.contains("more than 4 MiB of compiled code; killed"), "{journal}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;

@@ -399,6 +399,15 @@ const OWN_PRIORITY: &[(i64, u64)] =
 const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
 const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
 
+/// Calls that open a file, each with the argument that has the flags.
+const OPENS: &[(i64, u8)] = &[
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_open, 1),
+    (libc::SYS_openat, 2),
+];
+/// Flag of `O_TMPFILE` that no other flag has.
+const NAMELESS: libc::c_int = libc::O_TMPFILE & !libc::O_DIRECTORY;
+
 /// Forbids the x32 ABI, in which the same calls have other numbers.
 fn no_x32() -> Result<(), seccompiler::Error> {
     if cfg!(not(target_arch = "x86_64")) {
@@ -441,12 +450,12 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     }
     .map_err(|e| e.to_string())?;
     no_x32().map_err(|e| e.to_string())?;
-    // The newer call hides its flags from filters: the C library falls back to the older one.
+    // The newer calls hide their flags from filters: the C library falls back to the older ones.
     let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let parks = calls == Calls::Park;
     // The helper that parks has no rules of Landlock, which would keep it from other processes.
     let by_path = landlock < ABI::V3 && !parks;
-    if by_path {
+    if !parks {
         hidden.insert(libc::SYS_openat2, Vec::new());
     }
     install(hidden, libc::ENOSYS)?;
@@ -490,16 +499,25 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
         let any = commands.iter().map(|command| when(1, SeccompCmpOp::Eq, *command as u64));
         rules.insert(call, any.collect::<Result<_, _>>()?);
     }
+    if !parks {
+        for (call, argument) in OPENS {
+            let flags = |mask: libc::c_int, value: libc::c_int| {
+                when(*argument, SeccompCmpOp::MaskedEq(mask as u64), value as u64)
+            };
+            // A file without a name counts in no folder.
+            let mut refused = vec![flags(NAMELESS, NAMELESS)?];
+            if by_path {
+                // Older versions of Landlock do not see that this empties a file which they let it
+                // read.
+                refused.push(flags(libc::O_TRUNC | libc::O_ACCMODE, libc::O_TRUNC | libc::O_RDONLY)?);
+            }
+            rules.insert(*call, refused);
+        }
+        // The server lists the files that this process has open, which needs this attribute.
+        rules.insert(libc::SYS_prctl, vec![when(0, SeccompCmpOp::Eq, libc::PR_SET_DUMPABLE as u64)?]);
+    }
     if by_path {
-        // Older versions of Landlock do not see that these empty a file which they let it read.
-        let empties = |flags| {
-            let way = SeccompCmpOp::MaskedEq((libc::O_TRUNC | libc::O_ACCMODE) as u64);
-            when(flags, way, (libc::O_TRUNC | libc::O_RDONLY) as u64)
-        };
         rules.insert(libc::SYS_truncate, Vec::new());
-        rules.insert(libc::SYS_openat, vec![empties(2)?]);
-        #[cfg(target_arch = "x86_64")]
-        rules.insert(libc::SYS_open, vec![empties(1)?]);
     }
     // Threads, but no processes.
     let thread = libc::CLONE_THREAD as u64;
@@ -569,6 +587,7 @@ mod tests {
         let root = nix::unistd::geteuid().is_root();
         let none = |line: &str| line.ends_with("\t0000000000000000") || line.starts_with("CapBnd") && !root;
         assert!(sets.all(none), "{status}");
+        no_hidden_file();
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
         assert!(std::os::unix::net::UnixDatagram::pair().is_err());
@@ -633,6 +652,23 @@ mod tests {
         }
         println!("contained");
         std::process::exit(0);
+    }
+
+    /// Tries to make a file without a name, and to keep the server from listing open files.
+    fn no_hidden_file() {
+        let flags = libc::O_TMPFILE | libc::O_RDWR;
+        // SAFETY: the path ends with NUL; the calls take plain numbers otherwise.
+        unsafe {
+            denied(libc::open(c"/dev/shm".as_ptr(), flags, 0o600).into(), "a file without a name");
+            #[cfg(target_arch = "x86_64")]
+            denied(libc::syscall(libc::SYS_open, c"/dev/shm".as_ptr(), flags, 0o600), "the older open");
+            let how = std::ptr::null::<libc::open_how>();
+            let size = size_of::<libc::open_how>();
+            assert_eq!(libc::syscall(libc::SYS_openat2, libc::AT_FDCWD, c"/".as_ptr(), how, size), -1);
+            assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
+            denied(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0).into(), "dumpable");
+        }
+        assert!(std::fs::read("/proc/self/status").is_ok());
     }
 
     /// Tries each call that changes what a path names, or watches it.
