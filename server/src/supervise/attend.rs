@@ -36,11 +36,11 @@ pub(super) const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// Bounded, since another process of its group may keep sending.
 const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
-/// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
-/// about memory and images count separately, shared memory included: after `MAX_REQUESTS` the
-/// supervisor reads the channel again in the next second.
+/// Packets that a worker may send in a second; the supervisor kills one that sends more.
+///
+/// Packets about memory and images count separately, shared memory included, and for all workers of
+/// a client: beyond [`RequestRate`](super::request_rate), the channel waits for the next second.
 const MAX_PACKETS: u32 = 1000;
-const MAX_REQUESTS: u32 = 20_000;
 
 /// Progress of a worker's end. Neither the worker's messages nor a full channel prolong it.
 #[derive(Default)]
@@ -68,6 +68,7 @@ pub(super) enum End {
 struct Attendance<'a> {
     supervisor: &'a Supervisor,
     id: &'a WorkerId,
+    client: String,
     channel: &'a Channel,
     ending: &'a mut Ending,
     mps: bool,
@@ -88,15 +89,15 @@ struct Attendance<'a> {
 struct Received {
     since: Instant,
     packets: u32,
-    requests: u32,
-    /// Whether it asked too often: its messages wait for the next second.
+    /// Whether its client asked too often: its messages wait for the next second.
     paused: bool,
 }
 
 impl Received {
-    fn count(&mut self, message: &FromWorker) -> Result<(), String> {
+    /// Counts a message; `exceeds` counts a request, and tells whether its client has sent enough.
+    fn count(&mut self, message: &FromWorker, exceeds: impl FnOnce(Instant) -> bool) -> Result<(), String> {
         if self.since.elapsed() >= Duration::from_secs(1) {
-            (self.since, self.packets, self.requests) = (Instant::now(), 0, 0);
+            (self.since, self.packets) = (Instant::now(), 0);
         }
         match message {
             FromWorker::MemoryWanted { .. }
@@ -109,8 +110,7 @@ impl Received {
             // A program may load thousands of modules in a second.
             | FromWorker::ImageWanted { .. }
             | FromWorker::ImageOffered { .. } => {
-                self.requests += 1;
-                self.paused = self.requests > MAX_REQUESTS;
+                self.paused = exceeds(Instant::now());
             }
             _ => self.packets += 1,
         }
@@ -136,9 +136,11 @@ impl Supervisor {
         let Queues { commands, tells, ends } = queues;
         // A worker under MPS does not outlive its server, so an earlier server left none.
         let mps = start.as_ref().is_some_and(|start| start.mps);
+        let client = self.state().workers.get(id).map(|w| w.client.clone()).unwrap_or_default();
         let mut task = Attendance {
             supervisor: self,
             id,
+            client,
             channel,
             ending,
             mps,
@@ -149,7 +151,7 @@ impl Supervisor {
             told_to_end: false,
             said_end: false,
             said_ready: false,
-            received: Received { since: Instant::now(), packets: 0, requests: 0, paused: false },
+            received: Received { since: Instant::now(), packets: 0, paused: false },
             images: ImageDesk::new(self, id),
         };
         if let Some(start) = start {
@@ -261,7 +263,8 @@ impl Attendance<'_> {
     }
 
     async fn on_message(&mut self, message: FromWorker, descriptor: Option<OwnedFd>) -> Result<(), String> {
-        self.received.count(&message)?;
+        let rate = &self.supervisor.0.requests;
+        self.received.count(&message, |now| rate.exceeds(&self.client, now))?;
         let Some(message) = self.images.take(message) else { return Ok(()) };
         if let FromWorker::Contained { lacking } = &message
             && !self.supervisor.state().workers.get(self.id).is_none_or(|w| w.may_be_contained(lacking))

@@ -22,6 +22,7 @@ use self::exit::stop;
 use self::handover::{LeftWorker, Store};
 use self::messages::say;
 use self::quota::Ledger;
+use self::request_rate::RequestRate;
 use self::run::Origin;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
@@ -58,6 +59,7 @@ pub mod process;
 pub mod quota;
 mod reconcile;
 mod record;
+mod request_rate;
 mod run;
 mod shares;
 mod sharing;
@@ -141,6 +143,7 @@ impl Supervisor {
             empty: Notify::new(),
             wants: Notify::new(),
             events: broadcast::channel(1024).0,
+            requests: RequestRate::default(),
             refusals: LogThrottle::default(),
             resumes: AtomicU64::new(0),
             resume_log: LogThrottle::default(),

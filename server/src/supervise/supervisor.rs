@@ -14,6 +14,7 @@ use super::event::Event;
 use super::farewells::Farewells;
 use super::handover::{LeftWorker, Store};
 use super::quota::Ledger;
+use super::request_rate::RequestRate;
 use super::shares::Shares;
 use super::stock::{Stock, WorkerId};
 use super::worker::Worker;
@@ -134,6 +135,7 @@ pub(super) struct Inner {
     pub(super) empty: Notify,
     pub(super) wants: Notify,
     pub(super) events: broadcast::Sender<Event>,
+    pub(super) requests: RequestRate,
     pub(super) refusals: LogThrottle,
     /// Programs that came back after a broken connection.
     pub(super) resumes: AtomicU64,
