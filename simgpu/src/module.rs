@@ -465,6 +465,14 @@ impl Kernel {
     }
 }
 
+/// Returns the kernel that the program knows of a library's function, if any.
+pub fn kernel_of(f: &Function) -> Option<Arc<Kernel>> {
+    KERNELS.all().into_iter().find(|k| {
+        let module = k.library.upgrade().and_then(|l| l.modules.lock().get(&f.context).map(handle));
+        k.name == f.name && module == Some(f.module)
+    })
+}
+
 /// Returns the function of a `CUfunction`, which may be a `CUkernel`; a kernel is loaded into
 /// `ctx`.
 pub fn function(h: usize, ctx: &Arc<Context>) -> Result<Arc<Function>> {

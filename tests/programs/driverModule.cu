@@ -100,6 +100,10 @@ static void settings(CUdevice device, CUcontext primary) {
     CHECK_DRIVER(cuFuncSetAttribute_(here, SHARED, 60000));
     CHECK_DRIVER(cuFuncGetAttribute_(&value, SHARED, there));
     EXPECT(value == 60000);
+    CHECK_DRIVER(cuLaunchKernel_(here, 1, 1, 1, 1, 1, 1, 0, nullptr, nullptr, nullptr));
+    CHECK_DRIVER(cuCtxSetCurrent_(other));
+    SHOW_DRIVER(cuLaunchKernel_(here, 1, 1, 1, 1, 1, 1, 0, nullptr, nullptr, nullptr));
+    CHECK_DRIVER(cuCtxSetCurrent_(primary));
     CHECK_DRIVER(cuLaunchKernel_(here, 1, 1, 1, 1, 1, 1, 55000, nullptr, nullptr, nullptr));
     CHECK_DRIVER(cuCtxSynchronize_());
     CHECK_DRIVER(cuModuleUnload_(module));
@@ -264,6 +268,9 @@ int main() {
     char log[1024] = "";
     CUjit_option options[] = {CU_JIT_INFO_LOG_BUFFER, CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES, CU_JIT_MAX_REGISTERS};
     void *values[] = {log, reinterpret_cast<void *>(sizeof log), reinterpret_cast<void *>(size_t(32))};
+    CHECK_DRIVER(cuModuleLoadDataEx_(&module, PTX, 3, options, values));
+    CHECK_DRIVER(cuModuleUnload_(module));
+    values[1] = nullptr;
     CHECK_DRIVER(cuModuleLoadDataEx_(&module, PTX, 3, options, values));
     CHECK_DRIVER(cuModuleGetFunction_(&transform, module, "transform"));
     CHECK_DRIVER(cuModuleGetFunction_(&nothing, module, "nothing"));

@@ -98,7 +98,7 @@ static const char PTX[] = R"(
 typedef CUresult (*ContextCreate)(CUcontext *, unsigned, CUdevice);
 typedef CUresult (*AddKernel)(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, const CUDA_KERNEL_NODE_PARAMS_v2 *);
 
-// The kernel of a library runs in the context that its node names, not in the current one.
+// The kernel of a library runs in the context that its node names, else in the current one.
 static void contexts() {
     DRIVER(cuCtxGetCurrent);
     DRIVER(cuCtxSetCurrent);
@@ -108,6 +108,7 @@ static void contexts() {
     DRIVER(cuLibraryGetKernel);
     DRIVER(cuLibraryGetGlobal);
     DRIVER(cuLibraryUnload);
+    DRIVER(cuKernelGetFunction);
     DRIVER(cuGraphLaunch);
     auto create = reinterpret_cast<ContextCreate>(driver_symbol("cuCtxCreate_v2"));
     auto add_kernel = reinterpret_cast<AddKernel>(driver_symbol("cuGraphAddKernelNode_v2"));
@@ -115,6 +116,7 @@ static void contexts() {
     auto set = reinterpret_cast<SetKernel>(driver_symbol("cuGraphKernelNodeSetParams_v2"));
     CUcontext both[2];
     CUdeviceptr variables[2];
+    CUfunction functions[2];
     size_t size;
     CUlibrary library;
     CUkernel kernel;
@@ -125,10 +127,13 @@ static void contexts() {
     for (int i = 0; i < 2; i++) {
         CHECK_DRIVER(cuCtxSetCurrent_(both[i]));
         CHECK_DRIVER(cuLibraryGetGlobal_(&variables[i], &size, library, "variable"));
+        CHECK_DRIVER(cuKernelGetFunction_(&functions[i], kernel));
     }
     EXPECT(variables[0] != variables[1]);
-    for (int named = 0; named < 2; named++) {
-        CHECK_DRIVER(cuCtxSetCurrent_(both[!named]));
+    for (int round = 0; round < 4; round++) {
+        const int named = round % 2;
+        CUcontext current = both[round < 2 ? !named : named];
+        CHECK_DRIVER(cuCtxSetCurrent_(current));
         cudaGraph_t graph;
         cudaGraphExec_t executable;
         CUgraphNode node;
@@ -140,10 +145,10 @@ static void contexts() {
         params.blockDimX = params.blockDimY = params.blockDimZ = 1;
         params.kernelParams = arguments;
         params.kern = kernel;
-        params.ctx = both[named];
+        params.ctx = round < 2 ? both[named] : nullptr;
         CHECK_DRIVER(add_kernel(&node, graph, nullptr, 0, &params));
         CHECK_DRIVER(get(node, &read));
-        EXPECT(read.ctx == both[named]);
+        EXPECT(read.ctx == both[named] && read.kern == kernel && read.func == functions[named]);
         for (int again = 0; again < 2; again++) {
             CHECK(cudaGraphInstantiate(&executable, graph, 0));
             CHECK_DRIVER(cuGraphLaunch_(executable, nullptr));
@@ -160,7 +165,7 @@ static void contexts() {
                 CHECK(cudaMemcpy(reinterpret_cast<void *>(variables[i]), &zero, sizeof zero, cudaMemcpyHostToDevice));
                 CHECK_DRIVER(cuCtxSynchronize_());
             }
-            CHECK_DRIVER(cuCtxSetCurrent_(both[!named]));
+            CHECK_DRIVER(cuCtxSetCurrent_(current));
             value += 10;
             CHECK_DRIVER(set(node, &params));
         }

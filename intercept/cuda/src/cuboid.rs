@@ -199,11 +199,11 @@ impl Cuboid {
 
     /// Removes and returns the contexts that a copy between devices names for source and target.
     ///
-    /// Host memory has none, and an array its own.
+    /// Host memory has none, and an array its own; null means the current one.
     pub fn take_contexts(&mut self) -> [Option<u64>; 2] {
         [&mut self.source, &mut self.target].map(|side| {
             let ctx = std::mem::take(&mut side.reserved) as u64;
-            matches!(side.kind, DEVICE | UNIFIED).then_some(ctx)
+            (matches!(side.kind, DEVICE | UNIFIED) && ctx != 0).then_some(ctx)
         })
     }
 
@@ -427,7 +427,7 @@ mod tests {
             taken
         };
         assert_eq!(contexts(DEVICE, ARRAY), [None, Some(5)]);
-        assert_eq!(contexts(ARRAY, UNIFIED), [Some(0), None]);
+        assert_eq!(contexts(ARRAY, UNIFIED), [None, None]);
         assert_eq!(contexts(HOST, HOST), [None, None]);
     }
 

@@ -133,6 +133,12 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     Ok(new)
 }
 
+/// Returns the function of a kernel in the current context.
+pub fn of_kernel(client: &Client, kernel: &Function) -> Result<u64> {
+    kernel.reach(client)?;
+    get(client, kernel.handle, How::OfKernel, kernel.name.clone())
+}
+
 /// Answers about occupancy by number of the client, context of a kernel, and question.
 type Occupancy = HashMap<(u8, u64, Vec<u8>), u64>;
 

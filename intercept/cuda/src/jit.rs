@@ -95,6 +95,17 @@ impl Options {
         Ok(r)
     }
 
+    /// Empties the logs and sets what the driver returns to 0, as a linker's creation does.
+    pub fn begin(&self) -> Result {
+        for (buffer, size) in [(self.info, self.info_size), (self.error, self.error_size)] {
+            if !buffer.is_null() && size > 0 {
+                give_text(buffer, size.min(i32::MAX as usize) as i32, b"")?;
+            }
+        }
+        self.outputs.into_iter().for_each(|output| give_optional(output, 0));
+        Ok(())
+    }
+
     /// Writes the values of options that the driver returns into the program's array.
     ///
     /// Older workers do not answer them.

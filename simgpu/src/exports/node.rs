@@ -423,10 +423,9 @@ export! {
     fn cuGraphKernelNodeGetParams(h: usize, p: *mut KernelNodeParams) { out(p, kernel_params(h)?) }
     fn cuGraphKernelNodeGetParams_v2(h: usize, p: *mut KernelNodeParamsV2) {
         let base = kernel_params(h)?;
-        let ctx = get!(h, NodeKind::Kernel(l) => l.function.context);
-        let is_kernel = crate::module::KERNELS.find(base.func).is_some();
-        let kern = if is_kernel { base.func } else { 0 };
-        out(p, KernelNodeParamsV2 { base: KernelNodeParams { func: if is_kernel { 0 } else { base.func }, ..base }, kern, ctx })
+        let f = get!(h, NodeKind::Kernel(l) => l.function.clone());
+        let kern = crate::module::kernel_of(&f).map_or(0, |k| handle(&k));
+        out(p, KernelNodeParamsV2 { base: KernelNodeParams { func: handle(&f), ..base }, kern, ctx: f.context })
     }
     fn cuGraphKernelNodeSetParams(h: usize, p: *const KernelNodeParams) { replace(h, kernel(p, None)?) }
     fn cuGraphKernelNodeSetParams_v2(h: usize, p: *const KernelNodeParamsV2) { replace(h, kernel(p.cast(), Some(p))?) }

@@ -359,6 +359,18 @@ fn rows(cuboid: &Cuboid) -> impl Iterator<Item = (usize, usize)> + use<> {
     (0..depth).flat_map(move |z| (0..height).map(move |y| (y, z)))
 }
 
+/// Returns the rows of a copy from the program's memory, one after the other.
+pub(super) fn packed_source(cuboid: &Cuboid) -> Vec<u8> {
+    let mut packed = Vec::with_capacity(cuboid.width * cuboid.height * cuboid.depth);
+    for (y, z) in rows(cuboid) {
+        // SAFETY: by the call's contract the box lies in the program's memory.
+        packed.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(cuboid.source.row(y, z) as *const u8, cuboid.width)
+        });
+    }
+    packed
+}
+
 /// Returns the host memory that a copy to the device reads.
 fn source(host: &Cuboid) -> Source {
     let (address, extent) = host.span(0);
@@ -369,16 +381,10 @@ fn source(host: &Cuboid) -> Source {
 
 /// Sends a copy from the program's memory with its rows, packed; `body` writes the frame's head.
 fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: bool) -> Result {
-    let (client, width) = (stream.client, host.width);
+    let client = stream.client;
     let Source { address, extent, range } = source(host);
     if range.len() <= INLINE_MAX {
-        let mut packed = Vec::with_capacity(range.len());
-        for (y, z) in rows(host) {
-            // SAFETY: by the call's contract the box lies in the program's memory.
-            packed.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
-            });
-        }
+        let packed = packed_source(host);
         let seq = client.post(op::COPY_BOX, |w| {
             body(w);
             w.bytes(&packed);

@@ -2,8 +2,8 @@
 
 use std::ffi::c_void;
 
-use super::copy::{for_synchronous, named, run, serialized, unified};
-use crate::cuboid::{Cuboid, Side, on_device};
+use super::copy::{for_synchronous, named, packed_source, run, serialized, unified};
+use crate::cuboid::{Cuboid, HOST, Side, on_device};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give_optional, take};
 use crate::streams::{self, Stream};
 use crate::{arrays, clients};
@@ -166,6 +166,20 @@ impl Operation {
     }
 }
 
+/// Runs the copy of a box; with `now` its source may change after the return.
+fn one_box(mut copy: Cuboid, stream: &Stream, now: bool) -> Result {
+    copy.resolve()?;
+    if !now || copy.host_sides() != (true, false) || stream.capture().is_some() {
+        return run(copy, stream, now);
+    }
+    let size = copy.width.checked_mul(copy.height).and_then(|n| n.checked_mul(copy.depth));
+    size.ok_or(INVALID_VALUE)?;
+    // As in `one`, so that the call waits for no work of the stream.
+    let taken = packed_source(&copy);
+    copy.source = Side::memory(HOST, taken.as_ptr() as u64, copy.width, copy.height);
+    run(copy, stream, false)
+}
+
 /// Runs copies of boxes one after the other.
 fn boxes(
     operations: *const Operation,
@@ -186,7 +200,7 @@ fn boxes(
         copies.push(copy.inspect_err(|_| give_optional(failed, i))?);
     }
     for (i, (copy, now)) in copies.into_iter().enumerate() {
-        run(copy, &stream, now).inspect_err(|_| give_optional(failed, i))?;
+        one_box(copy, &stream, now).inspect_err(|_| give_optional(failed, i))?;
     }
     Ok(())
 }

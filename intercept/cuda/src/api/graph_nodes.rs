@@ -15,7 +15,7 @@ use crate::functions;
 use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
 use crate::regions::Named;
-use crate::{clients, events, graph_uses, mapped, objects, route};
+use crate::{clients, events, graph_uses, mapped, objects, route, thread};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -354,10 +354,11 @@ impl Content {
         client.same(other)
     }
 
-    /// Returns the context that a kernel's node names, or 0; the driver ignores one beside a
-    /// function.
+    /// Returns the context of a kernel's node, which is the current one if the program names none,
+    /// or 0; the driver ignores one beside a function.
     pub fn context(&self) -> u64 {
         match self {
+            Self::Kernel(node) if node.func.is_null() && node.ctx.is_null() => thread::current(),
             Self::Kernel(node) if node.func.is_null() => node.ctx as u64,
             _ => 0,
         }

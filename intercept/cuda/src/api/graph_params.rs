@@ -13,7 +13,7 @@ use crate::client::{Client, string, word};
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, give};
 use crate::host_functions::{self, HostFunction};
-use crate::{clients, events, functions, objects, regions};
+use crate::{clients, events, functions, objects, regions, thread};
 
 /// `CUgraphNodeType`
 mod kind {
@@ -89,18 +89,24 @@ fn kernel(node: u64) -> Result<KernelNode> {
         return Err(UNKNOWN);
     }
     let each: Box<[u64]> = function.params.iter().map(|p| start + u64::from(p.offset)).collect();
-    let (of_kernel, func) = (function.is_kernel(), function.handle as *mut c_void);
     // Older workers do not name the context.
     let ctx = r.word().ok().filter(|ctx| *ctx != 0).map_or(0, |ctx| client.name(ctx));
     let none = std::ptr::null_mut();
+    let told = function.handle as *mut c_void;
+    let (func, kernel) = match function.is_kernel() {
+        false => (told, none),
+        true if ctx == 0 => (none, told),
+        // The node of a kernel names its function in that context, too.
+        true => (thread::within(ctx, || functions::of_kernel(client, &function))? as *mut c_void, told),
+    };
     let params = KernelNode {
-        func: if of_kernel { none } else { func },
+        func,
         grid,
         block,
         shared,
         each: if each.is_empty() { std::ptr::null() } else { each.as_ptr().cast() },
         extra: std::ptr::null(),
-        kernel: if of_kernel { func } else { none },
+        kernel,
         ctx: ctx as *mut c_void,
     };
     lend(node, vec![values, each]);

@@ -188,10 +188,9 @@ fn launch(
     params.name_memory(client, &function)?;
     regions::upload(client)?;
     let mut hasher = DefaultHasher::new();
-    (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);
-    if function.is_kernel() {
-        (stream.ctx, function.context_of_call()).hash(&mut hasher);
-    }
+    // A function belongs to one context, and a kernel has settings of its own in each.
+    (function.handle, shape.block, shape.shared, attributes, stream.ctx).hash(&mut hasher);
+    function.context_of_call().hash(&mut hasher);
     if !attributes.is_empty() {
         // The verdict on clusters and cooperative launches depends on the grid, too.
         shape.grid.hash(&mut hasher);

@@ -36,6 +36,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
+        options.begin()?;
         let link = linker::create(client, options)?;
         let new = link.handle;
         links().insert(new, Arc::new(Mutex::new(link)));

@@ -190,9 +190,7 @@ driver! {
 
     fn cuKernelGetFunction(function: *mut *mut c_void, kernel: *mut c_void) {
         let client = clients::get()?;
-        let kernel = functions::find(kernel as u64)?;
-        kernel.reach(client)?;
-        give(function, functions::get(client, kernel.handle, How::OfKernel, kernel.name.clone())? as *mut c_void)
+        give(function, functions::of_kernel(client, &*functions::find(kernel as u64)?)? as *mut c_void)
     }
 
     fn cuKernelGetLibrary(library: *mut *mut c_void, kernel: *mut c_void) {
