@@ -159,37 +159,6 @@ fn told(p: &Param) -> String {
     }
 }
 
-/// Returns the text that makes a call with a long list of edges in parts, which a worker takes.
-fn split(name: &str, params: &[Param]) -> String {
-    let count = "numDependencies";
-    if !params.iter().any(|p| p.name == count) {
-        return String::new();
-    }
-    let arguments: Vec<String> = params
-        .iter()
-        .map(|p| match p.kind {
-            Kind::Array(len, _) | Kind::ArrayOptional(len, _) => format!(
-                "if r#{n}.is_null() {{ r#{n} }} else {{ r#{n}.wrapping_byte_add(start * {len}) }}",
-                n = p.name
-            ),
-            _ if p.name == count => format!("PART.min(r#{count} - start)"),
-            _ => format!("r#{}", p.name),
-        })
-        .collect();
-    format!(
-        "        const PART: usize = 65_536;
-        if r#{count} > PART {{
-            for start in (0..r#{count}).step_by(PART) {{
-                // SAFETY: the caller's contract holds for a part of the arrays, too.
-                match unsafe {{ {name}({}) }} {{ 0 => {{}} status => return Err(status) }}
-            }}
-            return Ok(());
-        }}
-",
-        arguments.join(", ")
-    )
-}
-
 #[expect(clippy::too_many_lines, reason = "one `match` over the kinds of parameters")]
 fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut declarations = Vec::new();
@@ -254,6 +223,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             Kind::In(len) | Kind::Array(len, _) => {
                 let size = match p.kind {
                     Kind::Array(_, count) => {
+                        writeln!(checks, "        client.takes_list(r#{count} as usize)?;").unwrap();
                         format!("(r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?")
                     }
                     _ => len.to_string(),
@@ -295,6 +265,5 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
     if !route.known {
         route.is("clients::get()?");
     }
-    checks.insert_str(0, &split(name, params));
     assemble(name, wait, &Text { declarations, route: route.lines, checks, words, answers, stream })
 }

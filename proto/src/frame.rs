@@ -21,6 +21,10 @@ pub mod op {
 pub const HEADER: usize = 40;
 /// Longest body, in bytes; a longer one closes the connection.
 pub const MAX_BODY: usize = 4 << 20;
+/// Longest body of a request or reply in several frames, in bytes.
+pub const MAX_LONG_BODY: usize = 128 << 20;
+/// Longest part of such a body in one [`op::BODY_PART`] or [`op::REPLY_PART`], in bytes.
+pub const BODY_PART: usize = 1 << 20;
 /// Longest data that travels inside its request or reply on lane 0, in bytes.
 pub const INLINE_MAX: usize = 64 << 10;
 /// Longest payload of one [`op::CHUNK`] frame on a bulk lane, in bytes.
@@ -65,6 +69,10 @@ pub mod mirror {
 
 /// Request flag: the program waits for the reply.
 pub const WAIT: u16 = 1;
+/// Request flag: the body continues in the thread's [`op::BODY_PART`] frames, which came before.
+///
+/// The last word of the frame's own body is their length, and no part of the request.
+pub const CONTINUED: u16 = 2;
 
 /// Second word of `STREAM_SYNC`: work of the default stream counts that precedes later work only.
 pub const DRAIN: u64 = 1;
@@ -92,8 +100,10 @@ pub mod ability {
     pub const LANDING_ARRAYS: u64 = 2;
     /// The bytes of a `COPY_BOX` to the device may travel on the lanes, however few they are.
     pub const LANE_BOXES: u64 = 4;
+    /// A request may be [`CONTINUED`](super::CONTINUED), and lists of edges may have any length.
+    pub const LONG_BODIES: u64 = 8;
     /// Abilities of a worker of this version.
-    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES;
+    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES;
 }
 
 /// Abilities of a program's library: bits of the word behind the windows in `HELLO`.
@@ -102,6 +112,10 @@ pub mod ability {
 pub mod library_ability {
     /// It understands holds in acknowledgements of chunks, `WANTED` and `RELEASE`.
     pub const HOLDS: u64 = 1;
+    /// It understands replies in several frames, `REPLY_PART` and then `REPLY`.
+    pub const LONG_REPLIES: u64 = 2;
+    /// Abilities of a library of this version.
+    pub const ALL: u64 = HOLDS | LONG_REPLIES;
 }
 
 /// Header of every frame.
@@ -112,7 +126,7 @@ pub struct Header {
     pub len: U32,
     /// Number from [`op`].
     pub op: U16,
-    /// [`WAIT`] or 0.
+    /// [`WAIT`], [`CONTINUED`].
     pub flags: U16,
     /// The program's thread that made the call; the order within a thread is always kept.
     pub thread: U32,
@@ -228,6 +242,16 @@ impl<'a> Writer<'a> {
     #[inline]
     pub fn is_too_long(&self) -> bool {
         self.written() > HEADER + MAX_BODY
+    }
+
+    /// Returns the body so far.
+    pub fn body(&self) -> &[u8] {
+        &self.buf[self.start + HEADER..]
+    }
+
+    /// Marks the frame as one whose body continues in earlier frames; see [`CONTINUED`].
+    pub fn set_continued(&mut self) {
+        self.buf[self.start + std::mem::offset_of!(Header, flags)] |= CONTINUED as u8;
     }
 
     /// Replaces the frame by one of another operation, whose body is empty.

@@ -209,7 +209,7 @@ fn arm(name: &str, params: &[Param]) -> String {
                 // The count may come after the array.
                 writeln!(
                     counted,
-                    "            let {v} = {read}({v}, {n} * bounded(a{position} as u64, 65_536)?)?;"
+                    "            let {v} = {read}({v}, {n} * bounded(a{position} as u64, MAX_LONG_BODY)?)?;"
                 )
                 .unwrap();
                 arguments.push(if optional {

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use gpusession_link::link::Caller;
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
-use gpusession_proto::frame::{BadFrame, MAX_BODY, Reader, Writer, library_ability, op};
+use gpusession_proto::frame::{
+    BODY_PART, BadFrame, MAX_BODY, MAX_LONG_BODY, Reader, Writer, ability, library_ability, op,
+};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
@@ -103,23 +105,16 @@ pub fn unavailable(_: LinkLost) -> i32 {
 
 /// Writes a body, or an empty frame without effect in place of one that the worker would refuse.
 ///
-/// A frame that is too long would end the connection.
+/// A frame that is too long would end the connection. Its body goes to `long`.
 #[inline]
-fn bounded(fits: &Cell<bool>, body: impl FnOnce(&mut Writer<'_>)) -> impl FnOnce(&mut Writer<'_>) {
+fn bounded(long: &Cell<Vec<u8>>, body: impl FnOnce(&mut Writer<'_>)) -> impl FnOnce(&mut Writer<'_>) {
     |w| {
         body(w);
         if w.is_too_long() {
+            long.set(w.body().to_vec());
             w.replace(op::MARK);
-            fits.set(false);
         }
     }
-}
-
-/// Prints why a call fails whose arguments no frame can hold, and returns its status.
-#[cold]
-fn too_long(op: u16) -> i32 {
-    trace::why(&format!("operation {op}: arguments of more than {} MiB", MAX_BODY >> 20));
-    NOT_SUPPORTED
 }
 
 impl Client {
@@ -138,7 +133,7 @@ impl Client {
             for base in &windows {
                 w.word(*base);
             }
-            w.word(library_ability::HOLDS);
+            w.word(library_ability::ALL);
         });
         let made = match opened {
             Ok((link, reply)) => Self::greeted(number, link.clone(), &reply, &windows).map_err(|failed| {
@@ -307,13 +302,19 @@ impl Client {
     /// Appends a frame to the log and returns its position; never waits for the worker.
     #[inline]
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
-        let fits = Cell::new(true);
+        let long = Cell::default();
         let counted = |w: &mut Writer<'_>| {
-            bounded(&fits, body)(w);
+            bounded(&long, body)(w);
             run_ahead::sent(self.number, w.written());
         };
         let seq = self.link.post(op, self.caller(), counted).map_err(unavailable)?;
-        if fits.get() { Ok(seq) } else { Err(too_long(op)) }
+        let long = long.into_inner();
+        if long.is_empty() {
+            return Ok(seq);
+        }
+        let (seq, reply) = self.ask_long(op, &long)?;
+        self.check_status(reply.status)?;
+        Ok(seq)
     }
 
     /// Appends a frame and waits for the reply; a failure of the driver is an error.
@@ -326,9 +327,41 @@ impl Client {
     /// Appends a frame and waits for the reply, which may hold a failure.
     pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         self.free_blocks(op)?;
-        let fits = Cell::new(true);
-        let reply = self.link.call(op, self.caller(), bounded(&fits, body)).map_err(unavailable)?;
-        if fits.get() { Ok(reply) } else { Err(too_long(op)) }
+        let long = Cell::default();
+        let reply = self.link.call(op, self.caller(), bounded(&long, body)).map_err(unavailable)?;
+        let long = long.into_inner();
+        if long.is_empty() { Ok(reply) } else { self.ask_long(op, &long).map(|(_, reply)| reply) }
+    }
+
+    /// Sends a request in several frames, since one cannot hold its body, and waits for the reply;
+    /// also returns its position.
+    ///
+    /// A call that else would not wait does so here: the worker holds few such bodies.
+    #[cold]
+    fn ask_long(&self, op: u16, body: &[u8]) -> Result<(u64, Reply)> {
+        let most = if self.abilities & ability::LONG_BODIES == 0 { MAX_BODY } else { MAX_LONG_BODY };
+        if body.len() > most {
+            trace::why(&format!("operation {op}: arguments of more than {} MiB", most >> 20));
+            return Err(NOT_SUPPORTED);
+        }
+        let (own, rest) = body.split_at(MAX_BODY - size_of::<u64>());
+        for part in rest.chunks(BODY_PART) {
+            self.link.post(op::BODY_PART, self.caller(), |w| w.words(part)).map_err(unavailable)?;
+        }
+        let continued = |w: &mut Writer<'_>| {
+            w.set_continued();
+            w.words(own);
+            w.word(rest.len() as u64);
+        };
+        let begun = self.link.begin_call(op, self.caller(), continued).map_err(unavailable)?;
+        Ok((begun.seq, self.link.finish_call(begun).map_err(unavailable)?))
+    }
+
+    /// Returns an error if the worker is of a release that takes no list of this length in a
+    /// call that the table describes.
+    pub fn takes_list(&self, count: usize) -> Result {
+        const SHORT: usize = 65_536;
+        if count <= SHORT || self.abilities & ability::LONG_BODIES != 0 { Ok(()) } else { Err(NOT_SUPPORTED) }
     }
 
     /// Lets the worker free the blocks that the program has freed, before a frame that waits.
@@ -410,12 +443,13 @@ impl Client {
             return self.post(op, body);
         }
         self.free_blocks(op)?;
-        let fits = Cell::new(true);
-        let begun = self.link.begin_call(op, self.caller(), bounded(&fits, body)).map_err(unavailable)?;
-        let seq = begun.seq;
-        let reply = self.link.finish_call(begun).map_err(unavailable)?;
-        if !fits.get() {
-            return Err(too_long(op));
+        let long = Cell::default();
+        let begun = self.link.begin_call(op, self.caller(), bounded(&long, body)).map_err(unavailable)?;
+        let mut seq = begun.seq;
+        let mut reply = self.link.finish_call(begun).map_err(unavailable)?;
+        let long = long.into_inner();
+        if !long.is_empty() {
+            (seq, reply) = self.ask_long(op, &long)?;
         }
         self.check_status(reply.status)?;
         Ok(seq)
@@ -504,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn call_whose_frame_would_be_too_long_fails_alone() {
+    fn call_too_long_for_the_worker_fails_alone() {
         let program = Program::new();
         let client = program.client;
         let fill = |len: usize| move |w: &mut Writer<'_>| w.words(&vec![1; len]);
@@ -516,6 +550,29 @@ mod tests {
         assert!(program.operations().is_empty(), "the connection lives, and nothing went out");
         assert!(client.call(op::GRAPH_ADD, fill(MAX_BODY)).is_ok());
         assert_eq!(program.frames(), [(op::GRAPH_ADD, vec![1; MAX_BODY])]);
+    }
+
+    #[test]
+    fn body_beyond_a_frame_goes_in_parts_before_it() {
+        let program = Program::able(ability::ALL);
+        let client = program.client;
+        let body: Vec<u8> = (0..MAX_BODY + BODY_PART + 16).map(|i| (i / 8) as u8).collect();
+        program.answer(op::GRAPH_ADD, 0, &[7]);
+        let reply = client.call(op::GRAPH_ADD, |w| w.words(&body)).unwrap();
+        assert_eq!(reply.reader().word(), Ok(7));
+        program.answer(op::GRAPH_ADD, 1, &[]);
+        assert_eq!(client.post(op::GRAPH_ADD, |w| w.words(&body)), Err(1), "it waits for the verdict");
+        for sent in program.frames().chunks(3) {
+            let [first, second, last] = sent else { panic!("{} frames", sent.len()) };
+            let own = MAX_BODY - 8;
+            assert_eq!((first.0, &first.1[..]), (op::BODY_PART, &body[own..own + BODY_PART]));
+            assert_eq!((second.0, &second.1[..]), (op::BODY_PART, &body[own + BODY_PART..]));
+            assert_eq!((last.0, &last.1[..own]), (op::GRAPH_ADD, &body[..own]));
+            assert_eq!(last.1[own..], ((BODY_PART + 24) as u64).to_le_bytes());
+        }
+        let fill = |w: &mut Writer<'_>| w.words(&vec![1; MAX_LONG_BODY + 8]);
+        assert_eq!(client.call(op::GRAPH_ADD, fill).err(), Some(NOT_SUPPORTED));
+        assert!(program.operations().is_empty());
     }
 
     #[test]

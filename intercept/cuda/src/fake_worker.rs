@@ -69,7 +69,7 @@ fn frame(header: &Header, body: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the answer to the greeting, which takes the first window that the client offers.
-fn greeting(hello: &[u8]) -> Vec<u8> {
+fn greeting(hello: &[u8], abilities: u64) -> Vec<u8> {
     let mut r = Reader::new(hello);
     r.bytes().unwrap();
     r.word().unwrap();
@@ -94,11 +94,14 @@ fn greeting(hello: &[u8]) -> Vec<u8> {
         w.word(0);
         w.bytes(&[]);
     }
+    // No device reaches another one.
+    (0..2 * DEVICES * DEVICES).for_each(|_| w.word(0));
+    w.word(abilities);
     w.finish();
     out.split_off(HEADER)
 }
 
-fn serve(mut socket: TcpStream, state: &Mutex<State>) {
+fn serve(mut socket: TcpStream, state: &Mutex<State>, abilities: u64) {
     socket.read_exact(&mut [0; preface::LEN]).unwrap();
     loop {
         let mut head = [0; HEADER];
@@ -115,7 +118,7 @@ fn serve(mut socket: TcpStream, state: &Mutex<State>) {
             let known = state.answers.get_mut(&(header.ctx.get(), operation)).and_then(VecDeque::pop_front);
             known.unwrap_or((0, vec![0; 64]))
         };
-        let (status, body) = if operation == op::HELLO { (0, greeting(&body)) } else { answer };
+        let (status, body) = if operation == op::HELLO { (0, greeting(&body, abilities)) } else { answer };
         if header.flags.get() & WAIT != 0 {
             (header.op, header.ctx) = (op::REPLY.into(), (status as u32 as u64).into());
             state.lock().unwrap().send(&socket, header, &body);
@@ -123,9 +126,9 @@ fn serve(mut socket: TcpStream, state: &Mutex<State>) {
     }
 }
 
-static SHARED: LazyLock<Worker> = LazyLock::new(start);
+static SHARED: LazyLock<Worker> = LazyLock::new(|| start(0));
 
-fn start() -> Worker {
+fn start(abilities: u64) -> Worker {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = Endpoint {
         server: "gpu1".into(),
@@ -143,7 +146,7 @@ fn start() -> Worker {
     std::thread::spawn(move || {
         let socket = listener.accept().unwrap().0;
         sender.send(socket.try_clone().unwrap()).unwrap();
-        serve(socket, &serving);
+        serve(socket, &serving, abilities);
     });
     let client =
         Client::open(&endpoint, 0, Box::new(Quiet)).unwrap_or_else(|failed| panic!("{}", failed.reason));
@@ -166,7 +169,12 @@ impl Program {
 
     /// Starts a worker for a test whose errors would reach other tests.
     pub fn alone() -> Self {
-        Self::on(Box::leak(Box::new(start())), 0)
+        Self::able(0)
+    }
+
+    /// As [`Program::alone`], with a worker of these abilities.
+    pub fn able(abilities: u64) -> Self {
+        Self::on(Box::leak(Box::new(start(abilities))), 0)
     }
 
     fn on(worker: &'static Worker, device: u32) -> Self {

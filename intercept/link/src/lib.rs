@@ -11,6 +11,7 @@ pub mod link;
 pub mod load;
 pub mod log;
 mod outbox;
+mod parts;
 pub mod resume;
 #[cfg(test)]
 mod search;

@@ -25,6 +25,7 @@ use crate::flight::Ended;
 use crate::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::line::{Incoming, Line, Outgoing, Stop};
 use crate::outbox::Outbox;
+use crate::parts::Parts;
 use crate::resume::{self, SessionKey};
 use crate::threads;
 use crate::transport::{Transport, Wait, Watch};
@@ -169,6 +170,8 @@ pub struct Link {
     broken: AtomicBool,
     inbox: Mutex<Inbox>,
     inbox_changed: Condvar,
+    /// Replies of which the last frame has not come.
+    parts: Mutex<Parts>,
     incoming: Mutex<Incoming<Transport>>,
     lost: OnceLock<LinkLost>,
     late_error: AtomicI32,
@@ -231,6 +234,7 @@ impl Link {
             broken: AtomicBool::new(false),
             inbox: Mutex::new(Inbox { attempt, ..Inbox::default() }),
             inbox_changed: Condvar::new(),
+            parts: Mutex::default(),
             incoming: Mutex::new(Incoming::new(line)),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
@@ -711,9 +715,10 @@ impl Link {
         let mut r = Reader::new(body);
         match header.op.get() {
             op::REPLY => {
-                let reply = Reply { status: header.ctx.get() as i32, body: body.to_vec() };
-                return Ok(Some((header.seq.get(), reply)));
+                let (seq, status) = (header.seq.get(), header.ctx.get() as i32);
+                return Ok(Some((seq, Reply { status, body: lock(&self.parts).complete(seq, body) })));
             }
+            op::REPLY_PART => lock(&self.parts).add(header.seq.get(), body)?,
             op::LATE_ERROR => {
                 // Keeps only the first one: the others are most likely its consequences.
                 let _ = self.late_error.compare_exchange(

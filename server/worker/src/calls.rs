@@ -58,6 +58,7 @@ const EFFECTS: &[(Effect, &[u16])] = &[
             op::LANE,
             op::MEASURE,
             op::MARK,
+            op::BODY_PART,
             op::HOST_FUNC_DONE,
             // Contexts, limits and resources.
             op::CTX_CREATE,
@@ -180,10 +181,10 @@ mod tests {
 
     #[test]
     fn each_operation_by_hand_states_its_effect() {
-        const FROM_WORKER: std::ops::RangeInclusive<u16> = op::REPLY..=op::RELEASE;
+        let from_worker = |o: &u16| (op::REPLY..=op::RELEASE).contains(o) || *o == op::REPLY_PART;
         let by_hand = |number: &u16| {
             let name = op::name(*number);
-            name != "?" && !name.starts_with("cu") && !FROM_WORKER.contains(number)
+            name != "?" && !name.starts_with("cu") && !from_worker(number)
         };
         let forgotten: Vec<_> = (1..op::COUNT as u16)
             .filter(|number| by_hand(number) && effect(*number).is_none())

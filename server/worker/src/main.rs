@@ -18,6 +18,7 @@ mod handles;
 mod host_calls;
 mod image_store;
 mod lanes;
+mod long_bodies;
 mod measure;
 mod modules;
 mod monitor;

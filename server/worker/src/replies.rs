@@ -1,10 +1,10 @@
 //! Frames to the client: answers, late errors and reports.
 
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use gpusession_link::resume;
 use gpusession_link::worker_end::WorkerEnd;
-use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
+use gpusession_proto::frame::{BODY_PART, HEADER, Header, MAX_BODY, MAX_LONG_BODY, Writer, op};
 
 use crate::answer::Answer;
 use crate::driver::{Status, status};
@@ -14,12 +14,14 @@ pub struct Replies {
     /// Lane 0, which carries the log.
     pub end: WorkerEnd,
     last_late: AtomicI32,
+    /// Whether the library understands replies in several frames.
+    pub long: AtomicBool,
 }
 
 impl Replies {
     /// Starts with no error reported.
     pub fn new(end: WorkerEnd) -> Self {
-        Self { end, last_late: AtomicI32::new(0) }
+        Self { end, last_late: AtomicI32::new(0), long: AtomicBool::new(false) }
     }
 
     /// Answers a call, in one write with the frames that must precede the answer.
@@ -27,10 +29,16 @@ impl Replies {
         let mut frames = Vec::with_capacity(answer.before.len() + answer.body.len() + HEADER);
         frames.extend_from_slice(&answer.before);
         // A client rejects a longer frame as malformed.
-        let (status, body) = match answer.body.len() {
-            len if len <= MAX_BODY => (status, &answer.body[..]),
+        let most = if self.long.load(Ordering::Relaxed) { MAX_LONG_BODY } else { MAX_BODY };
+        let (status, mut body) = match answer.body.len() {
+            len if len <= most => (status, &answer.body[..]),
             _ => (status::NOT_SUPPORTED, &[][..]),
         };
+        while body.len() > MAX_BODY {
+            let (part, rest) = body.split_at(BODY_PART);
+            self.append(&mut frames, op::REPLY_PART, seq, 0, |w| w.words(part));
+            body = rest;
+        }
         self.append(&mut frames, op::REPLY, seq, status, |w| w.words(body));
         self.send_frames(frames);
     }
@@ -178,6 +186,30 @@ pub mod tests {
             let expected = if status == 0 { len } else { 0 };
             assert_eq!((header.ctx.get() as i32, body.len()), (status, expected));
         }
+        sender.join().unwrap();
+    }
+
+    #[test]
+    fn answer_beyond_a_frame_goes_in_parts_to_a_library_that_joins_them() {
+        let (replies, mut peer) = replies();
+        replies.long.store(true, Ordering::Relaxed);
+        let body: Vec<u8> = (0..MAX_BODY + BODY_PART + 8).map(|i| (i / 8) as u8).collect();
+        let sender = {
+            let (replies, body) = (replies.clone(), body.clone());
+            std::thread::spawn(move || {
+                replies.reply(5, 0, &Answer { body, before: Vec::new() });
+                replies.reply(6, 0, &Answer { body: vec![0; MAX_LONG_BODY + 8], before: Vec::new() });
+            })
+        };
+        let mut got = Vec::new();
+        for op in [op::REPLY_PART, op::REPLY_PART, op::REPLY] {
+            let (header, part) = peer.next();
+            assert_eq!((header.op.get(), header.seq.get()), (op, 5));
+            got.extend(part);
+        }
+        assert!(got == body);
+        let (header, part) = peer.next();
+        assert_eq!((header.ctx.get() as i32, part.len()), (status::NOT_SUPPORTED, 0));
         sender.join().unwrap();
     }
 

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -387,6 +388,7 @@ impl Worker {
         if abilities & library_ability::HOLDS != 0 {
             session.lanes.program_holds(session.replies.clone());
         }
+        session.replies.long.store(abilities & library_ability::LONG_REPLIES != 0, Ordering::Relaxed);
         if self.session.set(session.clone()).is_err() {
             return Err(io::Error::other("ticket used twice"));
         }

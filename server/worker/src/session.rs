@@ -18,6 +18,7 @@ use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
 use crate::image_store::ImageStore;
 use crate::lanes::Lanes;
+use crate::long_bodies::LongBodies;
 use crate::modules::Images;
 use crate::objects::allocations::Allocations;
 use crate::objects::counters::SharedEvents;
@@ -87,6 +88,8 @@ pub struct Session {
     pub shared_events: SharedEvents,
     /// Host memory of the client that the device sees.
     pub mirrors: Mirrors,
+    /// First parts of requests that one frame cannot hold.
+    pub long_bodies: LongBodies,
     /// Images by content.
     pub images: Images,
     /// Small copies from the device that are under way.
@@ -132,6 +135,7 @@ impl Session {
                 start.images.then(|| Arc::new(ImageStore::new(quota.supervisor.clone()))),
                 start.staging_bytes,
             ),
+            long_bodies: LongBodies::default(),
             mirrors: Mirrors::new(start.staging_bytes),
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),

@@ -9,6 +9,7 @@ use crate::export;
 use crate::graph::{EXECS, Exec, GRAPHS, Graph, Held, NODES, Node, USER_OBJECTS, UserObject};
 use crate::registry::handle;
 use crate::submit::stream;
+use std::collections::HashSet;
 use std::ffi::c_char;
 use std::sync::Arc;
 
@@ -52,18 +53,22 @@ unsafe fn change_edges(g: usize, from: *const usize, to: *const usize, n: usize,
     let g = graph(g)?;
     // SAFETY: the program vouches for its arrays.
     let (from, to) = unsafe { (nodes(slice(from, n)?)?, nodes(slice(to, n)?)?) };
-    for (a, b) in from.iter().zip(&to) {
-        if a.graph.as_ptr() != Arc::as_ptr(&g) || b.graph.as_ptr() != Arc::as_ptr(&g) || Arc::ptr_eq(a, b) {
-            return Err(INVALID_VALUE);
-        }
-        let at = b.after.lock().iter().position(|x| Arc::ptr_eq(x, a));
-        match (add, at) {
-            // Instantiation detects cycles.
-            (true, None) => b.after.lock().push(a.clone()),
-            (false, Some(i)) => {
-                b.after.lock().remove(i);
-            }
-            _ => return Err(INVALID_VALUE),
+    let edges: Vec<[&Arc<Node>; 2]> = from.iter().zip(&to).map(|(a, b)| [a, b]).collect();
+    let unlike = |n: &&Arc<Node>| n.graph.as_ptr() != Arc::as_ptr(&g);
+    if edges.iter().any(|e| e.iter().any(unlike) || Arc::ptr_eq(e[0], e[1])) {
+        return Err(INVALID_VALUE);
+    }
+    // All edges change or none. Instantiation detects cycles.
+    let mut known: HashSet<(usize, usize)> = g.edges().into_iter().collect();
+    let mut change = |edge| if add { known.insert(edge) } else { known.remove(&edge) };
+    if !edges.iter().all(|[a, b]| change((handle(*a), handle(*b)))) {
+        return Err(INVALID_VALUE);
+    }
+    for [a, b] in edges {
+        if add {
+            b.after.lock().push(a.clone());
+        } else {
+            b.after.lock().retain(|x| !Arc::ptr_eq(x, a));
         }
     }
     Ok(())

@@ -21,9 +21,6 @@ mod which {
     pub const WITH_DATA: u64 = 0x100;
 }
 
-/// Nodes that a program may request at once; no graph has as many.
-const MAX_NODES: usize = 1 << 20;
-
 /// Arrays of the program for an answer; each may be null.
 struct Arrays {
     from: *mut u64,
@@ -57,7 +54,7 @@ fn nodes(
     let reply = client.call(op::GRAPH_NODES, |w| {
         w.word(about);
         w.word(which | if with_data { which::WITH_DATA } else { 0 });
-        w.word(most.min(MAX_NODES) as u64);
+        w.word(most as u64);
     })?;
     let mut r = reply.reader();
     let (all, given) = (word(&mut r)?, word(&mut r)? as usize);

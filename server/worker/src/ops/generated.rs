@@ -1,6 +1,6 @@
 //! Replay of the calls whose form the table describes completely (see `build.rs`).
 
-use gpusession_proto::frame::{BadFrame, Reader};
+use gpusession_proto::frame::{BadFrame, MAX_LONG_BODY, Reader};
 
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{check, status};

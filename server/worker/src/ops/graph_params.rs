@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 
-use gpusession_proto::frame::{MAX_BODY, Reader};
+use gpusession_proto::frame::{MAX_LONG_BODY, Reader};
 
 use super::graph::{ACCESS, AllocNode, KernelNode, MEM_OP, MemOpsNode, POOL, function_in};
 use super::launch::{PARAM_BUFFER, PARAM_SIZE};
@@ -17,7 +17,7 @@ use crate::session::Session;
 /// Longest buffer of a kernel's parameters, in bytes.
 const MAX_PARAMS: usize = 1 << 16;
 /// Entries of an access list, and operations of a node, in one answer at most.
-const MAX_ENTRIES: usize = MAX_BODY / 2 / MEM_OP;
+const MAX_ENTRIES: usize = MAX_LONG_BODY / 2 / MEM_OP;
 
 /// Calls a getter of the driver, and returns the structure that it fills.
 fn filled<T>(get: impl FnOnce(*mut c_void) -> Status) -> Result<T, Status> {

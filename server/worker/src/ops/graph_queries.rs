@@ -4,11 +4,11 @@ use std::fs::File;
 use std::io::Read as _;
 use std::os::fd::AsRawFd as _;
 
-use gpusession_proto::frame::{MAX_BODY, Reader};
+use gpusession_proto::frame::{MAX_LONG_BODY, Reader};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::graph::note;
-use crate::answer::{Answer, Done, bounded};
+use crate::answer::{Answer, Done};
 use crate::driver::{Handle, Status, check, status};
 use crate::objects::known::Kind;
 use crate::session::Session;
@@ -20,7 +20,7 @@ const MAX_DRAWING: u64 = 1 << 30;
 /// Added to a selection if the answer contains the data of the edges.
 const WITH_DATA: u64 = 0x100;
 /// Words in one answer at most.
-const MAX_WORDS: usize = MAX_BODY / 8 - 2;
+const MAX_WORDS: usize = MAX_LONG_BODY / 8 - 2;
 
 /// Nodes of an answer, with the data of the edges.
 struct Found {
@@ -69,7 +69,7 @@ fn ask(
 /// that a node depends on, 4 for the nodes that depend on it. It answers the total number, then
 /// nodes; an edge is two nodes, from and to. With data, a word follows for each edge.
 pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (about, which, most) = (r.word()?, r.word()?, bounded(r.word()?, 1 << 20)?);
+    let (about, which, most) = (r.word()?, r.word()?, r.word()? as usize);
     let (which, with_data) = (which & !WITH_DATA, which & WITH_DATA != 0);
     let graph = match which {
         0..=2 => session.graphs.get(about)?.0,

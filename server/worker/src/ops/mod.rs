@@ -84,7 +84,8 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         .contexts
         .enter(session.driver, executor, frame.header.ctx.get())
         .map_err(Failure::from)
-        .and_then(|()| dispatch(session, executor, frame, &mut answer));
+        .and_then(|()| session.long_bodies.joined(frame))
+        .and_then(|whole| dispatch(session, executor, whole.as_ref().unwrap_or(frame), &mut answer));
     let code = match result {
         Ok(()) => 0,
         Err(Failure::Status(code)) => code,
@@ -150,6 +151,10 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         // The frame does nothing: its thread waits for its position in the log.
         op::MARK => Ok(()),
+        op::BODY_PART => {
+            session.long_bodies.add(frame);
+            Ok(())
+        }
         op::CTX_SYNC => {
             let synced = settle::context(session, frame.header.ctx.get());
             flush_results(session, answer);
@@ -303,7 +308,7 @@ mod tests {
     #[test]
     fn each_operation_of_a_program_has_an_arm() {
         // Frames of the greeting, of the connection and its lanes, and those that a worker sends.
-        const ELSEWHERE: [u16; 17] = [
+        const ELSEWHERE: [u16; 18] = [
             op::HELLO,
             op::LANE,
             op::MEASURE,
@@ -321,6 +326,7 @@ mod tests {
             op::WELCOME,
             op::WANTED,
             op::RELEASE,
+            op::REPLY_PART,
         ];
         // No library sends it any more; its number stays taken.
         const UNUSED: [u16; 1] = [op::TPC_TOPOLOGY];

@@ -318,7 +318,6 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
 
 /// `ENUMERATE`: parent, kind (0 functions of a module, 1 kernels of a library); answers names.
 pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    const MAX_NAMES: u32 = 65_536;
     let (parent, how) = (r.word()?, r.word()?);
     let call = &session.driver.call;
     let mut count = 0;
@@ -328,13 +327,11 @@ pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> 
         if how == 0 {
             let module = session.modules.get(parent)?.0;
             check((call.cuModuleGetFunctionCount)(&mut count, module))?;
-            count = count.min(MAX_NAMES);
             handles = vec![std::ptr::null_mut(); count as usize];
             check((call.cuModuleEnumerateFunctions)(handles.as_mut_ptr(), count, module))?;
         } else {
             let library = session.libraries.get(parent)?.0;
             check((call.cuLibraryGetKernelCount)(&mut count, library))?;
-            count = count.min(MAX_NAMES);
             handles = vec![std::ptr::null_mut(); count as usize];
             check((call.cuLibraryEnumerateKernels)(handles.as_mut_ptr(), count, library))?;
         }

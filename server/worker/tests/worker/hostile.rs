@@ -438,7 +438,14 @@ fn absurd_counts_are_errors_and_nothing_else() {
     }
     assert_eq!(guest.ask_words(op::GRAPH_CREATE, &[handle::make(handle::GRAPH, 0, 1, 1), 0]), Ok(0));
     let nodes = guest.ask_words(op::GRAPH_NODES, &[handle::make(handle::GRAPH, 0, 1, 1), 0, u64::MAX]);
-    assert_eq!(nodes, Ok(INVALID_VALUE));
+    assert_eq!(nodes, Ok(0), "the graph has no node, however many the client would take");
+    // A request of which the first parts have not come.
+    let continued = guest.ask(op::GRAPH_NODES, |w| {
+        w.set_continued();
+        w.word(handle::make(handle::GRAPH, 0, 1, 1));
+        w.word(1 << 40);
+    });
+    assert_eq!(continued, Ok(OUT_OF_MEMORY));
     // Memory of the client to mirror: too much, beyond the end of addresses, at address 0, empty.
     for (address, len) in
         [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
