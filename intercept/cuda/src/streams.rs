@@ -73,6 +73,11 @@ pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> R
 pub fn destroy(stream: u64) -> Result {
     clients::get()?;
     let known = by_handle(stream)?;
+    destroy_known(&known)
+}
+
+fn destroy_known(known: &Stream) -> Result {
+    let stream = known.handle;
     // A capture ends with the stream that it began on. For another stream, the driver checks at the
     // capture's end that this stream's work was joined (H100, driver 580).
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
@@ -133,6 +138,11 @@ fn meant(
             match thread::default_stream(ctx).and_then(|known| by_handle(known).ok()) {
                 Some(stream) => stream,
                 None => {
+                    // A program that keeps starting threads has the streams of the living ones.
+                    for ended in thread::take_ended_streams().into_iter().filter_map(|s| by_handle(s).ok()) {
+                        // A lost worker has no stream any more.
+                        let _ = destroy_known(&ended);
+                    }
                     let new = create(current, ctx, 0, 0)?;
                     thread::set_default_stream(ctx, new)?;
                     by_handle(new)?
@@ -524,6 +534,25 @@ mod tests {
         assert_ne!(find(PER_THREAD, legacy), Ok(own));
         assert_eq!(thread::within(0, || find(0, legacy)), Err(crate::status::INVALID_CONTEXT));
         assert_eq!(find(program.ctx, legacy), Err(INVALID_HANDLE));
+    }
+
+    #[test]
+    fn default_stream_of_an_ended_thread_is_destroyed_before_the_next_one() {
+        let program = Program::new();
+        let (client, ctx) = (program.client, program.ctx);
+        let own = || meant(client, std::ptr::null_mut(), Default::PerThread).unwrap().1.handle;
+        let in_a_thread = || {
+            thread::set_current(ctx);
+            own()
+        };
+        let ended = std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
+        assert!(by_handle(ended).is_ok(), "the end of a thread makes no call");
+        program.frames();
+        assert!(by_handle(own()).is_ok());
+        assert_eq!(by_handle(ended).err(), Some(INVALID_HANDLE));
+        assert_eq!(program.operations(), [op::STREAM_DESTROY, op::STREAM_CREATE]);
+        own();
+        assert!(program.operations().is_empty());
     }
 
     #[test]

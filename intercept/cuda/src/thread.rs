@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::status::{INVALID_CONTEXT, Result};
 
@@ -18,7 +19,22 @@ thread_local! {
     static CAPTURE_MODE: Cell<i32> = const { Cell::new(0) };
     static RECENT: Cell<[u64; RECENT_LEN]> = const { Cell::new([0; RECENT_LEN]) };
     static BELOW: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-    static DEFAULT_STREAMS: RefCell<HashMap<u64, u64>> = RefCell::new(HashMap::new());
+    static DEFAULT_STREAMS: DefaultStreams = DefaultStreams(RefCell::default());
+}
+
+/// Default streams of threads that have ended.
+static ENDED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+/// A thread's own default streams, by context.
+///
+/// The driver destroys them with their thread. A call here could wait, so that a later call of
+/// another thread destroys them.
+struct DefaultStreams(RefCell<HashMap<u64, u64>>);
+
+impl Drop for DefaultStreams {
+    fn drop(&mut self) {
+        ENDED.lock().unwrap_or_else(PoisonError::into_inner).extend(self.0.get_mut().values());
+    }
 }
 
 const RECENT_LEN: usize = 128;
@@ -138,15 +154,20 @@ pub fn seen(key: u64, add: bool) -> bool {
 
 /// Returns the thread's own default stream in a context, if it has one.
 pub fn default_stream(ctx: u64) -> Option<u64> {
-    DEFAULT_STREAMS.try_with(|streams| streams.borrow().get(&ctx).copied()).ok().flatten()
+    DEFAULT_STREAMS.try_with(|streams| streams.0.borrow().get(&ctx).copied()).ok().flatten()
 }
 
 /// Sets the thread's own default stream in a context; an error while the thread exits.
 pub fn set_default_stream(ctx: u64, stream: u64) -> Result {
     DEFAULT_STREAMS
-        .try_with(|streams| streams.borrow_mut().insert(ctx, stream))
+        .try_with(|streams| streams.0.borrow_mut().insert(ctx, stream))
         .map(drop)
         .map_err(|_| INVALID_CONTEXT)
+}
+
+/// Returns and clears the default streams of threads that have ended.
+pub fn take_ended_streams() -> Vec<u64> {
+    std::mem::take(&mut ENDED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 #[cfg(test)]
