@@ -8,6 +8,7 @@ use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
+use super::device::check_flags;
 use super::green;
 use crate::client::{Client, ContextInfo, unavailable, word};
 use crate::devices::Device;
@@ -214,6 +215,7 @@ driver! {
     }
 
     fn cuCtxSetFlags(flags: u32) {
+        check_flags(flags)?;
         let (client, device) = current()?;
         let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
         match known.get_mut(&thread::current()) {

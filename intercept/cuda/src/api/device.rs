@@ -233,10 +233,18 @@ driver! {
     }
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {
+        check_flags(flags)?;
         // These flags select how to wait for a local card; the library only stores them.
         clients::device(device)?.1.primary_flags.store(flags, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Returns an error for flags of a context that no release of the driver knows.
+pub fn check_flags(flags: u32) -> Result {
+    const KNOWN: u32 = 0xff;
+    const SCHEDULE: u32 = 7;
+    if flags & !KNOWN == 0 && matches!(flags & SCHEDULE, 0 | 1 | 2 | 4) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 fn reset(client: &Client, device: &Device, wait: bool) -> Result {
