@@ -245,6 +245,7 @@ functions! {
     cuDevSmResourceSplit(*mut c_void, u32, *const c_void, *mut c_void, u32, *mut c_void);
     cuGraphCreate(*mut Handle, u32);
     cuGraphDestroy(Handle);
+    cuGraphInstantiate_v2(*mut Handle, Handle, *mut Handle, *mut std::ffi::c_char, usize);
     cuGraphInstantiateWithParams(*mut Handle, Handle, *mut c_void);
     cuGraphExecDestroy(Handle);
     cuGraphLaunch(Handle, Handle);

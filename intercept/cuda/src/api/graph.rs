@@ -1,7 +1,7 @@
 //! Graphs.
 
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{Writer, op};
@@ -11,7 +11,7 @@ use super::graph_nodes::{
     AllocNode, Content, HostNode, KernelNode, MemOpsNode, NodeParams, OldKernelNode, SetNode, Shape,
     child_graphs, with_children,
 };
-use crate::client::{Client, word};
+use crate::client::{Client, string, word};
 use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_CONTEXT, INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::ranges::{self, Kind};
@@ -188,54 +188,97 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     Ok(())
 }
 
-/// Result of an instantiation (`CUgraphInstantiateResult`) and the node that caused an error, or 0.
-type Verdict = [u64; 2];
+/// The driver's verdict about an instantiation.
+#[derive(Default)]
+struct Verdict {
+    /// `CUgraphInstantiateResult`
+    result: u64,
+    /// Node that caused an error, or 0.
+    node: u64,
+    /// Length of the program's buffer for text, 0 for none.
+    room: usize,
+    /// Bytes that the driver wrote there.
+    log: Vec<u8>,
+}
 
 /// `CUDA_GRAPH_INSTANTIATE_ERROR`, for an unexpected reason.
 const UNEXPECTED: u64 = 1;
 
+impl Verdict {
+    /// Writes the driver's text into the program's buffer.
+    ///
+    /// # Safety
+    /// The buffer has `room` bytes.
+    unsafe fn give_log(&self, buffer: *mut c_char) {
+        for (i, byte) in self.log.iter().take(self.room).enumerate() {
+            // SAFETY: the caller vouches for the buffer, which `room` bounds.
+            unsafe { buffer.add(i).write(*byte as c_char) };
+        }
+    }
+}
+
 /// Instantiates a graph; writes the driver's verdict, also on an error.
 fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64, verdict: &mut Verdict) -> Result {
-    *verdict = [UNEXPECTED, 0];
+    verdict.result = UNEXPECTED;
     let client = clients::by_object(graph as u64)?;
     if exec.is_null() {
         return Err(INVALID_VALUE);
     }
     streams::allowed()?;
+    give(exec, instantiated(client, graph as u64, flags, verdict)? as *mut c_void)
+}
+
+/// Lets the worker instantiate a graph, and returns the handle.
+fn instantiated(client: &Client, graph: u64, flags: u64, verdict: &mut Verdict) -> Result<u64> {
     let new = client.mint(handle::EXEC);
     let made = client.ask(op::GRAPH_INSTANTIATE, |w| {
         w.word(new);
-        w.word(graph as u64);
+        w.word(graph);
         w.word(flags);
+        if verdict.room > 0 {
+            w.word(verdict.room as u64);
+        }
     });
     let made = made.and_then(|reply| {
         let mut r = reply.reader();
         // Older workers answer no words.
         if let (Ok(result), Ok(node)) = (r.word(), r.word()) {
-            *verdict = [result, if node == 0 { 0 } else { client.name(node) }];
+            verdict.result = result;
+            verdict.node = if node == 0 { 0 } else { client.name(node) };
+            verdict.log = string(&mut r).map(<[u8]>::to_vec).unwrap_or_default();
         }
         client.check_status(reply.status)
     });
     match made {
         Ok(()) => {
-            *verdict = [0; 2];
-            graph_uses::replace(new, &with_children(graph as u64));
-            give(exec, new as *mut c_void)
+            (verdict.result, verdict.node) = (0, 0);
+            graph_uses::replace(new, &with_children(graph));
+            Ok(new)
         }
         Err(status) => {
-            verdict[0] = verdict[0].max(UNEXPECTED);
+            verdict.result = verdict.result.max(UNEXPECTED);
             handles::retire(new);
             Err(status)
         }
     }
 }
 
-/// Instantiates a graph as the first forms of the call do, which write the node of an error.
-fn instantiate_plain(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void) -> Result {
-    let mut verdict = [0; 2];
-    instantiate(exec, graph, 0, &mut verdict).inspect_err(|_| {
-        if verdict[1] != 0 {
-            give_optional(node, verdict[1] as *mut c_void);
+/// Instantiates a graph as the first forms of the call do, which write the node of an error and a
+/// text of at most `len` bytes.
+fn instantiate_plain(
+    exec: *mut *mut c_void,
+    graph: *mut c_void,
+    node: *mut *mut c_void,
+    log: *mut c_char,
+    len: usize,
+) -> Result {
+    let mut verdict = Verdict { room: if log.is_null() { 0 } else { len }, ..Verdict::default() };
+    let made = instantiate(exec, graph, 0, &mut verdict);
+    // SAFETY: by the call's contract the buffer has `len` bytes, unless it is null.
+    unsafe { verdict.give_log(log) };
+    made.inspect_err(|_| {
+        if verdict.node != 0 {
+            give_optional(node, verdict.node as *mut c_void);
         }
     })
 }
@@ -328,15 +371,15 @@ driver! {
         if flags & UPLOAD != 0 {
             return Err(INVALID_VALUE);
         }
-        instantiate(exec, graph, flags, &mut [0; 2])
+        instantiate(exec, graph, flags, &mut Verdict::default())
     }
 
-    fn cuGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, _log: *mut i8, _len: usize) {
-        instantiate_plain(exec, graph, node)
+    fn cuGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, log: *mut c_char, len: usize) {
+        instantiate_plain(exec, graph, node, log, len)
     }
 
-    fn cuGraphInstantiate_v2(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, _log: *mut i8, _len: usize) {
-        instantiate_plain(exec, graph, node)
+    fn cuGraphInstantiate_v2(exec: *mut *mut c_void, graph: *mut c_void, node: *mut *mut c_void, log: *mut c_char, len: usize) {
+        instantiate_plain(exec, graph, node, log, len)
     }
 
     /// `CUDA_GRAPH_INSTANTIATE_PARAMS`: flags, upload stream, node that failed, result.
@@ -344,7 +387,7 @@ driver! {
         exec: *mut *mut c_void, graph: *mut c_void, params: *mut [u64; 4],
     ) {
         let mut known = take(params)?;
-        let mut verdict = [UNEXPECTED, 0];
+        let mut verdict = Verdict { result: UNEXPECTED, ..Verdict::default() };
         let mut make = || match known[0] & UPLOAD {
             0 => instantiate(exec, graph, known[0], &mut verdict),
             _ => {
@@ -354,8 +397,8 @@ driver! {
             }
         };
         let done = make();
-        known[2] = verdict[1];
-        known[3] = if done.is_err() { verdict[0].max(UNEXPECTED) } else { 0 };
+        known[2] = verdict.node;
+        known[3] = if done.is_err() { verdict.result.max(UNEXPECTED) } else { 0 };
         give(params, known)?;
         done
     }
@@ -660,6 +703,31 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
 mod tests {
     use super::*;
     use crate::fake_worker::Program;
+
+    #[test]
+    fn text_of_an_instantiation_fills_the_buffer_of_the_program_at_most() {
+        let program = Program::new();
+        let (client, graph) = (program.client, program.client.mint(handle::GRAPH));
+        let text = u64::from_le_bytes(*b"wrong\0\0\0");
+        for (room, expected) in [(8, b"wrong\0xx"), (2, b"wrxxxxxx")] {
+            let mut verdict = Verdict { room, ..Verdict::default() };
+            program.answer(op::GRAPH_INSTANTIATE, 1, &[2, 0x1000, 6, text]);
+            assert_eq!(instantiated(client, graph, 0, &mut verdict), Err(1));
+            assert_eq!((verdict.result, verdict.node), (2, client.name(0x1000)));
+            let mut log = [b'x' as c_char; 8];
+            // SAFETY: the buffer is longer than the room.
+            unsafe { verdict.give_log(log.as_mut_ptr()) };
+            assert_eq!(log, expected.map(|byte| byte as c_char));
+            assert_eq!(program.frames()[0].1[24..], (room as u64).to_le_bytes());
+        }
+        // Without a buffer, no text is written, whatever the worker answers.
+        let mut verdict = Verdict::default();
+        program.answer(op::GRAPH_INSTANTIATE, 0, &[0, 0, 6, text]);
+        assert!(instantiated(client, graph, 0, &mut verdict).is_ok());
+        assert_eq!(program.frames()[0].1.len(), 24);
+        // SAFETY: the room is empty.
+        unsafe { verdict.give_log(std::ptr::null_mut()) };
+    }
 
     #[test]
     fn graphs_of_a_node_are_listed_as_long_as_they_exist() {

@@ -200,11 +200,52 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`: the client uploads by a frame of its own.
 const UPLOAD: u64 = 2;
 
-/// `GRAPH_INSTANTIATE`: new handle, graph, flags; answers the result, and the node of an error or
-/// 0.
+/// Longest text about an instantiation, in bytes.
+const MAX_LOG: u64 = 64 << 10;
+/// Byte that no text contains.
+const NO_TEXT: u8 = 0xff;
+
+/// Instantiates a graph and lets the driver write text about it; returns the bytes that it wrote.
+fn instantiate_with_log(
+    session: &Session,
+    graph: Handle,
+    room: u64,
+    exec: &mut Handle,
+    node: &mut u64,
+) -> (Result<(), Status>, Vec<u8>) {
+    let mut log = vec![NO_TEXT; room.min(MAX_LOG) as usize];
+    // SAFETY: out pointers are valid, and the buffer has the stated length.
+    let made = check(unsafe {
+        (session.driver.call.cuGraphInstantiate_v2)(
+            exec,
+            graph,
+            (&raw mut *node).cast::<Handle>(),
+            log.as_mut_ptr().cast(),
+            log.len(),
+        )
+    });
+    // With the terminator, and empty if the driver has left the buffer as it was.
+    let written = log.iter().position(|byte| *byte == NO_TEXT).unwrap_or(log.len());
+    let text = log[..written].iter().position(|byte| *byte == 0).map_or(written, |end| end + 1);
+    log.truncate(text);
+    (made, log)
+}
+
+/// `GRAPH_INSTANTIATE`: new handle, graph, flags, length of a buffer for text if any; answers the
+/// result, the node of an error or 0, and the text for a buffer.
 pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, graph, flags) = (r.word()?, session.graphs.get(r.word()?)?.0, r.word()?);
     let mut exec = std::ptr::null_mut();
+    if !r.is_empty() {
+        const ERROR: u64 = 1;
+        let mut node = 0;
+        let (made, text) = instantiate_with_log(session, graph, r.word()?, &mut exec, &mut node);
+        answer.word(if made.is_ok() { 0 } else { ERROR });
+        answer.word(node);
+        answer.bytes(&text);
+        made?;
+        return Ok(session.execs.put(handle, Object(exec))?);
+    }
     // CUDA_GRAPH_INSTANTIATE_PARAMS: flags, stream of an upload, node, result.
     let mut params = [flags & !UPLOAD, 0, 0, 0];
     let call = &session.driver.call;
