@@ -38,8 +38,8 @@ impl Options {
                     // The driver reads the low half.
                     value = u64::from(value as u32).min(MAX_LOG);
                     let log = if key == INFO_SIZE { &mut options.info } else { &mut options.error };
-                    // Of an option given twice, the driver may use either size. It takes a buffer for
-                    // a size of 0, too.
+                    // Of an option given twice, the driver may use either size. It also takes a
+                    // buffer with a size of 0.
                     log.resize(log.len().max(value as usize).max(1), 0);
                 }
                 WALL_TIME => {}
