@@ -192,12 +192,20 @@ export! {
         Ok(())
     }
 
-    fn cuGraphInstantiate(to: *mut usize, g: usize, error: *mut usize, _log: *mut c_char, _size: usize) {
+    fn cuGraphInstantiate(to: *mut usize, g: usize, error: *mut usize, log: *mut c_char, size: usize) {
+        // A card's driver writes no node and no text, not even of an error.
         out_opt(error, 0);
+        if size > 0 {
+            out_opt(log, 0);
+        }
         instantiate(to, g, 0)
     }
-    fn cuGraphInstantiate_v2(to: *mut usize, g: usize, error: *mut usize, _log: *mut c_char, _size: usize) {
+    fn cuGraphInstantiate_v2(to: *mut usize, g: usize, error: *mut usize, log: *mut c_char, size: usize) {
+        // A card's driver writes no node and no text, not even of an error.
         out_opt(error, 0);
+        if size > 0 {
+            out_opt(log, 0);
+        }
         instantiate(to, g, 0)
     }
     fn cuGraphInstantiateWithFlags(to: *mut usize, g: usize, flags: u64) {

@@ -263,8 +263,10 @@ fn instantiated(client: &Client, graph: u64, flags: u64, verdict: &mut Verdict) 
     }
 }
 
-/// Instantiates a graph as the first forms of the call do, which write the node of an error and a
-/// text of at most `len` bytes.
+/// Instantiates a graph as the first forms of the call do, which write a text of at most `len`
+/// bytes.
+///
+/// They name no node, not even of an error (seen with driver 580).
 fn instantiate_plain(
     exec: *mut *mut c_void,
     graph: *mut c_void,
@@ -276,11 +278,8 @@ fn instantiate_plain(
     let made = instantiate(exec, graph, 0, &mut verdict);
     // SAFETY: by the call's contract the buffer has `len` bytes, unless it is null.
     unsafe { verdict.give_log(log) };
-    made.inspect_err(|_| {
-        if verdict.node != 0 {
-            give_optional(node, verdict.node as *mut c_void);
-        }
-    })
+    give_optional(node, std::ptr::null_mut());
+    made
 }
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`, which `cuGraphExecGetFlags` does not return.
