@@ -8,7 +8,7 @@ use crate::registry::{Registry, handle};
 use crate::stream::{EVENTS, Point, Random, Recorded, Stream};
 use crate::submit;
 use parking_lot::Mutex;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -202,12 +202,8 @@ impl Graph {
         if after.iter().any(|n| n.graph.as_ptr() != Arc::as_ptr(self)) {
             return Err(INVALID_VALUE);
         }
-        let mut unique: Vec<Arc<Node>> = Vec::new();
-        for n in after {
-            if !unique.iter().any(|u| Arc::ptr_eq(u, &n)) {
-                unique.push(n);
-            }
-        }
+        let mut seen = HashSet::new();
+        let unique = after.into_iter().filter(|n| seen.insert(handle(n))).collect();
         let node = Arc::new(Node {
             id: next_id(),
             kind: Mutex::new(kind),
@@ -264,7 +260,7 @@ impl Graph {
         let mut rest = self.nodes.lock().clone();
         let mut random = Random::new(config().seed ^ self.id);
         let mut out: Vec<Arc<Node>> = Vec::with_capacity(rest.len());
-        let mut placed = std::collections::HashSet::new();
+        let mut placed = HashSet::new();
         while !rest.is_empty() {
             let ready: Vec<usize> = (0..rest.len())
                 .filter(|&i| rest[i].after.lock().iter().all(|a| placed.contains(&handle(a))))
