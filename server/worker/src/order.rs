@@ -1,6 +1,6 @@
 //! Order between client threads: objects of a frame, and frames that wait.
 
-use gpusession_proto::frame::{INLINE_MAX, Reader, WAIT, direction, op};
+use gpusession_proto::frame::{CONTINUED, INLINE_MAX, Reader, WAIT, direction, op};
 use gpusession_proto::launch;
 
 use crate::calls;
@@ -169,6 +169,9 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
             Err(_) => break,
         }
     }
+    if frame.header.op.get() == op::BODY_PART || frame.header.flags.get() & CONTINUED != 0 {
+        touched.object(PARTS | u64::from(frame.thread()));
+    }
     match frame.header.op.get() {
         op::LAUNCH => {
             touched.object(words[0]);
@@ -307,6 +310,8 @@ fn recorded(frame: &Frame) -> Vec<u64> {
 
 /// Stands for the addresses of all mirrors; no handle has this value.
 const MIRRORS: u64 = u64::MAX;
+/// Beside a thread's number, stands for the parts of its long request; no handle has this kind.
+const PARTS: u64 = 1 << 63;
 
 /// Words behind the description of a `COPY_BOX`.
 const STREAM: usize = 0;
@@ -381,6 +386,15 @@ pub mod tests {
         }
         let unknown = kind::make(kind::STREAM, 0, 1, 9);
         assert!(behind(&copy(unknown), &launch(0)), "a stream that is not known may be a blocking one");
+    }
+
+    #[test]
+    fn parts_of_a_long_request_stay_in_order() {
+        let part = |thread| frame(op::BODY_PART, thread, 1, false, &[7]);
+        let mut last = frame(op::GRAPH_ADD, 1, 2, true, &[5]);
+        last.header.flags = (WAIT | CONTINUED).into();
+        assert!(behind(&part(1), &part(1)) && behind(&last, &part(1)));
+        assert!(!behind(&part(2), &part(1)) && !behind(&last, &part(2)));
     }
 
     #[test]
@@ -472,7 +486,7 @@ pub mod tests {
         ("the first frame of a connection", &[op::HELLO, op::LANE, op::MEASURE]),
         (
             "precedes all kept frames, or holds only its thread up",
-            &[op::WRITE_HOST, op::HOST_FUNC_DONE, op::MARK, op::BODY_PART],
+            &[op::WRITE_HOST, op::HOST_FUNC_DONE, op::MARK],
         ),
         (
             "creates an object, which no earlier frame names",

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{ability, op};
 
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_VALUE, OPERATING_SYSTEM, Result, UNKNOWN, driver, give, name, take};
@@ -50,6 +50,8 @@ fn nodes(
     if count.is_null() {
         return Err(INVALID_VALUE);
     }
+    // A worker without this ability refuses a larger number.
+    let most = if client.abilities & ability::LONG_BODIES == 0 { most.min(1 << 20) } else { most };
     let with_data = !arrays.data.is_null();
     let reply = client.call(op::GRAPH_NODES, |w| {
         w.word(about);

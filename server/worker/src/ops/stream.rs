@@ -47,8 +47,9 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let stream = session.streams.take(handle)?.object.0;
     // The graph of a capture goes with the stream that the capture began on.
-    if let Some(graph) = captures(session).remove(&handle) {
-        let _ = session.graphs.take(graph);
+    let captured = captures(session).remove(&handle);
+    if let Some(Ok(Object(graph))) = captured.map(|graph| session.graphs.take(graph)) {
+        session.known.graph_gone(graph as u64);
     }
     let _streams = session.settling.streams();
     // SAFETY: a stream of this worker that no later frame can name.
