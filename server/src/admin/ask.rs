@@ -362,9 +362,9 @@ impl Ask {
 /// Fields of requests that the audit trail records: keys, certificate requests and values are none.
 ///
 /// A field `client` or `lease` also names the client or lease of the event.
-const RECORDED: [&str; 15] = [
-    "client", "end", "force", "gpu", "id", "key", "lease", "name", "pattern", "reason", "ttl", "user",
-    "uses", "wanted", "worker",
+const RECORDED: [&str; 16] = [
+    "client", "end", "force", "from", "gpu", "id", "key", "lease", "name", "pattern", "reason", "ttl",
+    "user", "uses", "wanted", "worker",
 ];
 
 /// Reason why verbs for the pool's authority are not answered over the network.

@@ -141,25 +141,47 @@ pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
 
 /// Measures files of a folder that a process has deleted and keeps open; `seen` has their inodes.
 ///
-/// The kernel shows them by their last path, below `/proc`. A process that has exited keeps none.
+/// The kernel shows them by their last path, below `/proc`. A path that is too long for it counts
+/// by its file system. A process that has exited keeps none.
 pub(super) fn kept(process: u32, folder: &Path, seen: &mut HashSet<u64>) -> io::Result<u64> {
-    let open = match std::fs::read_dir(format!("/proc/{process}/fd")) {
-        Ok(open) => open,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
-        Err(e) => return Err(e),
-    };
+    let device = std::fs::metadata(folder).map(|facts| facts.dev()).ok();
     let mut bytes: u64 = 0;
     // The process may close a descriptor, or exit, at any moment.
-    for link in open.flatten().map(|entry| entry.path()) {
-        if !std::fs::read_link(&link).is_ok_and(|path| path.starts_with(folder)) {
-            continue;
-        }
+    for link in descriptors(process)? {
+        let path = std::fs::read_link(&link);
         let Ok(facts) = std::fs::metadata(&link) else { continue };
-        if facts.is_file() && facts.nlink() == 0 && seen.insert(facts.ino()) {
+        let inside = match path {
+            Ok(path) => path.starts_with(folder),
+            Err(e) => e.raw_os_error() == Some(Errno::ENAMETOOLONG as i32) && Some(facts.dev()) == device,
+        };
+        if inside && facts.is_file() && facts.nlink() == 0 && seen.insert(facts.ino()) {
             bytes = bytes.saturating_add(LEAST.max(facts.blocks() * 512));
         }
     }
     Ok(bytes)
+}
+
+/// Returns the links to what a process has open.
+///
+/// A worker's threads share one table, and a thread that has exited shows none.
+fn descriptors(process: u32) -> io::Result<Vec<PathBuf>> {
+    let ended = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
+    let threads = match std::fs::read_dir(format!("/proc/{process}/task")) {
+        Ok(threads) => threads,
+        Err(e) if ended(&e) => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+    };
+    for thread in threads.flatten() {
+        let open: Vec<_> = match std::fs::read_dir(thread.path().join("fd")) {
+            Ok(open) => open.flatten().map(|entry| entry.path()).collect(),
+            Err(e) if ended(&e) => continue,
+            Err(e) => return Err(e),
+        };
+        if !open.is_empty() {
+            return Ok(open);
+        }
+    }
+    Ok(Vec::new())
 }
 
 /// Moves a folder into `gone`, where no worker's rights reach what is in it.

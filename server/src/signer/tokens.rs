@@ -41,7 +41,8 @@ pub struct TokenRecord {
     #[serde(default)]
     pub authority: String,
     /// Networks from which clients join; empty: from anywhere.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    // Always written: the signer's messages have no names, so a missing field would shift the next.
+    #[serde(default)]
     pub from: Vec<IpNet>,
 }
 

@@ -89,13 +89,17 @@ struct Attendance<'a> {
 struct Received {
     since: Instant,
     packets: u32,
-    /// Whether its client asked too often: its messages wait for the next second.
-    paused: bool,
+    /// End of the second in which its client asked too often: its messages wait until then.
+    paused: Option<Instant>,
 }
 
 impl Received {
-    /// Counts a message; `exceeds` counts a request, and tells whether its client has sent enough.
-    fn count(&mut self, message: &FromWorker, exceeds: impl FnOnce(Instant) -> bool) -> Result<(), String> {
+    /// Counts a message; `exceeds` counts a request, and tells how long its client has sent enough.
+    fn count(
+        &mut self,
+        message: &FromWorker,
+        exceeds: impl FnOnce(Instant) -> Option<Instant>,
+    ) -> Result<(), String> {
         if self.since.elapsed() >= Duration::from_secs(1) {
             (self.since, self.packets) = (Instant::now(), 0);
         }
@@ -151,7 +155,7 @@ impl Supervisor {
             told_to_end: false,
             said_end: false,
             said_ready: false,
-            received: Received { since: Instant::now(), packets: 0, paused: false },
+            received: Received { since: Instant::now(), packets: 0, paused: None },
             images: ImageDesk::new(self, id),
         };
         if let Some(start) = start {
@@ -162,7 +166,7 @@ impl Supervisor {
         loop {
             let deadline =
                 task.limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
-            let next_second = task.received.since + Duration::from_secs(1);
+            let next_second = task.received.paused.unwrap_or(deadline);
             tokio::select! {
                 biased;
                 // First: of an exited worker, its exit status is reported, not its closed channel.
@@ -188,12 +192,12 @@ impl Supervisor {
                     }
                     Command::Adopt { .. } => {}
                 },
-                () = sleep_until(next_second), if task.received.paused => task.received.paused = false,
+                () = sleep_until(next_second), if task.received.paused.is_some() => task.received.paused = None,
                 Some(command) = commands.recv() => {
                     send_socket(channel, command, ends, task.told_to_end, deadline).await?;
                 }
                 // Last, so that a worker that sends much delays nothing above.
-                message = channel.recv(), if task.channel_open && !task.received.paused => match message {
+                message = channel.recv(), if task.channel_open && task.received.paused.is_none() => match message {
                     Ok(Some((message, descriptor))) => task.on_message(message, descriptor).await?,
                     // It is about to exit, or it closed its channel to evade a stop request.
                     Ok(None) => task.on_closed_channel(),

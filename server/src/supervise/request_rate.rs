@@ -18,20 +18,22 @@ const RATE_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct RequestRate(Mutex<(Option<Instant>, HashMap<String, u32>)>);
 
 impl RequestRate {
-    /// Counts a request; returns `true` if the client's workers have sent enough for this second.
-    pub(super) fn exceeds(&self, client: &str, now: Instant) -> bool {
+    /// Counts a request; returns the end of this second if the client's workers have sent enough.
+    pub(super) fn exceeds(&self, client: &str, now: Instant) -> Option<Instant> {
         let (since, counts) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if since.is_none_or(|since| now.duration_since(since) >= RATE_INTERVAL) {
-            *since = Some(now);
-            counts.clear();
-        }
-        match counts.get_mut(client) {
-            Some(count) => {
-                *count = count.saturating_add(1);
-                *count > MAX_REQUESTS
+        let begun = match *since {
+            Some(begun) if now.duration_since(begun) < RATE_INTERVAL => begun,
+            _ => {
+                counts.clear();
+                *since.insert(now)
             }
-            None => counts.insert(client.to_owned(), 1).is_some(),
-        }
+        };
+        let count = match counts.get_mut(client) {
+            Some(count) => count,
+            None => counts.entry(client.to_owned()).or_default(),
+        };
+        *count = count.saturating_add(1);
+        (*count > MAX_REQUESTS).then(|| begun + RATE_INTERVAL)
     }
 }
 
@@ -42,9 +44,12 @@ mod tests {
     #[test]
     fn a_client_with_many_workers_has_no_more_requests_than_one_worker() {
         let (rate, start) = (RequestRate::default(), Instant::now());
-        let exceeded = (0..2 * MAX_REQUESTS).filter(|_| rate.exceeds("vm-1", start)).count();
-        assert_eq!(exceeded, MAX_REQUESTS as usize);
-        assert!(!rate.exceeds("vm-2", start), "another client");
-        assert!(!rate.exceeds("vm-1", start + RATE_INTERVAL), "the next second");
+        let later = start + RATE_INTERVAL / 2;
+        let exceeded: Vec<_> = (0..2 * MAX_REQUESTS)
+            .filter_map(|n| rate.exceeds("vm-1", if n == 0 { start } else { later }))
+            .collect();
+        assert_eq!(exceeded, vec![start + RATE_INTERVAL; MAX_REQUESTS as usize]);
+        assert_eq!(rate.exceeds("vm-2", later), None, "another client");
+        assert_eq!(rate.exceeds("vm-1", start + RATE_INTERVAL), None, "the next second");
     }
 }

@@ -519,9 +519,12 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     if by_path {
         rules.insert(libc::SYS_truncate, Vec::new());
     }
-    // Threads, but no processes.
-    let thread = libc::CLONE_THREAD as u64;
-    rules.insert(libc::SYS_clone, vec![when(0, SeccompCmpOp::MaskedEq(thread), 0)?]);
+    // Threads, but no processes, and no thread with descriptors that the server does not see.
+    let (thread, files) = (libc::CLONE_THREAD as u64, libc::CLONE_FILES as u64);
+    let without = |flag| when(0, SeccompCmpOp::MaskedEq(flag), 0);
+    rules.insert(libc::SYS_clone, vec![without(thread)?, without(files)?]);
+    let unshare = u64::from(libc::CLOSE_RANGE_UNSHARE);
+    rules.insert(libc::SYS_close_range, vec![when(2, SeccompCmpOp::MaskedEq(unshare), unshare)?]);
     install(rules, libc::EPERM)
 }
 

@@ -76,7 +76,10 @@ pub fn terms(pattern: String, uses: u32, ttl: &str, from: &[String]) -> Result<T
     })?;
     let network = |text: &String| {
         let network = text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-        network.map_err(|_| {
+        // The server sees a client's IPv4 address as such.
+        let mapped =
+            |network: &IpNet| matches!(network, IpNet::V6(v6) if v6.addr().to_ipv4_mapped().is_some());
+        network.ok().filter(|network| !mapped(network)).ok_or_else(|| {
             let wanted = "a network like \"10.1.0.0/16\", or an address, is wanted";
             Refusal::new("usage", format!("--from {text}: {wanted}"))
         })
