@@ -325,9 +325,15 @@ mod tests {
 
     #[test]
     fn numbers_of_the_first_release_of_this_version_keep_their_meaning() {
+        // A value's kind, which the worker checks, changes no byte.
+        const KINDS: [&str; 8] =
+            ["array", "mipmap", "texture", "surface", "memory", "pool", "node", "condition"];
         let numbered = |line: &str| {
             let number = line.strip_prefix("op ").unwrap_or(line).split(' ').next()?.parse::<u16>().ok()?;
             let sent = line.replacen("call* ", "call ", 1).replacen("post* ", "post ", 1);
+            let sent = KINDS.iter().fold(sent, |sent, kind| {
+                sent.replace(&format!("@object {kind}"), "@object").replace(&format!(" @known {kind}"), "")
+            });
             (number <= FIRST.0).then(|| format!("{sent}\n"))
         };
         let text = include_str!("../calls/calls.txt");

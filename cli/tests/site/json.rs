@@ -146,7 +146,7 @@ fn every_verb_prints_what_the_page_describes() {
     }
     documented("gpuserver stats", &seen.value("gpuserver stats", &["--users"]));
 
-    let token = seen.check("gpuserver token create", &[]);
+    let token = seen.check("gpuserver token create", &["--from", "127.0.0.0/8"]);
     seen.check("gpuserver token list", &[]);
     seen.check("gpuserver token revoke", &[token["token"]["id"].as_str().unwrap()]);
     let file = site.path("admin.pem").display().to_string();
