@@ -138,7 +138,9 @@ export! {
 
     fn cuGraphNodeFindInClone(to: *mut usize, original: usize, clone: usize) {
         let g = graph(clone)?;
-        let found = g.clones.lock().get(&original).map(handle);
+        let copy = g.clones.lock().get(&original).map(handle);
+        // The clone may have lost its copy since.
+        let found = copy.filter(|copy| g.nodes.lock().iter().any(|node| handle(node) == *copy));
         out(to, found.ok_or(INVALID_VALUE)?)
     }
 
