@@ -413,13 +413,13 @@ class Soak:
                      for key in {**before, **after} if self.more(before, after, key)]
         if more := sorted(self.files() - files):
             self.bad.append(f"files: {more[:5]}")
-        if self.resident() > memory + GROWTH:
-            self.bad.append(f"the server's memory grew from {memory:.1f} to {self.resident():.1f} MiB")
+        if (rested := self.resident()) > memory + GROWTH:
+            self.bad.append(f"the server's memory grew from {memory:.1f} to {rested:.1f} MiB")
         self.bad += self.accounted()
         for why in self.bad:
             print(f"  {why}")
         print(f"\nSoak: {self.args.clients} clients, {self.args.minutes:g} minutes: {sum(self.done.values())} activities {dict(self.done)}; "
-              f"{sum(self.faults.values())} faults {dict(self.faults)}; server {memory:.1f} MiB before, {self.resident():.1f} after; "
+              f"{sum(self.faults.values())} faults {dict(self.faults)}; server {memory:.1f} MiB before, {rested:.1f} after; "
               f"{len(self.daemons)} daemons, at most {max((daemon.memory for daemon in self.daemons), default=0):.1f} MiB before, "
               f"{max((daemon.after for daemon in self.daemons), default=0):.1f} after; "
               f"{len(self.bad)} failures")
