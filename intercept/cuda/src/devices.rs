@@ -1,6 +1,6 @@
 //! Facts about devices, and the selection that the program sees.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::{BadFrame, Reader};
@@ -15,10 +15,6 @@ pub struct Device {
     pub name: Vec<u8>,
     /// UUID as the program sees it: changed by `told_apart` for the second share of one GPU.
     pub uuid: [u8; 16],
-    /// Locally unique id (Windows only).
-    pub luid: [u8; 8],
-    /// Node mask of the locally unique id.
-    pub luid_mask: u32,
     /// In bytes.
     pub total_memory: u64,
     /// PCI address in the driver's notation.
@@ -35,6 +31,8 @@ pub struct Device {
     pub peers: Vec<Peer>,
     /// Number of times that the program retains the primary context.
     pub retained: AtomicU32,
+    /// A reset of the primary context has followed the last retain.
+    pub reset: AtomicBool,
     /// Held while a thread retains, releases or resets the primary context.
     pub retaining: Turns,
     /// `CUctx_flags` of the primary context.
@@ -95,8 +93,9 @@ impl Device {
         let short = |_| BadFrame("device");
         let name = r.bytes()?.to_vec();
         let uuid = r.bytes()?.try_into().map_err(short)?;
-        let luid = r.bytes()?.try_into().map_err(short)?;
-        let luid_mask = r.word()? as u32;
+        // Id and node mask that only Windows has.
+        r.bytes()?;
+        r.word()?;
         let total_memory = r.word()?;
         let pci = r.bytes()?.to_vec();
         let count = r.word()?.min(4096);
@@ -114,8 +113,6 @@ impl Device {
             ordinal: -1,
             name,
             uuid,
-            luid,
-            luid_mask,
             total_memory,
             pci,
             attributes,
@@ -124,6 +121,7 @@ impl Device {
             tpcs: r.bytes()?.to_vec(),
             peers: Vec::new(),
             retained: AtomicU32::new(0),
+            reset: AtomicBool::new(false),
             retaining: Turns::default(),
             primary_flags: AtomicU32::new(0),
         })

@@ -321,12 +321,9 @@ impl Contexts {
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceGetUuid_v2)(uuid.as_mut_ptr(), device) })?;
             w.bytes(&uuid);
-            let mut luid = [0; 8];
-            let mut mask = 0;
-            // SAFETY: as above. Linux drivers may refuse; then the zeros stay.
-            unsafe { (driver.call.cuDeviceGetLuid)(luid.as_mut_ptr(), &mut mask, device) };
-            w.bytes(&luid.map(|c| c as u8));
-            w.word(u64::from(mask));
+            // Id and node mask that only Windows has.
+            w.bytes(&[0; 8]);
+            w.word(0);
             let mut total = 0;
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceTotalMem_v2)(&mut total, device) })?;

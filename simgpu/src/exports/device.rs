@@ -2,6 +2,7 @@
 
 use super::{out, slice, text};
 use crate::abi::DevProp;
+use crate::context::current;
 use crate::driver::{self, config, driver};
 use crate::errors::{self, INVALID_DEVICE, INVALID_VALUE};
 use crate::export;
@@ -195,9 +196,9 @@ export! {
         NOTICES.remove(callback).map(drop)
     }
 
-    fn cuFlushGPUDirectRDMAWrites(_target: u32, _scope: u32) {
-        driver()?;
-        Err(errors::NOT_SUPPORTED)
+    fn cuFlushGPUDirectRDMAWrites(target: u32, scope: u32) {
+        current()?;
+        Err(if target == 0 && matches!(scope, 100 | 200) { errors::NOT_SUPPORTED } else { INVALID_VALUE })
     }
 
     fn cuProfilerStart() {

@@ -1,39 +1,36 @@
 //! Lookup of functions and tables by name, version and id.
 
 use super::{out, out_opt, text};
+use crate::driver::config;
 use crate::errors::{INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
 use crate::export_tables;
 use crate::proc_address::{self, Missing};
 use std::ffi::c_char;
 
-unsafe fn look_up(name: *const c_char, to: *mut usize, version: i32, flags: u64, status: *mut u32) -> Result {
-    // SAFETY: the program vouches for its pointers.
-    unsafe {
-        if to.is_null() || flags > 2 {
-            return Err(INVALID_VALUE);
-        }
-        match proc_address::find(text(name)?, version.max(0) as u32, flags) {
-            Ok(address) => {
-                out_opt(status, 0);
-                out(to, address)
-            }
-            Err(why) => {
-                out_opt(status, if why == Missing::Symbol { 1 } else { 2 });
-                out(to, 0)?;
-                Err(NOT_FOUND)
-            }
-        }
+/// Finds a call; the outer error is one of the arguments, before which nothing is written.
+unsafe fn look_up(
+    name: *const c_char,
+    version: i32,
+    flags: u64,
+) -> Result<std::result::Result<usize, Missing>> {
+    if flags > 3 || version > config().driver_version as i32 {
+        return Err(INVALID_VALUE);
     }
+    // SAFETY: the program vouches for its pointers.
+    Ok(proc_address::find(unsafe { text(name) }?, version.max(0) as u32, flags))
 }
 
 export! {
     fn cuGetProcAddress(name: *const c_char, to: *mut usize, version: i32, flags: u64) {
-        look_up(name, to, version, flags, std::ptr::null_mut())
+        out(to, look_up(name, version, flags)?.map_err(|_| NOT_FOUND)?)
     }
 
     fn cuGetProcAddress_v2 | cuGetProcAddress_v2_ptsz (name: *const c_char, to: *mut usize, version: i32, flags: u64, status: *mut u32) {
-        look_up(name, to, version, if PER_THREAD && flags == 0 { 2 } else { flags }, status)
+        let found = look_up(name, version, if PER_THREAD && flags == 0 { 2 } else { flags })?;
+        out(to, found.unwrap_or(0))?;
+        out_opt(status, found.err().map_or(0, |why| why as u32));
+        Ok(())
     }
 
     fn cuGetExportTable(to: *mut *const usize, id: *const [u8; 16]) {

@@ -268,6 +268,9 @@ driver! {
     fn cuCtxEnablePeerAccess(peer: *mut c_void, flags: u32) {
         let (client, device) = current()?;
         let (other, peer_device) = clients::of_context(peer as u64)?;
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
         if other.number != client.number || peer_device.local == device.local {
             return Err(PEER_ACCESS_UNSUPPORTED);
         }

@@ -11,7 +11,7 @@ use gpusession_proto::handle;
 use crate::client::{Client, string};
 use crate::devices::Device;
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give, give_text,
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, alias, bytes, driver, give, give_text,
     name,
 };
 use crate::{clients, handles, private_tables, thread, unsolicited};
@@ -68,10 +68,10 @@ driver! {
         give(uuid, clients::device(device)?.1.uuid)
     }
 
-    fn cuDeviceGetLuid(luid: *mut [u8; 8], mask: *mut u32, device: i32) {
-        let (_, device) = clients::device(device)?;
-        give(luid, device.luid)?;
-        give(mask, device.luid_mask)
+    /// Not supported: Windows alone has such ids.
+    fn cuDeviceGetLuid(_luid: *mut [u8; 8], _mask: *mut u32, device: i32) {
+        clients::device(device)?;
+        Err(NOT_SUPPORTED)
     }
 
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
@@ -200,7 +200,10 @@ driver! {
 
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
-        device.retaining.run(thread::id(), || device.retained.fetch_add(1, Ordering::Relaxed));
+        device.retaining.run(thread::id(), || {
+            device.reset.store(false, Ordering::Relaxed);
+            device.retained.fetch_add(1, Ordering::Relaxed)
+        });
         give(ctx, client.primary(device.local) as *mut c_void)
     }
 
@@ -223,13 +226,17 @@ driver! {
     fn cuDevicePrimaryCtxReset_v2(device: i32) {
         let (client, device) = clients::device(device)?;
         private_tables::forget_context(client.primary(device.local));
-        device.retaining.run(thread::id(), || reset(client, device, true))
+        device.retaining.run(thread::id(), || {
+            device.reset.store(true, Ordering::Relaxed);
+            reset(client, device, true)
+        })
     }
 
     fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
         let (_, device) = clients::device(device)?;
         give(flags, device.primary_flags.load(Ordering::Relaxed))?;
-        give(active, i32::from(device.retained.load(Ordering::Relaxed) > 0))
+        let retained = device.retained.load(Ordering::Relaxed) > 0;
+        give(active, i32::from(retained && !device.reset.load(Ordering::Relaxed)))
     }
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {

@@ -18,6 +18,15 @@ use crate::streams::{self, find};
 use crate::window::{self, Step};
 use crate::{clients, limits, mapped, modules, private_tables, thread};
 
+/// `CU_MEMHOSTALLOC_PORTABLE`
+const PORTABLE: u32 = 1;
+/// `CU_MEMHOSTALLOC_DEVICEMAP`, and the same of `CU_MEMHOSTREGISTER`
+const DEVICEMAP: u32 = 2;
+/// `CU_MEMHOSTALLOC_WRITECOMBINED`
+const WRITECOMBINED: u32 = 4;
+/// All of `CU_MEMHOSTREGISTER`: portable, mapped, a device's registers, for reading.
+const REGISTER_FLAGS: u32 = 0xf;
+
 /// Allocates device memory in the current context; the caller adds it to `ranges`.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
     streams::allowed()?;
@@ -297,7 +306,7 @@ driver! {
     }
 
     fn cuMemHostAlloc(pointer: *mut *mut c_void, size: usize, flags: u32) {
-        if pointer.is_null() || flags & !7 != 0 {
+        if pointer.is_null() || flags & !(PORTABLE | DEVICEMAP | WRITECOMBINED) != 0 {
             return Err(INVALID_VALUE);
         }
         give(pointer, host_allocate(clients::get()?, size, flags)? as *mut c_void)
@@ -364,7 +373,7 @@ driver! {
         clients::get()?;
         let ctx = thread::context()?;
         streams::allowed()?;
-        if pointer.is_null() || size == 0 {
+        if pointer.is_null() || size == 0 || flags & !REGISTER_FLAGS != 0 {
             return Err(INVALID_VALUE);
         }
         if ranges::overlaps(pointer as u64, size as u64) {
@@ -392,7 +401,9 @@ driver! {
     fn cuMemHostGetFlags(flags: *mut u32, pointer: *mut c_void) {
         clients::get()?;
         match ranges::find(pointer as u64).map(|r| r.kind) {
-            Some(Kind::Host(known) | Kind::Registered(known)) => give(flags, known),
+            // Under unified addressing all pinned memory is mapped. (For small allocations the
+            // driver reports flags of the block that it takes them from.)
+            Some(Kind::Host(known) | Kind::Registered(known)) => give(flags, known | DEVICEMAP),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -578,8 +589,11 @@ driver! {
     }
 
     /// Not supported: no network card writes to the GPU's memory.
-    fn cuFlushGPUDirectRDMAWrites(_target: i32, _scope: i32) {
-        Err(NOT_SUPPORTED)
+    fn cuFlushGPUDirectRDMAWrites(target: i32, scope: i32) {
+        clients::get()?;
+        thread::context()?;
+        // The current context, and its device or all of them.
+        Err(if target == 0 && matches!(scope, 100 | 200) { NOT_SUPPORTED } else { INVALID_VALUE })
     }
 }
 

@@ -17,31 +17,18 @@ const FOUND: i32 = 0;
 const SYMBOL_NOT_FOUND: i32 = 1;
 const VERSION_NOT_SUFFICIENT: i32 = 2;
 
-fn proc_address(
+/// Finds the call `symbol`; the outer error is one of the arguments.
+fn look_up(
     symbol: *const c_char,
-    out: *mut *const c_void,
     version: i32,
     flags: u64,
-    status: *mut i32,
-) -> Result {
-    if out.is_null() || flags > 3 {
+) -> Result<std::result::Result<*const c_void, Missing>> {
+    // A driver compares the version first, and writes no result then.
+    if flags > 3 || version > clients::driver_version() {
         return Err(INVALID_VALUE);
     }
-    match proc_address::find(name(symbol)?.to_bytes(), version, flags & PER_THREAD != 0) {
-        Ok(function) => {
-            give_optional(status, FOUND);
-            give(out, function as *const c_void)
-        }
-        Err(missing) => {
-            give(out, std::ptr::null())?;
-            give_optional(
-                status,
-                if missing == Missing::Symbol { SYMBOL_NOT_FOUND } else { VERSION_NOT_SUFFICIENT },
-            );
-            // Without a place for the status, the code alone reports that no such call exists.
-            Err(NOT_FOUND)
-        }
-    }
+    let found = proc_address::find(name(symbol)?.to_bytes(), version, flags & PER_THREAD != 0);
+    Ok(found.map(|function| function as *const c_void))
 }
 
 /// Functions of the program that wait for log messages.
@@ -52,13 +39,21 @@ fn log_callbacks() -> MutexGuard<'static, BTreeSet<u64>> {
 
 driver! {
     fn cuGetProcAddress(symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64) {
-        proc_address(symbol, out, version, flags, std::ptr::null_mut())
+        give(out, look_up(symbol, version, flags)?.map_err(|_| NOT_FOUND)?)
     }
 
     fn cuGetProcAddress_v2 / cuGetProcAddress_v2_ptsz [_default] (
         symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64, status: *mut i32,
     ) {
-        proc_address(symbol, out, version, flags, status)
+        // A call that does not exist is no error, and its address is null.
+        let (function, told) = match look_up(symbol, version, flags)? {
+            Ok(function) => (function, FOUND),
+            Err(Missing::Symbol) => (std::ptr::null(), SYMBOL_NOT_FOUND),
+            Err(Missing::Version) => (std::ptr::null(), VERSION_NOT_SUFFICIENT),
+        };
+        give(out, function)?;
+        give_optional(status, told);
+        Ok(())
     }
 
     fn cuGetErrorName(error: i32, text: *mut *const c_char) {
