@@ -167,6 +167,18 @@ pub fn waits(operation: u16) -> bool {
     matches!(effect(operation), Some(Effect::Waits | Effect::WaitsAndWorks))
 }
 
+/// Returns `true` for operations whose body may come in several frames.
+///
+/// An operation that waits would hold the body meanwhile. Of copies, and of frames that overtake
+/// others, the replay reads the order in their own frame alone.
+pub fn may_continue(operation: u16) -> bool {
+    !waits(operation)
+        && !matches!(
+            operation,
+            op::COPY_TO_DEVICE | op::WRITE_HOST | op::HOST_FUNC_DONE | op::MARK | op::BODY_PART
+        )
+}
+
 /// Returns `true` for operations that give the GPU work, or copy.
 pub fn works(operation: u16) -> bool {
     match effect(operation) {

@@ -80,13 +80,7 @@ impl Perform for Session {
 fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     let seq = frame.header.seq.get();
     let mut answer = Answer::default();
-    let result = session
-        .contexts
-        .enter(session.driver, executor, frame.header.ctx.get())
-        .map_err(Failure::from)
-        .and_then(|()| session.long_bodies.joined(frame))
-        .and_then(|whole| dispatch(session, executor, whole.as_ref().unwrap_or(frame), &mut answer));
-    let code = match result {
+    let code = match replay(session, executor, frame, &mut answer) {
         Ok(()) => 0,
         Err(Failure::Status(code)) => code,
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
@@ -113,6 +107,19 @@ fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     if code != 0 {
         session.replies.late_error(seq, code);
     }
+}
+
+/// Replays one frame, with the parts of its body, in its context.
+fn replay(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answer: &mut Answer) -> Done {
+    // Before the context, whose failure would leave the parts to the thread's next request.
+    let whole = session.long_bodies.joined(frame)?;
+    let frame = whole.as_ref().map_or(frame, |whole| &whole.frame);
+    if frame.header.op.get() == op::BODY_PART {
+        session.long_bodies.add(frame);
+        return Ok(());
+    }
+    session.contexts.enter(session.driver, executor, frame.header.ctx.get())?;
+    dispatch(session, executor, frame, answer)
 }
 
 #[expect(clippy::too_many_lines, reason = "one `match` over the operations")]
@@ -151,10 +158,6 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         // The frame does nothing: its thread waits for its position in the log.
         op::MARK => Ok(()),
-        op::BODY_PART => {
-            session.long_bodies.add(frame);
-            Ok(())
-        }
         op::CTX_SYNC => {
             let synced = settle::context(session, frame.header.ctx.get());
             flush_results(session, answer);
