@@ -2,7 +2,7 @@
 //!
 //! The driver follows such a value as a pointer, and a frame may name any number.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Status, status};
@@ -45,12 +45,56 @@ struct Entry {
 /// Value that [`Known::take`] took out; `None` for null.
 pub type Taken = Option<Owner>;
 
+/// Values of one kind.
+#[derive(Default)]
+struct Table {
+    entries: HashMap<u64, Entry>,
+    /// Values by the context or graph with which they end.
+    by_owner: HashMap<u64, HashSet<u64>>,
+}
+
+impl Table {
+    fn insert(&mut self, value: u64, entry: Entry) {
+        if entry.owner.of != 0 {
+            self.by_owner.entry(entry.owner.of).or_default().insert(value);
+        }
+        self.entries.insert(value, entry);
+    }
+
+    fn remove(&mut self, value: u64) -> Option<Entry> {
+        let entry = self.entries.remove(&value)?;
+        if let Some(values) = self.by_owner.get_mut(&entry.owner.of) {
+            values.remove(&value);
+            if values.is_empty() {
+                self.by_owner.remove(&entry.owner.of);
+            }
+        }
+        Some(entry)
+    }
+
+    fn forget(&mut self, owner: u64) {
+        for value in self.by_owner.remove(&owner).into_iter().flatten() {
+            self.entries.remove(&value);
+        }
+    }
+
+    fn adopt(&mut self, from: u64, to: u64) {
+        let Some(values) = self.by_owner.remove(&from) else { return };
+        for value in &values {
+            if let Some(entry) = self.entries.get_mut(value) {
+                entry.owner.of = to;
+            }
+        }
+        self.by_owner.entry(to).or_default().extend(values);
+    }
+}
+
 /// Table of each kind.
 #[derive(Default)]
-pub struct Known([Mutex<HashMap<u64, Entry>>; KINDS]);
+pub struct Known([Mutex<Table>; KINDS]);
 
 impl Known {
-    fn of(&self, kind: Kind) -> MutexGuard<'_, HashMap<u64, Entry>> {
+    fn of(&self, kind: Kind) -> MutexGuard<'_, Table> {
         self.0[kind as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -60,8 +104,16 @@ impl Known {
             return;
         }
         let mut table = self.of(kind);
-        let entry = table.entry(value).or_insert(Entry { owner, count: 0 });
-        entry.count = if kind == Kind::Memory { entry.count.saturating_add(1) } else { 1 };
+        match table.entries.get_mut(&value) {
+            Some(entry) if kind == Kind::Memory => entry.count = entry.count.saturating_add(1),
+            // An error may have named a node without its graph.
+            Some(entry) if kind == Kind::Node && entry.owner.of != owner.of => {
+                table.remove(value);
+                table.insert(value, Entry { owner, count: 1 });
+            }
+            Some(_) => {}
+            None => table.insert(value, Entry { owner, count: 1 }),
+        }
     }
 
     /// Returns an error unless the driver returned this value, and did not take it back.
@@ -74,13 +126,13 @@ impl Known {
     /// As [`Known::check`], for each of several values.
     pub fn check_all(&self, kind: Kind, values: impl IntoIterator<Item = u64>) -> Result<(), Status> {
         let table = self.of(kind);
-        let known = |value: u64| value == 0 || table.contains_key(&value);
+        let known = |value: u64| value == 0 || table.entries.contains_key(&value);
         if values.into_iter().all(known) { Ok(()) } else { Err(unknown(kind)) }
     }
 
     /// Returns the owner of a value.
     pub fn owner(&self, kind: Kind, value: u64) -> Result<Owner, Status> {
-        match self.of(kind).get(&value) {
+        match self.of(kind).entries.get(&value) {
             Some(entry) => Ok(entry.owner),
             None if value == 0 => Ok(Owner::default()),
             None => Err(unknown(kind)),
@@ -93,17 +145,27 @@ impl Known {
             return Ok(None);
         }
         let mut table = self.of(kind);
-        let entry = table.get_mut(&value).ok_or_else(|| unknown(kind))?;
+        let entry = table.entries.get_mut(&value).ok_or_else(|| unknown(kind))?;
         let owner = entry.owner;
         entry.count -= 1;
         if entry.count == 0 {
-            table.remove(&value);
+            table.remove(value);
         }
         drop(table);
         if matches!(kind, Kind::Array | Kind::Mipmap) {
-            self.of(Kind::Array).retain(|_, part| part.owner.whole != value);
+            self.parts_gone(value);
         }
         Ok(Some(owner))
+    }
+
+    /// Forgets the parts of an array.
+    fn parts_gone(&self, whole: u64) {
+        let mut arrays = self.of(Kind::Array);
+        let parts = arrays.entries.iter().filter(|(_, part)| part.owner.whole == whole);
+        let parts: Vec<u64> = parts.map(|(value, _)| *value).collect();
+        for part in parts {
+            arrays.remove(part);
+        }
     }
 
     /// Puts back a value that the driver did not destroy; parts of an array have to be asked for
@@ -116,27 +178,17 @@ impl Known {
 
     /// Forgets what ends with a context.
     pub fn context_gone(&self, ctx: u64) {
-        self.forget(&OF_CONTEXT, ctx);
+        OF_CONTEXT.into_iter().for_each(|kind| self.of(kind).forget(ctx));
     }
 
     /// Forgets what ends with a graph, by the driver's handle of it.
     pub fn graph_gone(&self, graph: u64) {
-        self.forget(&OF_GRAPH, graph);
-    }
-
-    fn forget(&self, kinds: &[Kind], owner: u64) {
-        for kind in kinds {
-            self.of(*kind).retain(|_, entry| entry.owner.of != owner);
-        }
+        OF_GRAPH.into_iter().for_each(|kind| self.of(kind).forget(graph));
     }
 
     /// Lets what belongs to a green context end with its device's primary one.
     pub fn adopt(&self, green: u64, primary: u64) {
-        for kind in OF_CONTEXT {
-            for entry in self.of(kind).values_mut().filter(|entry| entry.owner.of == green) {
-                entry.owner.of = primary;
-            }
-        }
+        OF_CONTEXT.into_iter().for_each(|kind| self.of(kind).adopt(green, primary));
     }
 }
 
@@ -150,6 +202,8 @@ fn unknown(kind: Kind) -> Status {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     const OF_ONE: Owner = Owner { of: 1, whole: 0 };
@@ -208,8 +262,29 @@ mod tests {
         let known = Known::default();
         known.note(Kind::Node, 40, Owner { of: 7, whole: 0 });
         known.note(Kind::Node, 41, Owner { of: 8, whole: 0 });
+        known.note(Kind::Node, 42, Owner { of: 7, whole: 0 });
+        known.note(Kind::Node, 42, Owner { of: 8, whole: 0 });
         known.graph_gone(7);
         assert!(known.check(Kind::Node, 40).is_err());
         assert_eq!(known.owner(Kind::Node, 41).unwrap().of, 8);
+        assert_eq!(known.owner(Kind::Node, 42).unwrap().of, 8, "the last graph that named it");
+    }
+
+    #[test]
+    fn end_of_a_graph_costs_its_own_nodes() {
+        const MANY: u64 = 200_000;
+        let known = Known::default();
+        let node = |graph| Owner { of: graph, whole: 0 };
+        (1..=MANY).for_each(|value| known.note(Kind::Node, value, node(1)));
+        let since = Instant::now();
+        for graph in 2..20_000 {
+            known.note(Kind::Node, MANY + graph, node(graph));
+            known.graph_gone(graph);
+        }
+        assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+        assert!(known.check(Kind::Node, MANY + 2).is_err());
+        assert_eq!(known.check(Kind::Node, MANY), Ok(()));
+        (1..=MANY).for_each(|value| assert!(known.take(Kind::Node, value).is_ok()));
+        assert!(known.of(Kind::Node).by_owner.is_empty() && known.of(Kind::Node).entries.is_empty());
     }
 }
