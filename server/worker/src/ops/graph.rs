@@ -140,6 +140,13 @@ pub fn note(session: &Session, graph: Handle, node: Handle) {
     session.known.note(Kind::Node, node as u64, Owner { of: graph as u64, whole: 0 });
 }
 
+/// Notes a node that may be in a graph inside this one, unless it is known.
+pub fn note_new(session: &Session, graph: Handle, node: Handle) {
+    if session.known.check(Kind::Node, node as u64).is_err() {
+        note(session, graph, node);
+    }
+}
+
 /// `GRAPH_CREATE`: new handle, flags.
 pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
     let (handle, flags) = (r.word()?, r.word()? as u32);
@@ -156,8 +163,10 @@ fn child_graphs(session: &Session) -> MutexGuard<'_, ChildGraphs> {
 /// `GRAPH_CHILD`: new handle, graph, node of it; the handle stands for the node's own graph.
 pub fn child(session: &Session, r: &mut Reader<'_>) -> Done {
     let (handle, parent, node) = (r.word()?, r.word()?, r.word()?);
-    session.graphs.get(parent)?;
-    session.known.check(Kind::Node, node)?;
+    // Else the handle would outlive the graph, or end before it.
+    if session.known.owner(Kind::Node, node)?.of != session.graphs.get(parent)?.0 as u64 {
+        return Err(status::INVALID_VALUE.into());
+    }
     let mut known = child_graphs(session);
     if known.of_node(node).is_some() {
         return Err(status::INVALID_VALUE.into());
@@ -253,7 +262,7 @@ pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
     let made =
         check(unsafe { (call.cuGraphInstantiateWithParams)(&mut exec, graph, params.as_mut_ptr().cast()) });
     let [.., node, result] = params;
-    note(session, graph, node as Handle);
+    note_new(session, graph, node as Handle);
     answer.word(u64::from(result as u32));
     answer.word(node);
     made?;
@@ -736,7 +745,7 @@ pub fn update(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
         check(unsafe { (session.driver.call.cuGraphExecUpdate_v2)(exec, graph, info.as_mut_ptr().cast()) });
     let [result, node, counterpart] = info;
     for node in [node, counterpart] {
-        note(session, graph, node as Handle);
+        note_new(session, graph, node as Handle);
     }
     for word in [result, node, counterpart] {
         answer.word(word);

@@ -238,7 +238,7 @@ pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
     for i in 0..count {
         // SAFETY: the driver's own array of `count` nodes, valid until the stream's next call.
         let node = unsafe { *nodes.add(i) };
-        super::graph::note(session, graph, node);
+        super::graph::note_new(session, graph, node);
         answer.word(node as u64);
     }
     let edges: &[u64] = if edges.is_null() {

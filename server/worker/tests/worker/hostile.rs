@@ -478,6 +478,26 @@ fn absurd_counts_are_errors_and_nothing_else() {
 }
 
 #[test]
+fn graph_of_a_node_ends_with_the_graph_around_it() {
+    const CHILD: u64 = 6;
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    let graph = |slot| handle::make(handle::GRAPH, 0, 1, slot);
+    for slot in 1..=3 {
+        assert_eq!(guest.ask_words(op::GRAPH_CREATE, &[graph(slot), 0]), Ok(0));
+    }
+    let node = guest.ask_answer(op::GRAPH_ADD, |w| {
+        [graph(1), 0, CHILD, graph(2)].into_iter().for_each(|word| w.word(word));
+    })[0];
+    let child = |guest: &mut Raw, parent| guest.ask_words(op::GRAPH_CHILD, &[graph(4), parent, node]);
+    assert_eq!(child(&mut guest, graph(3)), Ok(INVALID_VALUE), "the node is in another graph");
+    assert_eq!(child(&mut guest, graph(1)), Ok(0));
+    assert_eq!(guest.ask_words(op::GRAPH_DESTROY, &[graph(1)]), Ok(0));
+    assert!(matches!(guest.ask_words(op::GRAPH_NODES, &[graph(4), 0, 0]), Ok(status) if status != 0));
+}
+
+#[test]
 fn mirrors_are_bounded_and_copies_stay_within_them() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
