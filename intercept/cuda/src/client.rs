@@ -70,6 +70,10 @@ pub struct Client {
     /// Number of changes of a device's current pool.
     pool_changes: AtomicU64,
     window: Mutex<Window>,
+    /// Held from the parts of a long request to its reply: the worker has room for one.
+    ///
+    /// A forked child makes no call that takes it.
+    long_request: Mutex<()>,
     events: OnceLock<bool>,
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
@@ -195,6 +199,7 @@ impl Client {
             freed: FreedBlocks::default(),
             pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
+            long_request: Mutex::default(),
             events: OnceLock::new(),
             landings: OnceLock::new(),
             sticky: AtomicI32::new(0),
@@ -336,7 +341,8 @@ impl Client {
     /// Sends a request in several frames, since one cannot hold its body, and waits for the reply;
     /// also returns its position.
     ///
-    /// A call that else would not wait does so here: the worker holds few such bodies.
+    /// A call that else would not wait does so here, and for the requests of other threads: the
+    /// worker has room for one such body.
     #[cold]
     fn ask_long(&self, op: u16, body: &[u8]) -> Result<(u64, Reply)> {
         let most = if self.abilities & ability::LONG_BODIES == 0 { MAX_BODY } else { MAX_LONG_BODY };
@@ -345,6 +351,7 @@ impl Client {
             return Err(NOT_SUPPORTED);
         }
         let (own, rest) = body.split_at(MAX_BODY - size_of::<u64>());
+        let _one = self.long_request.lock().unwrap_or_else(PoisonError::into_inner);
         for part in rest.chunks(BODY_PART) {
             self.link.post(op::BODY_PART, self.caller(), |w| w.words(part)).map_err(unavailable)?;
         }
@@ -361,7 +368,14 @@ impl Client {
     /// call that the table describes.
     pub fn takes_list(&self, count: usize) -> Result {
         const SHORT: usize = 65_536;
-        if count <= SHORT || self.abilities & ability::LONG_BODIES != 0 { Ok(()) } else { Err(NOT_SUPPORTED) }
+        if count <= SHORT || self.abilities & ability::LONG_BODIES != 0 {
+            return Ok(());
+        }
+        trace::why(&format!(
+            "a list of {count} entries: the release of server {} takes {SHORT}; update it",
+            self.link.server
+        ));
+        Err(NOT_SUPPORTED)
     }
 
     /// Lets the worker free the blocks that the program has freed, before a frame that waits.
@@ -573,6 +587,33 @@ mod tests {
         let fill = |w: &mut Writer<'_>| w.words(&vec![1; MAX_LONG_BODY + 8]);
         assert_eq!(client.call(op::GRAPH_ADD, fill).err(), Some(NOT_SUPPORTED));
         assert!(program.operations().is_empty());
+    }
+
+    #[test]
+    fn long_request_waits_for_that_of_another_thread() {
+        let program = Program::able(ability::ALL);
+        let client = program.client;
+        let body = vec![1; MAX_BODY + 8];
+        let ask = || {
+            thread::set_current(program.ctx);
+            assert!(client.ask_long(op::GRAPH_ADD, &body).is_ok());
+        };
+        let before = client.link.position();
+        let sent = std::thread::scope(|scope| {
+            let silent = program.silent();
+            scope.spawn(ask);
+            while client.link.position() < before + 2 {
+                std::thread::yield_now();
+            }
+            scope.spawn(ask);
+            // Time in which the second thread would send its part.
+            std::thread::park_timeout(Duration::from_millis(200));
+            let sent = client.link.position() - before;
+            drop(silent);
+            sent
+        });
+        assert_eq!(sent, 2, "the first request had no answer yet");
+        assert_eq!(program.operations(), [op::BODY_PART, op::GRAPH_ADD, op::BODY_PART, op::GRAPH_ADD]);
     }
 
     #[test]

@@ -189,6 +189,11 @@ impl Program {
         self.worker.socket.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
+    /// Lets the worker answer nothing until the result is dropped.
+    pub fn silent(&self) -> impl Drop + use<> {
+        self.worker.state.lock().unwrap()
+    }
+
     /// Lets the worker answer the next call of this kind so.
     pub fn answer(&self, operation: u16, status: i32, words: &[u64]) {
         let body = words.iter().flat_map(|word| word.to_le_bytes()).collect();
