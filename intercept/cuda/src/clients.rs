@@ -4,7 +4,6 @@
 //! arguments belongs to another one.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gpusession_link::Events;
@@ -34,18 +33,17 @@ struct Clients {
 }
 
 static CLIENTS: OnceLock<std::result::Result<Clients, i32>> = OnceLock::new();
-static FORKED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_forked_child() {
     if let Some(Ok(clients)) = CLIENTS.get() {
-        FORKED.store(true, Ordering::Relaxed);
+        thread::set_forked();
         clients.all().for_each(|client| client.link.abandon());
     }
 }
 
 /// Tells the workers that the process exits; otherwise they would wait for it.
 extern "C" fn at_exit() {
-    if !FORKED.load(Ordering::Relaxed)
+    if !thread::forked()
         && let Some(Ok(clients)) = CLIENTS.get()
     {
         clients.all().for_each(|client| client.link.bye());
@@ -62,7 +60,7 @@ pub type Receivers = fn(u8) -> Box<dyn Events>;
 
 /// `cuInit`
 pub fn init(receivers: Receivers) -> Result {
-    if FORKED.load(Ordering::Relaxed) {
+    if thread::forked() {
         return Err(NOT_INITIALIZED);
     }
     let clients = CLIENTS.get_or_init(|| {
@@ -101,7 +99,7 @@ pub fn driver_version() -> i32 {
 
 #[inline]
 fn initialized() -> Result<&'static Clients> {
-    if FORKED.load(Ordering::Relaxed) {
+    if thread::forked() {
         return Err(NOT_INITIALIZED);
     }
     match CLIENTS.get() {

@@ -140,8 +140,9 @@ fn meant(
                 None => {
                     // A program that keeps starting threads has the streams of the living ones.
                     for ended in thread::take_ended_streams().into_iter().filter_map(|s| by_handle(s).ok()) {
-                        // A lost worker has no stream any more.
-                        let _ = destroy_known(&ended);
+                        // In its own context: the calling thread's may be gone, or of another
+                        // worker. A lost worker has no stream any more.
+                        let _ = thread::within(ended.ctx, || destroy_known(&ended));
                     }
                     let new = create(current, ctx, 0, 0)?;
                     thread::set_default_stream(ctx, new)?;
@@ -548,11 +549,13 @@ mod tests {
         let ended = std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
         assert!(by_handle(ended).is_ok(), "the end of a thread makes no call");
         program.frames();
+        let elsewhere = Program::new();
         assert!(by_handle(own()).is_ok());
         assert_eq!(by_handle(ended).err(), Some(INVALID_HANDLE));
-        assert_eq!(program.operations(), [op::STREAM_DESTROY, op::STREAM_CREATE]);
+        assert_eq!(program.operations(), [op::STREAM_DESTROY], "in its own context");
+        assert_eq!(elsewhere.operations(), [op::STREAM_CREATE]);
         own();
-        assert!(program.operations().is_empty());
+        assert!(program.operations().is_empty() && elsewhere.operations().is_empty());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::status::{INVALID_CONTEXT, Result};
@@ -24,6 +24,7 @@ thread_local! {
 
 /// Default streams of threads that have ended.
 static ENDED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// A thread's own default streams, by context.
 ///
@@ -33,8 +34,22 @@ struct DefaultStreams(RefCell<HashMap<u64, u64>>);
 
 impl Drop for DefaultStreams {
     fn drop(&mut self) {
-        ENDED.lock().unwrap_or_else(PoisonError::into_inner).extend(self.0.get_mut().values());
+        // Another thread of the parent may have held the lock, and a child destroys no streams.
+        if !forked() {
+            ENDED.lock().unwrap_or_else(PoisonError::into_inner).extend(self.0.get_mut().values());
+        }
     }
+}
+
+/// Notes that this process is a forked child, whose threads have none of the parent's streams.
+pub fn set_forked() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+/// Returns `true` in a forked child.
+#[inline]
+pub fn forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
 }
 
 const RECENT_LEN: usize = 128;
@@ -226,5 +241,25 @@ mod tests {
         assert_eq!(id(), mine);
         let other = std::thread::spawn(id).join().unwrap();
         assert!(mine != 0 && other != 0 && other != mine);
+    }
+
+    #[test]
+    fn forked_child_does_not_wait_for_a_lock_of_its_parent() {
+        let held = ENDED.lock();
+        // SAFETY: the child stores a flag, drops an empty map and exits; it allocates nothing.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: calls without pointers; the alarm ends a child that waits.
+            unsafe { libc::alarm(10) };
+            set_forked();
+            drop(DefaultStreams(RefCell::default()));
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) };
+        }
+        drop(held);
+        let mut status = -1;
+        // SAFETY: the pointer is valid.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0);
     }
 }
