@@ -1,6 +1,6 @@
 //! Host memory and events that nodes of graphs use, by graph.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::regions::{self, Named};
@@ -54,7 +54,37 @@ const CAPTURED: u64 = 0;
 /// Uses of graphs and executable graphs, by handle; a graph without any has no entry.
 static BY_GRAPH: Mutex<Option<HashMap<u64, ByNode>>> = Mutex::new(None);
 /// Graph of each node that the library has returned, for changes of a node.
-static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
+static NODES: Mutex<Option<Nodes>> = Mutex::new(None);
+
+#[derive(Default)]
+struct Nodes {
+    graph_of: HashMap<u64, u64>,
+    of_graph: HashMap<u64, HashSet<u64>>,
+}
+
+impl Nodes {
+    fn insert(&mut self, node: u64, graph: u64) {
+        if self.graph_of.get(&node) != Some(&graph) {
+            self.remove(node);
+            self.graph_of.insert(node, graph);
+            self.of_graph.entry(graph).or_default().insert(node);
+        }
+    }
+
+    fn remove(&mut self, node: u64) -> Option<u64> {
+        let graph = self.graph_of.remove(&node)?;
+        if let Some(nodes) = self.of_graph.get_mut(&graph) {
+            nodes.remove(&node);
+        }
+        Some(graph)
+    }
+
+    fn remove_graph(&mut self, graph: u64) {
+        for node in self.of_graph.remove(&graph).into_iter().flatten() {
+            self.graph_of.remove(&node);
+        }
+    }
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -137,14 +167,14 @@ pub fn forget_graph(graph: u64) {
     if let Some(graphs) = lock(&BY_GRAPH).as_mut() {
         graphs.remove(&graph);
     }
-    if let Some(nodes) = lock(&GRAPH_OF).as_mut() {
-        nodes.retain(|_, of| *of != graph);
+    if let Some(nodes) = lock(&NODES).as_mut() {
+        nodes.remove_graph(graph);
     }
 }
 
 /// Removes a destroyed node.
 pub fn forget_node(node: u64) {
-    let graph = lock(&GRAPH_OF).as_mut().and_then(|nodes| nodes.remove(&node));
+    let graph = lock(&NODES).as_mut().and_then(|nodes| nodes.remove(node));
     if let Some(graph) = graph {
         set(graph, node, Uses::default());
     }
@@ -152,12 +182,12 @@ pub fn forget_node(node: u64) {
 
 /// Notes that a node belongs to a graph.
 pub fn node_of(node: u64, graph: u64) {
-    lock(&GRAPH_OF).get_or_insert_default().insert(node, graph);
+    lock(&NODES).get_or_insert_default().insert(node, graph);
 }
 
 /// Returns the graph of a node.
 pub fn graph_of(node: u64) -> Option<u64> {
-    lock(&GRAPH_OF).as_ref().and_then(|nodes| nodes.get(&node).copied())
+    lock(&NODES).as_ref().and_then(|nodes| nodes.graph_of.get(&node).copied())
 }
 
 /// Sends the program's changes in memory that an executable graph's copies name.
@@ -172,6 +202,8 @@ pub fn upload(uses: &Uses) -> Result {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     fn awaits(event: u64) -> Uses {
@@ -220,5 +252,20 @@ mod tests {
         assert_eq!(graph_of(0x2_1111), Some(graph));
         forget_node(0x2_1111);
         assert!(graph_of(0x2_1111).is_none() && awaited(graph).is_empty());
+    }
+
+    #[test]
+    fn end_of_a_graph_costs_its_own_nodes() {
+        const MANY: u64 = 0x4_0000_0000;
+        (0..200_000).for_each(|node| node_of(MANY + node, MANY));
+        let since = Instant::now();
+        for graph in 1..20_000 {
+            node_of(2 * MANY, MANY + graph);
+            forget_graph(MANY + graph);
+        }
+        assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+        assert_eq!((graph_of(2 * MANY), graph_of(MANY)), (None, Some(MANY)));
+        forget_graph(MANY);
+        assert_eq!(graph_of(MANY), None);
     }
 }

@@ -141,11 +141,14 @@ fn body_arrays() -> MutexGuard<'static, HashMap<u64, Box<[u64]>>> {
     BODY_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Shapes by executable graph and node.
+type Shapes = HashMap<u64, HashMap<u64, Shape>>;
+
 /// Locks the shapes that the driver has accepted for nodes of executable graphs.
 ///
 /// As with launches, only the first one of a shape waits for the driver's verdict.
-fn accepted() -> MutexGuard<'static, HashMap<(u64, u64), Shape>> {
-    static ACCEPTED: LazyLock<Mutex<HashMap<(u64, u64), Shape>>> = LazyLock::new(Mutex::default);
+fn accepted() -> MutexGuard<'static, Shapes> {
+    static ACCEPTED: LazyLock<Mutex<Shapes>> = LazyLock::new(Mutex::default);
     ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -166,8 +169,8 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     content.write(client, &mut w)?;
     w.finish();
     let shape = content.shape().filter(|_| !exec.is_null());
-    let place = (exec as u64, node);
-    let sure = shape.is_some() && accepted().get(&place).copied() == shape;
+    let known = || accepted().get(&(exec as u64)).and_then(|shapes| shapes.get(&node).copied());
+    let sure = shape.is_some() && known() == shape;
     client.post_if(sure, op::GRAPH_EXEC_SET, |w| {
         w.word(exec as u64);
         w.word(client.own(node));
@@ -177,7 +180,7 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
         }
     })?;
     if let Some(shape) = shape.filter(|_| !sure) {
-        accepted().insert(place, shape);
+        accepted().entry(exec as u64).or_default().insert(node, shape);
     }
     let graph = || if exec.is_null() { graph_uses::graph_of(node) } else { Some(exec as u64) };
     if let Some(uses) = content.uses()
@@ -337,7 +340,7 @@ fn forget(graphs: impl IntoIterator<Item = u64>) {
         graph_uses::forget_graph(graph);
         body_arrays().remove(&graph);
         if handle::kind(graph) == handle::EXEC {
-            accepted().retain(|(exec, _), _| *exec != graph);
+            accepted().remove(&graph);
         }
         handles::retire(graph);
     }
