@@ -108,6 +108,16 @@ mod tests {
         Frame { header, body: Body::Shared(body.into()) }
     }
 
+    /// Makes the longest part of a thread.
+    fn parts() -> impl Fn(u32) -> Frame {
+        let part = frame(0, 0, &vec![0; BODY_PART / 8]);
+        move |thread| {
+            let mut part = part.clone();
+            part.header.thread = thread.into();
+            part
+        }
+    }
+
     fn refused(joined: Result<Option<Whole<'_>>, Failure>) -> bool {
         matches!(joined, Err(Failure::Status(status::OUT_OF_MEMORY)))
     }
@@ -131,9 +141,9 @@ mod tests {
     #[test]
     fn parts_without_a_request_are_bounded() {
         let bodies = LongBodies::default();
-        let part = vec![0; BODY_PART / 8];
+        let part = parts();
         for thread in 0..1000 {
-            bodies.add(&frame(thread, 0, &part));
+            bodies.add(&part(thread));
             bodies.add(&frame(thread + 1000, 0, &[]));
         }
         assert!(bodies.lock().has_room(0) && !bodies.lock().has_room(2 * BODY_PART));
@@ -144,8 +154,8 @@ mod tests {
     fn request_counts_until_it_is_dropped() {
         const PARTS: usize = 100;
         let bodies = LongBodies::default();
-        let part = vec![0; BODY_PART / 8];
-        let add = |thread| (0..PARTS).for_each(|_| bodies.add(&frame(thread, 0, &part)));
+        let part = parts();
+        let add = |thread| (0..PARTS).for_each(|_| bodies.add(&part(thread)));
         let joined = |thread| bodies.joined(&frame(thread, CONTINUED, &[1, (PARTS * BODY_PART) as u64]));
         add(1);
         let Ok(Some(whole)) = joined(1) else { panic!("no request") };
@@ -162,9 +172,9 @@ mod tests {
         let bodies = LongBodies::default();
         let own = vec![0; MAX_BODY / 8 - 1];
         let rest = MAX_LONG_BODY - own.len() * 8;
-        let part = vec![0; BODY_PART / 8];
-        (0..rest / BODY_PART).for_each(|_| bodies.add(&frame(1, 0, &part)));
-        bodies.add(&frame(1, 0, &part[..rest % BODY_PART / 8]));
+        let part = parts();
+        (0..rest / BODY_PART).for_each(|_| bodies.add(&part(1)));
+        bodies.add(&frame(1, 0, &vec![0; rest % BODY_PART / 8]));
         let last = [&own[..], &[rest as u64]].concat();
         let Ok(Some(whole)) = bodies.joined(&frame(1, CONTINUED, &last)) else { panic!("no request") };
         assert_eq!(whole.frame.body.len(), MAX_LONG_BODY);
