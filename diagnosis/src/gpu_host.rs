@@ -330,9 +330,20 @@ fn locked_memory(machine: &Machine) -> Finding {
     }
 }
 
+/// Remedy for a server that only notes the system calls beyond the list of its workers.
+pub const REFUSE_UNLISTED_CALLS: &str =
+    "sudo systemctl edit gpuserver: remove GPUSERVER_UNLISTED_CALLS; sudo systemctl restart gpuserver";
+
 fn isolation(machine: &Machine) -> Finding {
     if let Err(early) = version(machine) {
         return early;
+    }
+    let variables = machine.unit("gpuserver.service", "Environment").unwrap_or_default();
+    if variables.split_whitespace().any(|variable| variable == "GPUSERVER_UNLISTED_CALLS=log") {
+        return Finding::warning(
+            "gpuserver.service has GPUSERVER_UNLISTED_CALLS=log: workers make system calls beyond their list",
+            REFUSE_UNLISTED_CALLS,
+        );
     }
     let mut missing = Vec::new();
     if machine.read("/sys/kernel/security/lsm").is_ok_and(|lsm| !lsm.contains("landlock")) {
@@ -508,5 +519,10 @@ mod tests {
         plant(&root, "proc/self/status", "Seccomp:\t0\n");
         plant(&root, "sys/fs/cgroup/cgroup.controllers", "cpu memory\n");
         assert!(isolation(&machine).found.contains("lacks Landlock;"));
+        plant(&root, "sys/kernel/security/lsm", "lockdown,landlock,yama");
+        assert_eq!(isolation(&machine).state, State::Ok);
+        let variables = "GPUSESSION_LOG=info GPUSERVER_UNLISTED_CALLS=log";
+        program(&root, "systemctl", &format!("case $3 in Environment) echo {variables};; esac"));
+        assert_eq!(isolation(&machine).remedy, REFUSE_UNLISTED_CALLS);
     }
 }

@@ -26,6 +26,9 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(120);
 const TRIES: usize = 3;
 /// First version of Landlock that has all of a worker's rules.
 const FULL_LANDLOCK: u32 = 3;
+/// Restriction that workers lack which only note the calls beyond their list.
+const NOTED: &str =
+    "the list of system calls: GPUSERVER_UNLISTED_CALLS=log lets them make others, and notes these";
 
 /// Result for this host and its driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,6 +84,16 @@ impl Decision {
     pub fn off(lacking: impl Into<String>) -> Self {
         Self { workers: Isolation::Off, level: Level::Off, lacking: lacking.into() }
     }
+
+    /// Returns the decision for workers that make, and note, the system calls beyond their list.
+    fn noting_calls(self) -> Self {
+        let lacking = match (self.workers, self.lacking) {
+            (Isolation::Off, lacking) => return Self::off(lacking),
+            (_, lacking) if lacking.is_empty() => NOTED.into(),
+            (_, lacking) => format!("{lacking}; {NOTED}"),
+        };
+        Self { workers: self.workers, level: Level::Partial, lacking }
+    }
 }
 
 /// Level, and what is missing.
@@ -132,19 +145,20 @@ pub async fn settle(
             decide(wanted, verdict).map_err(|why| ConfigError::new(config.origin("isolation"), why))?
         }
     };
+    let noting = std::env::var_os("GPUSERVER_UNLISTED_CALLS").is_some_and(|value| value == "log");
+    let decision = if noting { decision.noting_calls() } else { decision };
+    let then = match decision.workers {
+        Isolation::Require => "remove the variable from the unit after the test",
+        _ => "a program that takes over its worker reaches what the server's user can reach",
+    };
     match decision.level {
         Level::Full | Level::Basic => info!("isolation of workers: {decision}"),
         Level::Partial | Level::Off => warn!(
             message_id = %Event::IsolationLacking.id(),
             gpusession_server = config.name,
             gpusession_reason = decision.lacking,
-            "isolation of workers: {decision}; a program that takes over its worker reaches what the server's user can reach"
+            "isolation of workers: {decision}; {then}"
         ),
-    }
-    if std::env::var_os("GPUSERVER_UNLISTED_CALLS").is_some_and(|value| value == "log") {
-        warn!(
-            "isolation of workers: GPUSERVER_UNLISTED_CALLS=log: workers make system calls that their list lacks, and note them; remove the variable from the unit after the test"
-        );
     }
     Ok(decision)
 }
@@ -238,6 +252,14 @@ mod tests {
         assert_eq!((tried.workers, tried.to_string()), (Isolation::Try, "partial: landlock: no".into()));
         let why = decide(Isolation::Require, lacks).unwrap_err();
         assert!(why.contains("landlock: no") && why.contains("isolation = \"try\""), "{why}");
+
+        let noted = works(Level::Full).unwrap().noting_calls();
+        assert_eq!((noted.workers, noted.level), (Isolation::Require, Level::Partial));
+        assert!(noted.lacking.contains("GPUSERVER_UNLISTED_CALLS=log"), "{noted}");
+        let both = tried.noting_calls().to_string();
+        assert!(both.starts_with("partial: landlock: no; the list of system calls"), "{both}");
+        let off = decide(Isolation::Off, Verdict::Works(Level::Full, None)).unwrap();
+        assert_eq!(off.clone().noting_calls(), off, "there is no list");
 
         let fails = Verdict::DriverFails("cuInit: CUDA error 304".into());
         assert_eq!(decide(Isolation::Try, fails.clone()).unwrap().workers, Isolation::Off);

@@ -252,16 +252,26 @@ fn cards(facts: &Facts) -> Finding {
 }
 
 fn isolation(facts: &Facts) -> Finding {
-    let known = facts.workers.iter().filter(|w| !matches!(w.isolation.as_str(), "" | "later"));
-    let judge = |worker: &PsRow| match worker.isolation.as_str() {
+    let judge = |isolation: &str| match isolation {
         "full" => Finding::ok("workers are isolated"),
         "basic" => Finding::ok("workers are isolated, with an older kernel's means"),
-        "off" => Finding::warning("workers are not isolated", "gpuserver check-isolation; see isolation.md"),
+        off if off.starts_with("off") => {
+            Finding::warning("workers are not isolated", "gpuserver check-isolation; see isolation.md")
+        }
+        lacks if lacks.contains("GPUSERVER_UNLISTED_CALLS") => {
+            Finding::warning(format!("workers lack {lacks}"), gpu_host::REFUSE_UNLISTED_CALLS)
+        }
+        // The server's own isolation, or that of an earlier server, has more.
+        "partial" => Finding::warning("workers lack a restriction", "gpuserver status; gpuserver ps"),
         lacks => {
             Finding::warning(format!("workers lack {lacks}"), "gpuserver check-isolation; see isolation.md")
         }
     };
-    let mut findings: Vec<_> = known.map(judge).collect();
+    // The server's own comes first: it is known before a worker runs.
+    let server = facts.status.iter().map(|status| status.isolation.as_str());
+    let workers = facts.workers.iter().map(|worker| worker.isolation.as_str());
+    let known = server.chain(workers).filter(|isolation| !matches!(*isolation, "" | "later"));
+    let mut findings: Vec<_> = known.map(|it| judge(it.strip_prefix("partial: ").unwrap_or(it))).collect();
     findings.dedup();
     Finding::worst(findings).unwrap_or_else(|| Finding::skipped("no worker runs"))
 }
@@ -688,13 +698,7 @@ mod tests {
         assert_eq!(certificate(&facts).state, State::Skipped);
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let mut status: StatusView = serde_json::from_value(json!({
-            "name": "gpu-a", "version": "", "pid": 1, "state": "online",
-            "control_address": format!("127.0.0.1:{port}"), "data_address": "", "driver": "",
-            "driver_version": "", "cuda_version": 0, "authority_sha256": "", "gpus": 0, "leases": 0,
-            "workers": 0, "waiting": 0, "clients": 0, "programs": [],
-        }))
-        .unwrap();
+        let mut status = StatusView { control_address: format!("127.0.0.1:{port}"), ..status() };
         status.certificate_expires_unix = facts.machine.now + 20 * 86400;
         let judged = |facts: &mut Facts, status: &StatusView, advertise: &str| {
             let file = root.path().join("gpuserver.toml");
@@ -717,6 +721,30 @@ mod tests {
                 "{advertised:?}"
             );
         }
+    }
+
+    fn status() -> StatusView {
+        serde_json::from_value(json!({
+            "name": "gpu-a", "version": "", "pid": 1, "state": "online", "control_address": "",
+            "data_address": "", "driver": "", "driver_version": "", "cuda_version": 0,
+            "authority_sha256": "", "gpus": 0, "leases": 0, "workers": 0,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_server_whose_workers_lack_a_restriction_is_named_before_a_worker_runs() {
+        let (_root, mut facts) = facts();
+        assert_eq!(isolation(&facts).state, State::Skipped);
+        let mut judged = |isolation: &str| {
+            facts.status = Ok(StatusView { isolation: isolation.into(), ..status() });
+            super::isolation(&facts)
+        };
+        assert_eq!((judged("full").state, judged("basic").state), (State::Ok, State::Ok));
+        assert_eq!(judged("off: isolation = \"off\"").state, State::Warning);
+        assert_eq!(judged("partial: landlock: no").found, "workers lack landlock: no");
+        let noted = judged("partial: the list of system calls: GPUSERVER_UNLISTED_CALLS=log notes others");
+        assert_eq!((noted.state, noted.remedy.as_str()), (State::Warning, gpu_host::REFUSE_UNLISTED_CALLS));
     }
 
     #[test]

@@ -153,6 +153,15 @@ async fn isolation_is_decided_before_a_port_opens() {
         "{levels:?} {status}"
     );
 
+    // A server that notes system calls beyond the list, and refuses none of them.
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    server.variables = vec![("GPUSERVER_UNLISTED_CALLS", "log".into())];
+    server.run_into("log").await;
+    let status = server.json(&["status"])["server"]["isolation"].to_string();
+    assert!(status.contains("partial: the list of system calls"), "{status}");
+    let log = std::fs::read_to_string(server.path("log")).unwrap();
+    assert_eq!(log.lines().filter(|line| line.contains("GPUSERVER_UNLISTED_CALLS")).count(), 1, "{log}");
+
     // The default.
     for (driver, why) in [("free-libcuda.so.1", "CUDA error 304"), ("open-libcuda.so.1", "landlock: missing")]
     {
