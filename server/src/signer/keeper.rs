@@ -145,6 +145,12 @@ impl Keeper {
 
     /// Does an operation, if its caller has the right.
     pub fn perform(&self, caller: Caller, operation: Operation) -> Outcome {
+        let (operation, earlier) = operation.present();
+        let outcome = self.perform_present(caller, operation);
+        if earlier { outcome.map(Done::earlier) } else { outcome }
+    }
+
+    fn perform_present(&self, caller: Caller, operation: Operation) -> Outcome {
         if caller != Caller::Root && operation.needs_root() {
             return Err(no_right());
         }
@@ -202,6 +208,13 @@ impl Keeper {
             Operation::Adopt { exported, rotation } => {
                 let (phase, since) = rotation.unwrap_or((Phase::Begun, self.clock.unix()));
                 self.import(&exported, phase, since)
+            }
+            Operation::EarlierCheck { .. }
+            | Operation::EarlierJoin { .. }
+            | Operation::EarlierTokenCreate { .. }
+            | Operation::EarlierTokens { .. }
+            | Operation::EarlierAdoptTokens(_) => {
+                Err(Refused::new(Why::Failed, "internal error: a request in its earlier form"))
             }
         }
     }

@@ -14,7 +14,7 @@ use super::authorities::Present;
 use super::ca::{AuthorityError, Issued};
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
-use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, USER, Why};
+use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
 use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::clock::{SystemClock, SystemRandom};
 use crate::store::{self, Lock};
@@ -94,7 +94,7 @@ impl Link {
     pub fn ask(&self, operation: Operation) -> Outcome {
         match self {
             Self::Here(keeper, _) => keeper.perform(Caller::Root, operation),
-            Self::Socket(path) => ask(path, &operation).unwrap_or_else(|e| Err(away(path, &e))),
+            Self::Socket(path) => ask_any(path, &operation).unwrap_or_else(|e| Err(away(path, &e))),
         }
     }
 
@@ -184,6 +184,16 @@ fn away(socket: &Path, e: &io::Error) -> Refused {
     let (socket, unit) = (socket.display(), unit_of(socket));
     let text = format!("authority: the signer does not answer at {socket}: {e}; systemctl status {unit}");
     Refused::new(Why::Away, text)
+}
+
+/// Asks in the earlier form if the signer is of the release before.
+fn ask_any(path: &Path, operation: &Operation) -> io::Result<Outcome> {
+    let outcome = ask(path, operation)?;
+    let unread = |refused: &Refused| refused.why == Why::Request && refused.text.starts_with(UNREAD);
+    match operation.earlier().filter(|_| outcome.as_ref().is_err_and(unread)) {
+        Some(earlier) => Ok(ask(path, &earlier)?.map(Done::present)),
+        None => Ok(outcome),
+    }
 }
 
 fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {

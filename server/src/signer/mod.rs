@@ -8,6 +8,7 @@
 pub mod adopt;
 pub mod authorities;
 pub mod ca;
+mod earlier;
 pub mod keeper;
 pub mod link;
 mod lock;

@@ -7,13 +7,19 @@ use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
 use super::ca::{AuthorityError, Issued};
-use super::tokens::{Terms, TokenError, TokenFacts, Tokens};
+use super::tokens::{EarlierFacts, EarlierTokens, Terms, TokenError, TokenFacts, Tokens};
 use crate::store::StoreError;
 
 /// User of the signer's own process.
 pub const USER: &str = "gpuserver-ca";
 
+/// Begin of a signer's refusal of a message that it cannot read, in all releases.
+pub(super) const UNREAD: &str = "the signer does not know this request";
+
 /// A request to the signer.
+///
+/// Server and signer may be of two releases: a variant keeps its place and its fields, and a new
+/// form follows at the end (`earlier.rs`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
     /// Describe the authorities.
@@ -26,6 +32,83 @@ pub enum Operation {
         csr_pem: String,
         /// SHA-256 of the authority that signs.
         authority: [u8; 32],
+    },
+    /// [`Operation::Check`] without an address.
+    EarlierCheck {
+        /// Id of the token.
+        id: [u8; 8],
+        /// Secret of the token.
+        secret: [u8; 24],
+        /// Name of the client.
+        name: String,
+    },
+    /// [`Operation::Join`] without an address.
+    EarlierJoin {
+        /// Id of the token.
+        id: [u8; 8],
+        /// Secret of the token.
+        secret: [u8; 24],
+        /// Name of the client.
+        name: String,
+        /// Certificate request (PEM).
+        csr_pem: String,
+        /// Whether the client renews its certificate.
+        renews: bool,
+    },
+    /// Sign a newer certificate of a client.
+    Renew {
+        /// Its present certificate (DER).
+        present: Vec<u8>,
+        /// Certificate request (PEM).
+        csr_pem: String,
+        /// SHA-256 of the authority that signs.
+        authority: [u8; 32],
+    },
+    /// Do what needs root, or root's permission.
+    Privileged(Privileged),
+    /// Allow the server a privileged operation, once and within a minute.
+    Permit(Privileged),
+    /// [`Operation::TokenCreate`] without networks.
+    EarlierTokenCreate {
+        /// Pattern of the client names.
+        pattern: String,
+        /// Number of clients.
+        uses: u32,
+        /// Lifetime in seconds.
+        ttl: u64,
+    },
+    /// [`Operation::Tokens`] without networks in the answer.
+    EarlierTokens {
+        /// Last id of the answer before; empty: from the first.
+        after: String,
+    },
+    /// Revoke the join token whose id begins so.
+    TokenRevoke {
+        /// Token id or its start.
+        id: String,
+    },
+    /// Create the authority of a new pool.
+    Init {
+        /// Name of this server, which becomes a part of the authority's.
+        name: String,
+    },
+    /// Store the authorities that another server exported.
+    Import {
+        /// Output of `pool export`.
+        exported: String,
+    },
+    /// Return the authorities with their keys.
+    Export,
+    /// Learn the name of this server.
+    Name(String),
+    /// [`Operation::AdoptTokens`] without networks.
+    EarlierAdoptTokens(EarlierTokens),
+    /// Take over the authorities that the server itself had.
+    Adopt {
+        /// As the output of `pool export`.
+        exported: String,
+        /// Phase of their rotation, and its begin in seconds since 1970.
+        rotation: Option<(Phase, u64)>,
     },
     /// Check a join token, without using it.
     Check {
@@ -53,19 +136,6 @@ pub enum Operation {
         /// Address of the client, by the server's word.
         from: Option<IpAddr>,
     },
-    /// Sign a newer certificate of a client.
-    Renew {
-        /// Its present certificate (DER).
-        present: Vec<u8>,
-        /// Certificate request (PEM).
-        csr_pem: String,
-        /// SHA-256 of the authority that signs.
-        authority: [u8; 32],
-    },
-    /// Do what needs root, or root's permission.
-    Privileged(Privileged),
-    /// Allow the server a privileged operation, once and within a minute.
-    Permit(Privileged),
     /// Create a join token.
     TokenCreate(Terms),
     /// List join tokens by id, those after one.
@@ -73,34 +143,8 @@ pub enum Operation {
         /// Last id of the answer before; empty: from the first.
         after: String,
     },
-    /// Revoke the join token whose id begins so.
-    TokenRevoke {
-        /// Token id or its start.
-        id: String,
-    },
-    /// Create the authority of a new pool.
-    Init {
-        /// Name of this server, which becomes a part of the authority's.
-        name: String,
-    },
-    /// Store the authorities that another server exported.
-    Import {
-        /// Output of `pool export`.
-        exported: String,
-    },
-    /// Return the authorities with their keys.
-    Export,
-    /// Learn the name of this server.
-    Name(String),
     /// Take over join tokens, before the authorities.
     AdoptTokens(Tokens),
-    /// Take over the authorities that the server itself had.
-    Adopt {
-        /// As the output of `pool export`.
-        exported: String,
-        /// Phase of their rotation, and its begin in seconds since 1970.
-        rotation: Option<(Phase, u64)>,
-    },
 }
 
 /// An operation that root may permit to the server.
@@ -151,11 +195,15 @@ impl Operation {
         match self {
             Self::Present
             | Self::Server { .. }
+            | Self::EarlierCheck { .. }
             | Self::Check { .. }
+            | Self::EarlierJoin { .. }
             | Self::Join { .. }
             | Self::Renew { .. }
             | Self::Privileged(_)
+            | Self::EarlierTokenCreate { .. }
             | Self::TokenCreate(_)
+            | Self::EarlierTokens { .. }
             | Self::Tokens { .. }
             | Self::TokenRevoke { .. } => false,
             Self::Permit(_)
@@ -163,13 +211,14 @@ impl Operation {
             | Self::Import { .. }
             | Self::Export
             | Self::Name(_)
+            | Self::EarlierAdoptTokens(_)
             | Self::AdoptTokens(_)
             | Self::Adopt { .. } => true,
         }
     }
 }
 
-/// Result of an operation.
+/// Result of an operation; its variants keep their places, as those of [`Operation`] do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Done {
     /// No result.
@@ -180,6 +229,25 @@ pub enum Done {
     Present(Described),
     /// A certificate that was signed just now.
     Issued(Issued),
+    /// [`Done::Token`] without networks.
+    EarlierToken {
+        /// Public id.
+        id: [u8; 8],
+        /// Secret.
+        secret: [u8; 24],
+        /// SHA-256 of the authority that it pins.
+        authority: [u8; 32],
+        /// Its facts in lists.
+        facts: EarlierFacts,
+    },
+    /// [`Done::Tokens`] without networks.
+    EarlierTokens(Vec<EarlierFacts>),
+    /// Id of the token that was revoked, if one token fits.
+    Revoked(Option<String>),
+    /// Certificates and keys.
+    Exported(String),
+    /// SHA-256 of the authority.
+    Authority([u8; 32]),
     /// A new token, with its facts.
     Token {
         /// Public id.
@@ -193,12 +261,6 @@ pub enum Done {
     },
     /// Some tokens by id; none: the list has ended.
     Tokens(Vec<TokenFacts>),
-    /// Id of the token that was revoked, if one token fits.
-    Revoked(Option<String>),
-    /// Certificates and keys.
-    Exported(String),
-    /// SHA-256 of the authority.
-    Authority([u8; 32]),
 }
 
 /// The signer's answer to an operation.

@@ -10,7 +10,7 @@ use tracing::warn;
 
 use super::keeper::{Caller, Keeper};
 use super::link::receive;
-use super::operation::{Operation, Outcome, Refused, Why};
+use super::operation::{Operation, Outcome, Refused, UNREAD, Why};
 use crate::local_service;
 use crate::peer::{Peer, Served};
 
@@ -25,7 +25,7 @@ pub fn serve(listener: &UnixListener, keeper: &Arc<Keeper>, served: &Served) -> 
     local_service::accept(listener, "signer socket", MAX_CONNECTIONS, move |s| answer(s, &keeper, &served))
 }
 
-fn answer(mut socket: UnixStream, keeper: &Keeper, served: &Served) -> io::Result<()> {
+pub(super) fn answer(mut socket: UnixStream, keeper: &Keeper, served: &Served) -> io::Result<()> {
     socket.set_read_timeout(Some(IDLE_TIMEOUT))?;
     socket.set_write_timeout(Some(IDLE_TIMEOUT))?;
     let caller = served.peer(&socket)?.map(|peer| match peer {
@@ -36,7 +36,7 @@ fn answer(mut socket: UnixStream, keeper: &Keeper, served: &Served) -> io::Resul
         Ok(caller) => match receive::<Operation>(&mut socket) {
             Ok(operation) => keeper.perform(caller, operation),
             Err(e) if e.kind() == io::ErrorKind::Other => {
-                Err(Refused::new(Why::Request, format!("the signer does not know this request: {e}")))
+                Err(Refused::new(Why::Request, format!("{UNREAD}: {e}")))
             }
             Err(e) => return Err(e),
         },

@@ -116,10 +116,61 @@ impl TokenFacts {
     }
 }
 
+/// [`TokenFacts`] without networks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EarlierFacts {
+    id: String,
+    name_pattern: String,
+    uses_left: u32,
+    created_unix: u64,
+    expires_unix: u64,
+}
+
+/// [`TokenRecord`] without networks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EarlierRecord {
+    hash: String,
+    pattern: String,
+    uses_left: u32,
+    expires_unix: u64,
+    created_unix: u64,
+    authority: String,
+}
+
+impl From<TokenFacts> for EarlierFacts {
+    fn from(facts: TokenFacts) -> Self {
+        let TokenFacts { id, name_pattern, uses_left, created_unix, expires_unix, .. } = facts;
+        Self { id, name_pattern, uses_left, created_unix, expires_unix }
+    }
+}
+
+impl From<EarlierFacts> for TokenFacts {
+    fn from(facts: EarlierFacts) -> Self {
+        let EarlierFacts { id, name_pattern, uses_left, created_unix, expires_unix } = facts;
+        Self { id, name_pattern, uses_left, created_unix, expires_unix, from: Vec::new() }
+    }
+}
+
+impl From<EarlierRecord> for TokenRecord {
+    fn from(record: EarlierRecord) -> Self {
+        let EarlierRecord { hash, pattern, uses_left, expires_unix, created_unix, authority } = record;
+        Self { hash, pattern, uses_left, expires_unix, created_unix, authority, from: Vec::new() }
+    }
+}
+
 /// All tokens of a pool, by id.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tokens {
     tokens: BTreeMap<String, TokenRecord>,
+}
+
+/// [`Tokens`] without networks.
+pub type EarlierTokens = BTreeMap<String, EarlierRecord>;
+
+impl From<EarlierTokens> for Tokens {
+    fn from(tokens: EarlierTokens) -> Self {
+        Self { tokens: tokens.into_iter().map(|(id, record)| (id, record.into())).collect() }
+    }
 }
 
 fn hash(secret: &[u8]) -> blake3::Hash {
@@ -168,6 +219,16 @@ impl Tokens {
         let mut all = self.tokens.into_iter();
         let next = || Some(Self { tokens: all.by_ref().take(most).collect() });
         std::iter::from_fn(next).take_while(|part| !part.tokens.is_empty()).collect()
+    }
+
+    /// Returns the tokens in the earlier form, if no address bounds any of them.
+    pub fn earlier(self) -> Option<EarlierTokens> {
+        let earlier = |record: TokenRecord| {
+            let TokenRecord { hash, pattern, uses_left, expires_unix, created_unix, authority, from } = record;
+            let earlier = EarlierRecord { hash, pattern, uses_left, expires_unix, created_unix, authority };
+            from.is_empty().then_some(earlier)
+        };
+        self.tokens.into_iter().map(|(id, record)| Some((id, earlier(record)?))).collect()
     }
 
     /// Deletes the token whose id begins with `prefix`, and returns its id. `None`: no token does,
