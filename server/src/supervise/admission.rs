@@ -59,7 +59,7 @@ impl Supervisor {
             sleep(RETRY_INTERVAL).await;
             let mut state = self.state();
             let Err(exceeded) = self.admit(&mut state, &id, &process) else {
-                return state.remember(&id);
+                return;
             };
             if Instant::now() < deadline {
                 continue;
@@ -116,8 +116,8 @@ impl Supervisor {
             lease.ledger.admit(*id);
         }
         self.note(worker, lease.as_deref());
-        // Before the worker gets the answer, since the next server must know its process, too.
-        worker.remember(lease.as_deref().map(|lease| &lease.ledger));
+        // Its task writes that before the answer, since the next server must know its process, too.
+        worker.changes.unwritten = true;
         answer(worker, None);
         Ok(())
     }

@@ -73,7 +73,7 @@ impl Supervisor {
                 if lane == 0 {
                     worker.peer = Some(peer);
                 }
-                state.remember(id);
+                state.changed(id);
                 Ok(())
             }
             Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {

@@ -16,6 +16,7 @@ use super::channel::Channel;
 use super::images::ImageDesk;
 use super::mps;
 use super::process::Process;
+use super::records::Pace;
 use super::stock::WorkerId;
 use super::supervisor::Supervisor;
 use super::worker::{Command, Queues, hex, told_to_end};
@@ -83,6 +84,7 @@ struct Attendance<'a> {
     said_ready: bool,
     received: Received,
     images: ImageDesk,
+    records: Pace,
 }
 
 /// Messages of a worker in the present second.
@@ -157,6 +159,7 @@ impl Supervisor {
             said_ready: false,
             received: Received { since: Instant::now(), packets: 0, paused: None },
             images: ImageDesk::new(self, id),
+            records: Pace::default(),
         };
         if let Some(start) = start {
             let by = Instant::now() + START_TIMEOUT;
@@ -167,6 +170,7 @@ impl Supervisor {
             let deadline =
                 task.limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
             let next_second = task.received.paused.unwrap_or(deadline);
+            let next_record = task.records.due().unwrap_or(deadline);
             tokio::select! {
                 biased;
                 // First: of an exited worker, its exit status is reported, not its closed channel.
@@ -176,24 +180,30 @@ impl Supervisor {
                 }
                 () = sleep_until(deadline), if task.limit.is_some() => task.on_deadline(process).await?,
                 reason = told_to_end(ends), if !task.told_to_end => task.on_stop_request(reason).await,
-                Some(command) = tells.recv() => match command {
-                    Command::Tell(message) => {
-                        send(channel, &message, None, ends, task.told_to_end, deadline).await?;
-                    }
-                    Command::Give(message, descriptor) => {
-                        let beside = Some(descriptor.as_fd());
-                        send(channel, &message, beside, ends, task.told_to_end, deadline).await?;
-                    }
-                    Command::Leave => {
-                        while let Ok(command) = commands.try_recv() {
-                            send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                () = sleep_until(next_record), if task.records.due().is_some() => task.write_record(),
+                Some(command) = tells.recv() => {
+                    // First: the next server needs what the worker gets to know.
+                    task.write_record();
+                    match command {
+                        Command::Tell(message) => {
+                            send(channel, &message, None, ends, task.told_to_end, deadline).await?;
                         }
-                        return Ok(End::Left);
+                        Command::Give(message, descriptor) => {
+                            let beside = Some(descriptor.as_fd());
+                            send(channel, &message, beside, ends, task.told_to_end, deadline).await?;
+                        }
+                        Command::Leave => {
+                            while let Ok(command) = commands.try_recv() {
+                                send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                            }
+                            return Ok(End::Left);
+                        }
+                        Command::Adopt { .. } => {}
                     }
-                    Command::Adopt { .. } => {}
                 },
                 () = sleep_until(next_second), if task.received.paused.is_some() => task.received.paused = None,
                 Some(command) = commands.recv() => {
+                    task.write_record();
                     send_socket(channel, command, ends, task.told_to_end, deadline).await?;
                 }
                 // Last, so that a worker that sends much delays nothing above.
@@ -226,6 +236,11 @@ impl Attendance<'_> {
         by
     }
 
+    fn write_record(&mut self) {
+        self.supervisor.write_record(self.id);
+        self.records.written(Instant::now());
+    }
+
     async fn on_exit(&mut self) {
         // A final message tells more than the exit status.
         let by = Instant::now() + FINAL_MESSAGES_GRACE;
@@ -235,7 +250,7 @@ impl Attendance<'_> {
                 timeout(Duration::from_millis(10), self.channel.recv()).await
         {
             self.said_end |= matches!(message, FromWorker::Ended { .. });
-            self.supervisor.heard(self.id, message, descriptor);
+            self.supervisor.heard(self.id, message, descriptor, false);
         }
         if !self.killed && !self.said_end {
             self.supervisor.suspect(self.id);
@@ -287,7 +302,8 @@ impl Attendance<'_> {
             }
             _ => None,
         };
-        self.supervisor.heard(self.id, message, descriptor);
+        let write = self.records.changed(Instant::now());
+        self.supervisor.heard(self.id, message, descriptor, write);
         if let Some(quiet) = ended
             && !self.ending.work_ended
         {

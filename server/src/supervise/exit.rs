@@ -69,7 +69,7 @@ impl Supervisor {
             leases.get_mut(&worker.lease).map_or(worker.usage.memory_bytes, |lease| {
                 let peak = lease.ledger.peak(id);
                 let says = lease.ledger.on_exit(id);
-                say(workers, Some(&lease.ledger), says);
+                say(workers, says);
                 peak
             })
         };
@@ -143,7 +143,7 @@ pub(super) fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
     debug!(gpusession_worker = hex(id), "worker {}: stopping: {reason}", hex(id));
     worker.phase = Phase::Ending;
     worker.ended_because = Some(reason.into());
-    worker.remember(None);
+    worker.remember();
     worker.orders.end.send_replace(Some(reason.into()));
 }
 

@@ -73,9 +73,17 @@ impl Keepable {
 #[derive(Debug)]
 pub struct Kept {
     slot: u32,
-    record: File,
+    record: Arc<Record>,
+}
+
+/// A worker's record in the store.
+#[derive(Debug)]
+pub struct Record {
+    file: File,
     /// Version of the worker's messages.
     messages: u32,
+    /// Number of the state that it holds.
+    holds: Mutex<u64>,
 }
 
 /// Versions that a server knows: of records, and of the messages of workers.
@@ -130,7 +138,7 @@ impl Store {
             let record = File::from(nix::sys::memfd::memfd_create(c"gpuserver-worker", flags)?);
             // In one message, so that systemd has all three or none.
             put(&worker_name(slot), &[channel.as_fd(), pidfd.as_fd(), record.as_fd()])?;
-            Ok::<_, io::Error>(Kept { slot, record, messages: VERSION })
+            Ok::<_, io::Error>(Kept { slot, record: Record::of(record, VERSION) })
         })();
         kept.inspect_err(|e| {
             warn!("descriptor store: cannot keep a worker: {e}; it exits with this server");
@@ -221,7 +229,7 @@ impl Store {
                     if let Some(mut slots) = self.slots() {
                         slots.used.insert(slot);
                     }
-                    let kept = Kept { slot, record, messages };
+                    let kept = Kept { slot, record: Record::of(record, messages) };
                     left.workers.push(LeftWorker { book, channel, pidfd, kept });
                 }
                 (read, ..) => {
@@ -239,8 +247,26 @@ impl Store {
 }
 
 impl Kept {
-    /// Writes the current state of a worker into its record.
-    pub fn write(&self, book: &WorkerRecord) {
+    /// Returns the worker's record.
+    pub fn record(&self) -> &Arc<Record> {
+        &self.record
+    }
+}
+
+impl Record {
+    fn of(file: File, messages: u32) -> Arc<Self> {
+        Arc::new(Self { file, messages, holds: Mutex::new(0) })
+    }
+
+    /// Writes a state of the worker, unless the record holds a later one.
+    ///
+    /// `number` counts the states from 1.
+    pub fn write(&self, number: u64, book: &WorkerRecord) {
+        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
+        if number <= *holds {
+            return;
+        }
+        *holds = number;
         let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: self.messages, book })
         else {
             return;
@@ -249,7 +275,7 @@ impl Kept {
         bytes.extend_from_slice(&(json.len() as u32).to_le_bytes());
         bytes.extend_from_slice(blake3::hash(&json).as_bytes());
         bytes.extend_from_slice(&json);
-        if let Err(e) = self.record.write_all_at(&bytes, 0) {
+        if let Err(e) = self.file.write_all_at(&bytes, 0) {
             warn!(
                 "descriptor store: cannot write a worker's record: {e}; the worker may not outlive this server"
             );
@@ -400,13 +426,34 @@ fn pid_of(fd: &OwnedFd) -> Option<u32> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::record::tests::first;
     use super::*;
 
-    fn kept(messages: u32) -> Kept {
-        let record = nix::sys::memfd::memfd_create(c"record", nix::sys::memfd::MFdFlags::MFD_CLOEXEC);
-        Kept { slot: 0, record: record.unwrap().into(), messages }
+    impl Record {
+        /// Returns what the next server reads.
+        pub fn read(&self) -> Option<WorkerRecord> {
+            WorkerRecord::read(&self.file, &KNOWN).ok().map(|(book, _)| book)
+        }
+
+        /// Keeps writers waiting, as a write does that takes long.
+        pub fn held_up(&self) -> MutexGuard<'_, u64> {
+            self.holds.lock().unwrap()
+        }
+
+        /// Returns the number of the state that it holds.
+        pub fn writes(&self) -> u64 {
+            *self.holds.lock().unwrap()
+        }
+    }
+
+    fn record(messages: u32) -> Arc<Record> {
+        let file = nix::sys::memfd::memfd_create(c"record", nix::sys::memfd::MFdFlags::MFD_CLOEXEC);
+        Record::of(file.unwrap().into(), messages)
+    }
+
+    pub fn kept() -> Kept {
+        Kept { slot: 0, record: record(VERSION) }
     }
 
     /// A server that knows the messages of these versions.
@@ -417,16 +464,16 @@ mod tests {
     #[test]
     fn a_worker_of_the_version_before_is_taken_over_and_keeps_its_version() {
         let book: WorkerRecord = serde_json::from_value(first()).unwrap();
-        let kept = kept(VERSION);
-        kept.write(&book);
+        let record = record(VERSION);
+        record.write(1, &book);
         // The next release has new messages and can speak the old ones.
         let (read, messages) =
-            WorkerRecord::read(&kept.record, &server(VERSION..=VERSION + 1)).expect("taken over");
+            WorkerRecord::read(&record.file, &server(VERSION..=VERSION + 1)).expect("taken over");
         assert_eq!((read.id, messages), (book.id, VERSION));
         // It writes the record in its turn. The release after it no longer speaks the old ones.
-        let kept = Kept { messages, ..kept };
-        kept.write(&read);
-        let refusal = WorkerRecord::read(&kept.record, &server(VERSION + 1..=VERSION + 2)).unwrap_err();
+        let record = Record::of(record.file.try_clone().unwrap(), messages);
+        record.write(1, &read);
+        let refusal = WorkerRecord::read(&record.file, &server(VERSION + 1..=VERSION + 2)).unwrap_err();
         assert_eq!(
             refusal,
             format!(
@@ -436,22 +483,22 @@ mod tests {
             )
         );
         // An upgrade that is taken back: the earlier release knows the worker.
-        assert!(WorkerRecord::read(&kept.record, &KNOWN).is_ok());
+        assert!(record.read().is_some());
     }
 
     #[test]
     fn a_worker_or_record_of_an_unknown_version_is_refused() {
         let book: WorkerRecord = serde_json::from_value(first()).unwrap();
         for messages in [OLDEST - 1, VERSION + 1] {
-            let kept = kept(messages);
-            kept.write(&book);
-            let refusal = WorkerRecord::read(&kept.record, &KNOWN).unwrap_err();
+            let record = record(messages);
+            record.write(1, &book);
+            let refusal = WorkerRecord::read(&record.file, &KNOWN).unwrap_err();
             assert!(refusal.contains(&format!("version {messages};")), "{refusal}");
         }
-        let kept = kept(VERSION);
-        kept.write(&book);
+        let record = record(VERSION);
+        record.write(1, &book);
         let later = Known { schemas: SCHEMA + 1..=SCHEMA + 1, messages: OLDEST..=VERSION };
-        let refusal = WorkerRecord::read(&kept.record, &later).unwrap_err();
+        let refusal = WorkerRecord::read(&record.file, &later).unwrap_err();
         assert!(refusal.starts_with("its records have version"), "{refusal}");
     }
 
@@ -459,13 +506,13 @@ mod tests {
     fn a_later_release_adds_fields_to_a_record_without_a_new_version() {
         let mut later = first();
         later["later"] = serde_json::json!({ "a": [1] });
-        let kept = kept(VERSION);
+        let record = record(VERSION);
         let json =
             serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: VERSION, book: later }).unwrap();
         let mut bytes = (json.len() as u32).to_le_bytes().to_vec();
         bytes.extend_from_slice(blake3::hash(&json).as_bytes());
         bytes.extend_from_slice(&json);
-        kept.record.write_all_at(&bytes, 0).unwrap();
-        assert!(WorkerRecord::read(&kept.record, &KNOWN).is_ok());
+        record.file.write_all_at(&bytes, 0).unwrap();
+        assert!(record.read().is_some());
     }
 }

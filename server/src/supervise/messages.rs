@@ -10,7 +10,7 @@ use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, info, warn};
 
 use super::event::Event;
-use super::quota::{Ledger, LedgerMessage};
+use super::quota::LedgerMessage;
 use super::stock::WorkerId;
 use super::supervisor::{LeaseState, State, Supervisor};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
@@ -20,7 +20,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     /// Applies a worker's message; only an answer about a shared object has a descriptor.
-    pub(super) fn heard(&self, id: &WorkerId, message: FromWorker, descriptor: Option<OwnedFd>) {
+    ///
+    /// `write`: whether the worker's record is written, if the message changed it.
+    pub(super) fn heard(&self, id: &WorkerId, message: FromWorker, descriptor: Option<OwnedFd>, write: bool) {
         let mut unused = None;
         let mut state = self.state();
         match message {
@@ -35,10 +37,14 @@ impl Supervisor {
             FromWorker::SharesHeld { held } => self.shares_held(&mut state, id, &held),
             message => {
                 self.on_message(&mut state, id, message);
-                state.remember(id);
+                state.changed(id);
             }
         }
+        let unwritten = if write { state.unwritten(id) } else { None };
         drop(state);
+        if let Some(unwritten) = unwritten {
+            unwritten.write();
+        }
         if unused.is_some() {
             // Without isolation, a worker's socket can make its last `close` wait.
             tokio::task::spawn_blocking(move || drop(unused));
@@ -57,7 +63,7 @@ impl Supervisor {
                     Some(ref mut lease) => lease.ledger.ask(*id, device, serial, bytes, now),
                     None => vec![LedgerMessage::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
                 };
-                say(workers, lease.map(|l| &l.ledger), says);
+                say(workers, says);
             }
             FromWorker::StagingFull { bytes } => {
                 let limit = lease.as_ref().and_then(|l| l.limits.smallest("staging"));
@@ -74,7 +80,7 @@ impl Supervisor {
                 if let Some(lease) = lease {
                     let before = lease.ledger.contexts_left();
                     let says = lease.ledger.returned(id, device, bytes);
-                    say(workers, Some(&lease.ledger), says);
+                    say(workers, says);
                     if lease.ledger.contexts_left() > before {
                         lease.changed.notify_waiters();
                     }
@@ -205,12 +211,9 @@ impl Supervisor {
     }
 }
 
-/// Sends a ledger's messages to workers. A grant is written to the store before it is sent.
-pub(super) fn say(
-    workers: &mut HashMap<WorkerId, Worker>,
-    ledger: Option<&Ledger>,
-    says: Vec<LedgerMessage>,
-) {
+/// Sends a ledger's messages to workers. A worker's task writes a grant to the store before it
+/// sends it.
+pub(super) fn say(workers: &mut HashMap<WorkerId, Worker>, says: Vec<LedgerMessage>) {
     for say in says {
         let (worker, message) = match say {
             LedgerMessage::Granted { worker, device, serial, bytes, left } => {
@@ -219,7 +222,7 @@ pub(super) fn say(
             LedgerMessage::Recall { worker } => (worker, ToWorker::MemoryRecall),
         };
         if let Some(worker) = workers.get_mut(&worker) {
-            worker.remember(ledger);
+            worker.changes.unwritten = true;
             let _ = worker.orders.tells.send(Command::Tell(message));
         }
     }

@@ -30,7 +30,7 @@ use self::supervisor::{Inner, LeaseState, State, ledger, staging};
 pub use self::supervisor::{Options, Supervisor};
 pub use self::take::{AssignedWorker, DRIVER_ENVIRONMENT};
 use self::unadmitted::Unadmitted;
-use self::worker::{Command, Worker, orders};
+use self::worker::{Changes, Command, Worker, orders};
 pub use self::worker::{Phase, WorkerRecord, hex};
 use crate::accounting::Accounting;
 use crate::clock::{Clock, Random};
@@ -59,6 +59,7 @@ pub mod process;
 pub mod quota;
 mod reconcile;
 mod record;
+mod records;
 mod request_rate;
 mod run;
 mod shares;
@@ -213,6 +214,7 @@ impl Supervisor {
             book,
             lease_key,
             kept: Some(kept),
+            changes: Changes::default(),
             keepable: None,
             seat: None,
             pausing: None,
@@ -340,7 +342,7 @@ impl Supervisor {
                 let idle = if used { Duration::ZERO } else { idle_exit };
                 surplus.extend(lease.stock.shrink(now, idle, warm_workers));
                 let says = lease.ledger.tick(now);
-                say(workers, Some(&lease.ledger), says);
+                say(workers, says);
             }
             let minute = now.as_secs() / NOTED_EVERY;
             if std::mem::replace(&mut state.noted, minute) != minute {

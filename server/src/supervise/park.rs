@@ -239,7 +239,7 @@ impl Supervisor {
             if worker.phase == Phase::Parked {
                 worker.phase = Phase::Active;
             }
-            worker.remember(None);
+            worker.remember();
             let _ = worker.orders.tells.send(ToTask::Tell(ToWorker::Resume));
         }
         self.shares_back(&mut state, id);
@@ -256,7 +256,7 @@ impl Supervisor {
             // Under the same lock: from here on other processes' requests wait.
             if let Some(worker) = state.workers.get_mut(&worker.id) {
                 worker.moving = true;
-                worker.remember(None);
+                worker.remember();
             }
         }
         // Its memory comes to the host, and counts there.
@@ -271,7 +271,7 @@ impl Supervisor {
             if worker.phase == Phase::Active {
                 worker.phase = Phase::Parked;
             }
-            worker.remember(None);
+            worker.remember();
         }
         Ok(parker)
     }
@@ -295,7 +295,7 @@ impl Supervisor {
     pub fn moves(&self, id: &WorkerId) {
         if let Some(worker) = self.state().workers.get_mut(id) {
             worker.moving = true;
-            worker.remember(None);
+            worker.remember();
         }
     }
 
@@ -303,7 +303,7 @@ impl Supervisor {
     pub fn rests(&self, id: &WorkerId) {
         if let Some(worker) = self.state().workers.get_mut(id) {
             worker.moving = false;
-            worker.remember(None);
+            worker.remember();
         }
     }
 

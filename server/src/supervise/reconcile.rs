@@ -71,7 +71,7 @@ impl Supervisor {
         for lease in leases.values_mut() {
             let before = lease.ledger.contexts_left();
             let says = lease.ledger.all_read(now);
-            say(workers, Some(&lease.ledger), says);
+            say(workers, says);
             if lease.ledger.contexts_left() > before {
                 lease.changed.notify_waiters();
             }

@@ -19,7 +19,7 @@ use super::process::{Process, end_group};
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor, staging};
 use super::unadmitted::Unadmitted;
-use super::worker::{LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
+use super::worker::{Changes, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
 use crate::clock;
 use crate::spawn;
 
@@ -113,6 +113,7 @@ impl Supervisor {
                 book,
                 lease_key: entry.lease.ticket_key,
                 kept: None,
+                changes: Changes::default(),
                 keepable: None,
                 seat: None,
                 pausing: None,
@@ -236,7 +237,7 @@ impl Supervisor {
             if outlives && !closing {
                 worker.keepable = Keepable::of(fd.as_fd(), process.pidfd());
             }
-            worker.remember(None);
+            worker.remember();
         }
         Ok((process, fd))
     }

@@ -85,6 +85,8 @@ impl Supervisor {
         if timeout(LEAVE_TIMEOUT, left).await.is_err() {
             debug!("handover: some workers did not read their queued messages in time; leaving them");
         }
+        let left: Vec<_> = self.state().workers.keys().copied().collect();
+        left.iter().for_each(|id| self.write_record(id));
         if let Some(mps) = self.mps() {
             mps.close().await;
         }

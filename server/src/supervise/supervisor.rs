@@ -82,13 +82,6 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn remember(&mut self, id: &WorkerId) {
-        if let Some(worker) = self.workers.get_mut(id) {
-            let ledger = self.leases.get(&worker.book.lease).map(|l| &l.ledger);
-            worker.remember(ledger);
-        }
-    }
-
     /// Checks that a client's and a user's limits leave room for `more`.
     ///
     /// The error holds the refusal, and the room that is left.

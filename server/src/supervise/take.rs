@@ -155,7 +155,7 @@ impl Supervisor {
             && lease.recalled.is_none_or(|at| now >= at + ROOM_TIMEOUT)
         {
             lease.recalled = Some(now);
-            say(workers, Some(&lease.ledger), lease.ledger.recall());
+            say(workers, lease.ledger.recall());
         }
     }
 
@@ -305,6 +305,6 @@ fn take_one(worker: &mut Worker, store: &Store) -> Option<AssignedWorker> {
     if let Some(keepable) = worker.keepable.take() {
         worker.kept = store.keep(&keepable);
     }
-    worker.remember(None);
+    worker.remember();
     worker.fingerprint.map(|fingerprint| AssignedWorker { id: worker.id, fingerprint })
 }

@@ -13,7 +13,6 @@ use tracing::warn;
 
 use super::event::Event;
 use super::handover::{Keepable, Kept};
-use super::quota::Ledger;
 pub use super::record::{Phase, WorkerRecord};
 use super::stock::WorkerId;
 use super::unadmitted::Unadmitted;
@@ -48,6 +47,7 @@ pub(super) struct Worker {
     pub(super) lease_key: [u8; 32],
     /// Place in the store. `None`: the worker exits with this server.
     pub(super) kept: Option<Kept>,
+    pub(super) changes: Changes,
     /// Descriptors for the store, until a client takes the worker.
     pub(super) keepable: Option<Keepable>,
     /// Seat in an MPS domain.
@@ -60,6 +60,15 @@ pub(super) struct Worker {
     /// The genuine ticket that its process has shown last.
     pub(super) ticket: Option<Ticket>,
     pub(super) orders: Orders,
+}
+
+/// Changes of a worker's book.
+#[derive(Debug, Default)]
+pub(super) struct Changes {
+    /// Number of the last state for the record.
+    pub(super) number: u64,
+    /// Whether the record lacks a change.
+    pub(super) unwritten: bool,
 }
 
 /// Gives access to the worker's book.
@@ -138,13 +147,13 @@ impl WorkerRecord {
 }
 
 impl Worker {
-    /// Writes the book into the store, for the next server.
-    pub(super) fn remember(&mut self, ledger: Option<&Ledger>) {
-        if let Some(ledger) = ledger {
-            self.book.held = ledger.held(&self.book.id);
-        }
+    /// Writes the book into the store at once, for the next server.
+    ///
+    /// It has the memory of the last write by the worker's task (`records.rs`).
+    pub(super) fn remember(&mut self) {
         if let Some(kept) = &self.kept {
-            kept.write(&self.book);
+            self.changes.number += 1;
+            kept.record().write(self.changes.number, &self.book);
         }
     }
 }
