@@ -129,6 +129,10 @@ pub enum Ask {
         /// Networks from which clients join with it; empty: from anywhere.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         from: Vec<String>,
+        /// Number of clients from one address; 0: no bound.
+        // An earlier server refuses a request with this bound, and knows it without.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        per_address: u32,
     },
     /// List join tokens.
     Tokens,
@@ -318,8 +322,8 @@ impl Ask {
             Self::Config => config::config(pool),
             Self::ConfigSet { key, value } => config::set(pool, key, value).await,
             Self::Reload => config::reload(pool).await,
-            Self::TokenCreate { pattern, uses, ttl, from } => {
-                tokens::create(pool, tokens::terms(pattern, uses, &ttl, &from)?).await
+            Self::TokenCreate { pattern, uses, ttl, from, per_address } => {
+                tokens::create(pool, tokens::terms(pattern, uses, &ttl, &from, per_address)?).await
             }
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
             Self::Audit { wanted } => status::audit(pool, wanted).await,
@@ -362,10 +366,30 @@ impl Ask {
 /// Fields of requests that the audit trail records: keys, certificate requests and values are none.
 ///
 /// A field `client` or `lease` also names the client or lease of the event.
-const RECORDED: [&str; 16] = [
-    "client", "end", "force", "from", "gpu", "id", "key", "lease", "name", "pattern", "reason", "ttl",
-    "user", "uses", "wanted", "worker",
+const RECORDED: [&str; 17] = [
+    "client",
+    "end",
+    "force",
+    "from",
+    "gpu",
+    "id",
+    "key",
+    "lease",
+    "name",
+    "pattern",
+    "per_address",
+    "reason",
+    "ttl",
+    "user",
+    "uses",
+    "wanted",
+    "worker",
 ];
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
 
 /// Reason why verbs for the pool's authority are not answered over the network.
 pub const KEPT_HERE: &str = "a pool's authority is kept on its servers' own disks";

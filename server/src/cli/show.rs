@@ -547,7 +547,10 @@ pub fn tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> 
     for row in rows {
         let (made, until) = (date(row.created_unix), date(row.expires_unix));
         let from: Vec<_> = row.from.iter().map(ToString::to_string).collect();
-        let from = if from.is_empty() { "anywhere".into() } else { from.join(", ") };
+        let mut from = if from.is_empty() { "anywhere".into() } else { from.join(", ") };
+        if row.per_address > 0 {
+            from += &format!(", {} per address", row.per_address);
+        }
         table.add_row([row.id, row.name_pattern, from, row.uses_left.to_string(), made, until]);
     }
     print(out, &table, n, "no tokens: `gpuserver token create` creates one")

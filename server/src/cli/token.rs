@@ -30,6 +30,9 @@ pub enum TokenVerb {
         /// Networks or addresses from which clients join with it; without, from anywhere
         #[arg(long, value_name = "NETWORK", value_delimiter = ',')]
         from: Vec<String>,
+        /// Number of clients that can join from one address, or from one /64 of IPv6
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+        per_address: Option<u32>,
     },
     /// List the tokens, without their secrets, which the server does not keep
     List,
@@ -42,9 +45,13 @@ pub enum TokenVerb {
 
 pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
     let ask = match verb {
-        TokenVerb::Create { name, uses, ttl, from } => {
-            Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone(), from: from.clone() }
-        }
+        TokenVerb::Create { name, uses, ttl, from, per_address } => Ask::TokenCreate {
+            pattern: name.clone(),
+            uses: *uses,
+            ttl: ttl.clone(),
+            from: from.clone(),
+            per_address: per_address.unwrap_or_default(),
+        },
         TokenVerb::List => Ask::Tokens,
         TokenVerb::Revoke { id } => Ask::TokenRevoke { id: id.clone() },
     };
@@ -70,8 +77,8 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let link = own_link(config)?;
     let made = match ask {
-        Ask::TokenCreate { pattern, uses, ttl, from } => {
-            let terms = terms(pattern.clone(), *uses, ttl, from)?;
+        Ask::TokenCreate { pattern, uses, ttl, from, per_address } => {
+            let terms = terms(pattern.clone(), *uses, ttl, from, *per_address)?;
             let (token, facts) = link.create_token(terms).map_err(|e| unsigned(&e))?;
             serde_json::to_value(TokenView::new(&token, facts))?
         }

@@ -18,7 +18,7 @@ impl Operation {
             Self::Join { id, secret, name, csr_pem, renews, .. } => {
                 Self::EarlierJoin { id, secret, name, csr_pem, renews }
             }
-            Self::TokenCreate(Terms { pattern, uses, ttl, from }) if from.is_empty() => {
+            Self::TokenCreate(Terms { pattern, uses, ttl, from, per_address: 0 }) if from.is_empty() => {
                 Self::EarlierTokenCreate { pattern, uses, ttl }
             }
             Self::Tokens { after } => Self::EarlierTokens { after },
@@ -37,7 +37,7 @@ impl Operation {
                 Self::Join { id, secret, name, csr_pem, renews, from: None }
             }
             Self::EarlierTokenCreate { pattern, uses, ttl } => {
-                Self::TokenCreate(Terms { pattern, uses, ttl, from: Vec::new() })
+                Self::TokenCreate(Terms { pattern, uses, ttl, from: Vec::new(), per_address: 0 })
             }
             Self::EarlierTokens { after } => Self::Tokens { after },
             Self::EarlierAdoptTokens(tokens) => Self::AdoptTokens(tokens.into()),
@@ -190,7 +190,7 @@ mod tests {
     fn a_server_of_the_release_before_joins_nobody_with_a_token_for_some_addresses() {
         let signer = Signer::new();
         let from = vec!["10.0.0.0/8".parse().unwrap()];
-        let terms = Terms { pattern: "*".into(), uses: 2, ttl: 60, from };
+        let terms = Terms { pattern: "*".into(), uses: 2, ttl: 60, from, per_address: 0 };
         let made = signer.0.perform(Caller::Root, Operation::TokenCreate(terms));
         let Ok(Done::Token { id, secret, .. }) = made else { panic!("{made:?}") };
         let check = [&[2], &id[..], &secret, b"\x04vm-1"].concat();
@@ -229,11 +229,14 @@ mod tests {
         let nothing = |asked: Outcome| matches!(asked, Ok(Done::Nothing));
         assert!(nothing(link.ask(Operation::check(&token, "vm-1", from))));
         assert!(nothing(link.ask(Operation::join(&token, "vm-1", from, "csr", true))));
-        let terms = |from| Operation::TokenCreate(Terms { pattern: "vm-*".into(), uses: 2, ttl: 60, from });
-        assert!(nothing(link.ask(terms(Vec::new()))));
-        // Such a signer would forget the networks.
-        let wider = link.ask(terms(vec!["10.0.0.0/8".parse().unwrap()])).unwrap_err();
-        assert_eq!(wider.why, Why::Request);
+        let terms =
+            Terms { pattern: "vm-*".into(), uses: 2, ttl: 60, from: Vec::new(), per_address: 0 };
+        assert!(nothing(link.ask(Operation::TokenCreate(terms.clone()))));
+        // Such a signer would forget the bounds.
+        let networks = vec!["10.0.0.0/8".parse().unwrap()];
+        for wider in [Terms { from: networks, ..terms.clone() }, Terms { per_address: 1, ..terms }] {
+            assert_eq!(link.ask(Operation::TokenCreate(wider)).unwrap_err().why, Why::Request);
+        }
         let listed = link.ask(Operation::Tokens { after: String::new() });
         let Ok(Done::Tokens(listed)) = listed else { panic!("{listed:?}") };
         assert_eq!((listed[0].id.as_str(), listed[0].expires_unix), ("ab", 1060));

@@ -17,7 +17,7 @@ use super::ca::{
 };
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
-use super::tokens::{Terms, TokenFacts, Tokens};
+use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, Tokens};
 use crate::certificate::{Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
 use crate::store;
@@ -293,7 +293,7 @@ impl Keeper {
         // The file is written first, so that no token admits more clients than it may.
         self.change_tokens(|tokens| {
             tokens.check(&token, name, from, &token.authority, self.clock.unix())?;
-            tokens.consume(&token);
+            tokens.consume(&token, name, from);
             Ok(())
         })?;
         let life = if renews { CLIENT_TTL } else { LASTING_TTL };
@@ -365,7 +365,13 @@ impl Keeper {
     }
 
     fn create_token(&self, terms: &Terms) -> Outcome {
-        let Terms { pattern, uses, from, .. } = terms;
+        let Terms { pattern, uses, from, per_address, .. } = terms;
+        if *per_address > 0 && *uses > MAX_BY_ADDRESS {
+            let text = format!(
+                "token: {uses} clients are too many: with a bound for each address, at most {MAX_BY_ADDRESS}; make several tokens"
+            );
+            return Err(Refused::new(Why::Request, text));
+        }
         if pattern.len() > MAX_PATTERN || from.len() > MAX_NETWORKS {
             let most = format!("{MAX_PATTERN} bytes, and {MAX_NETWORKS} networks");
             let text =
@@ -496,7 +502,7 @@ mod tests {
         }
 
         fn token(&self, pattern: &str, uses: u32) -> JoinToken {
-            let terms = Terms { pattern: pattern.into(), uses, ttl: 60, from: Vec::new() };
+            let terms = Terms { pattern: pattern.into(), uses, ttl: 60, from: Vec::new(), per_address: 0 };
             match self.server(Operation::TokenCreate(terms)) {
                 Ok(Done::Token { id, secret, authority, .. }) => JoinToken { authority, id, secret },
                 other => panic!("{other:?}"),

@@ -68,7 +68,7 @@ pub enum Operation {
     Privileged(Privileged),
     /// Allow the server a privileged operation, once and within a minute.
     Permit(Privileged),
-    /// [`Operation::TokenCreate`] without networks.
+    /// [`Operation::TokenCreate`] without addresses.
     EarlierTokenCreate {
         /// Pattern of the client names.
         pattern: String,
@@ -77,7 +77,7 @@ pub enum Operation {
         /// Lifetime in seconds.
         ttl: u64,
     },
-    /// [`Operation::Tokens`] without networks in the answer.
+    /// [`Operation::Tokens`] without addresses in the answer.
     EarlierTokens {
         /// Last id of the answer before; empty: from the first.
         after: String,
@@ -101,7 +101,7 @@ pub enum Operation {
     Export,
     /// Learn the name of this server.
     Name(String),
-    /// [`Operation::AdoptTokens`] without networks.
+    /// [`Operation::AdoptTokens`] without addresses.
     EarlierAdoptTokens(EarlierTokens),
     /// Take over the authorities that the server itself had.
     Adopt {
@@ -229,7 +229,7 @@ pub enum Done {
     Present(Described),
     /// A certificate that was signed just now.
     Issued(Issued),
-    /// [`Done::Token`] without networks.
+    /// [`Done::Token`] without addresses.
     EarlierToken {
         /// Public id.
         id: [u8; 8],
@@ -240,7 +240,7 @@ pub enum Done {
         /// Its facts in lists.
         facts: EarlierFacts,
     },
-    /// [`Done::Tokens`] without networks.
+    /// [`Done::Tokens`] without addresses.
     EarlierTokens(Vec<EarlierFacts>),
     /// Id of the token that was revoked, if one token fits.
     Revoked(Option<String>),

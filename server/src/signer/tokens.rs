@@ -1,7 +1,7 @@
 //! Join tokens, with which a new client may ask for a certificate.
 
-use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Bound;
 
 use data_encoding::HEXLOWER;
@@ -10,6 +10,11 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::clock::{self, Random};
+
+/// Most clients of a token that bounds them by address: one message holds their addresses.
+pub const MAX_BY_ADDRESS: u32 = 1500;
+/// Names in a record that are as long as a token.
+const NAMES_OF_A_TOKEN: usize = 5;
 
 /// Bounds of a new token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +27,8 @@ pub struct Terms {
     pub ttl: u64,
     /// Networks from which clients join; empty: from anywhere.
     pub from: Vec<IpNet>,
+    /// Number of clients from one address, or one /64 of IPv6; 0: no bound.
+    pub per_address: u32,
 }
 
 /// The server's record of a token: it recognises the token, but cannot use it.
@@ -44,6 +51,12 @@ pub struct TokenRecord {
     // Always written: the signer's messages have no names, so a missing field would shift the next.
     #[serde(default)]
     pub from: Vec<IpNet>,
+    /// Number of clients from one address; 0: no bound.
+    #[serde(default)]
+    per_address: u32,
+    /// Hashes of the names that have joined, by address; empty without that bound.
+    #[serde(default)]
+    joined: BTreeMap<String, BTreeSet<u64>>,
 }
 
 /// Reason why a token is not accepted.
@@ -74,6 +87,11 @@ pub enum TokenError {
         "the join token is not for clients at {0}; join from an address that it is for, or ask for one made by `gpuserver token create --from`"
     )]
     WrongAddress(String),
+    /// Enough clients at this address have joined with it.
+    #[error(
+        "the join token has admitted as many clients at {0} as it may from one address; join from another one, or ask for a token without `--per-address`"
+    )]
+    AddressUsedUp(String),
     /// It is for clients with other names.
     #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
     WrongName {
@@ -100,6 +118,9 @@ pub struct TokenFacts {
     /// Networks from which clients join; empty: from anywhere.
     #[serde(default)]
     pub from: Vec<IpNet>,
+    /// Number of clients from one address; 0: no bound.
+    #[serde(default)]
+    pub per_address: u32,
 }
 
 impl TokenFacts {
@@ -112,11 +133,12 @@ impl TokenFacts {
             created_unix: record.created_unix,
             expires_unix: record.expires_unix,
             from: record.from.clone(),
+            per_address: record.per_address,
         }
     }
 }
 
-/// [`TokenFacts`] without networks.
+/// [`TokenFacts`] without addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EarlierFacts {
     id: String,
@@ -126,7 +148,7 @@ pub struct EarlierFacts {
     expires_unix: u64,
 }
 
-/// [`TokenRecord`] without networks.
+/// [`TokenRecord`] without addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EarlierRecord {
     hash: String,
@@ -147,14 +169,25 @@ impl From<TokenFacts> for EarlierFacts {
 impl From<EarlierFacts> for TokenFacts {
     fn from(facts: EarlierFacts) -> Self {
         let EarlierFacts { id, name_pattern, uses_left, created_unix, expires_unix } = facts;
-        Self { id, name_pattern, uses_left, created_unix, expires_unix, from: Vec::new() }
+        let (from, per_address) = (Vec::new(), 0);
+        Self { id, name_pattern, uses_left, created_unix, expires_unix, from, per_address }
     }
 }
 
 impl From<EarlierRecord> for TokenRecord {
     fn from(record: EarlierRecord) -> Self {
         let EarlierRecord { hash, pattern, uses_left, expires_unix, created_unix, authority } = record;
-        Self { hash, pattern, uses_left, expires_unix, created_unix, authority, from: Vec::new() }
+        Self {
+            hash,
+            pattern,
+            uses_left,
+            expires_unix,
+            created_unix,
+            authority,
+            from: Vec::new(),
+            per_address: 0,
+            joined: BTreeMap::new(),
+        }
     }
 }
 
@@ -164,7 +197,7 @@ pub struct Tokens {
     tokens: BTreeMap<String, TokenRecord>,
 }
 
-/// [`Tokens`] without networks.
+/// [`Tokens`] without addresses.
 pub type EarlierTokens = BTreeMap<String, EarlierRecord>;
 
 impl From<EarlierTokens> for Tokens {
@@ -196,6 +229,8 @@ impl Tokens {
             created_unix: unix,
             authority: HEXLOWER.encode(&authority),
             from: terms.from.clone(),
+            per_address: terms.per_address,
+            joined: BTreeMap::new(),
         };
         // Expired tokens stay for a while, so that a refusal can give the reason.
         self.tokens.retain(|_, t| t.expires_unix + 30 * 24 * 3600 > unix);
@@ -214,19 +249,30 @@ impl Tokens {
         self.tokens.extend(more.tokens);
     }
 
-    /// Splits the tokens into parts of at most `most`.
+    /// Splits the tokens into parts, each with the length of at most `most` tokens, or one token.
     pub fn parts(self, most: usize) -> Vec<Self> {
-        let mut all = self.tokens.into_iter();
-        let next = || Some(Self { tokens: all.by_ref().take(most).collect() });
-        std::iter::from_fn(next).take_while(|part| !part.tokens.is_empty()).collect()
+        let mut parts: Vec<(usize, Self)> = Vec::new();
+        for (id, record) in self.tokens {
+            let names = record.joined.values().map(BTreeSet::len).sum::<usize>();
+            let length = 1 + names / NAMES_OF_A_TOKEN;
+            match parts.last_mut().filter(|(all, _)| all + length <= most) {
+                Some((all, part)) => {
+                    *all += length;
+                    part.tokens.insert(id, record);
+                }
+                None => parts.push((length, Self { tokens: BTreeMap::from([(id, record)]) })),
+            }
+        }
+        parts.into_iter().map(|(_, part)| part).collect()
     }
 
     /// Returns the tokens in the earlier form, if no address bounds any of them.
     pub fn earlier(self) -> Option<EarlierTokens> {
         let earlier = |record: TokenRecord| {
-            let TokenRecord { hash, pattern, uses_left, expires_unix, created_unix, authority, from } = record;
+            let unbounded = record.from.is_empty() && record.per_address == 0;
+            let TokenRecord { hash, pattern, uses_left, expires_unix, created_unix, authority, .. } = record;
             let earlier = EarlierRecord { hash, pattern, uses_left, expires_unix, created_unix, authority };
-            from.is_empty().then_some(earlier)
+            unbounded.then_some(earlier)
         };
         self.tokens.into_iter().map(|(id, record)| Some((id, earlier(record)?))).collect()
     }
@@ -279,6 +325,16 @@ impl Tokens {
         if record.uses_left == 0 {
             return Err(TokenError::UsedUp);
         }
+        if record.per_address > 0 {
+            let place =
+                from.map(place).ok_or_else(|| TokenError::WrongAddress("an unknown address".into()))?;
+            let full = |names: &BTreeSet<u64>| names.len() >= record.per_address as usize;
+            // A name that joins again takes no further place: the answer may have been lost.
+            let another = |names: &&BTreeSet<u64>| !names.contains(&hash_of_name(name));
+            if record.joined.get(&place).filter(another).is_some_and(full) {
+                return Err(TokenError::AddressUsedUp(place));
+            }
+        }
         if !matches(&record.pattern, name) {
             return Err(TokenError::WrongName { pattern: record.pattern.clone(), name: name.into() });
         }
@@ -286,9 +342,28 @@ impl Tokens {
     }
 
     /// Uses up a token that was checked.
-    pub fn consume(&mut self, token: &JoinToken) {
-        if let Some(record) = self.tokens.get_mut(&HEXLOWER.encode(&token.id)) {
-            record.uses_left = record.uses_left.saturating_sub(1);
+    pub fn consume(&mut self, token: &JoinToken, name: &str, from: Option<IpAddr>) {
+        let Some(record) = self.tokens.get_mut(&HEXLOWER.encode(&token.id)) else { return };
+        record.uses_left = record.uses_left.saturating_sub(1);
+        if let Some(from) = from.filter(|_| record.per_address > 0) {
+            record.joined.entry(place(from)).or_default().insert(hash_of_name(name));
+        }
+    }
+}
+
+/// Returns a name's entry in a record, of one length.
+fn hash_of_name(name: &str) -> u64 {
+    let hash = blake3::hash(name.as_bytes());
+    hash.as_bytes().first_chunk().copied().map_or(0, u64::from_le_bytes)
+}
+
+/// Returns the place of an address that counts as one: a host has a whole /64 of IPv6.
+fn place(address: IpAddr) -> String {
+    match address {
+        IpAddr::V4(address) => address.to_string(),
+        IpAddr::V6(address) => {
+            let bits = u128::from(address) >> 64 << 64;
+            format!("{}/64", Ipv6Addr::from(bits))
         }
     }
 }
@@ -324,6 +399,7 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_proto::message;
     use proptest::prelude::*;
 
     use super::*;
@@ -331,7 +407,7 @@ mod tests {
 
     fn terms(pattern: &str, from: &[&str]) -> Terms {
         let from = from.iter().map(|network| network.parse().unwrap()).collect();
-        Terms { pattern: pattern.into(), uses: 2, ttl: 60, from }
+        Terms { pattern: pattern.into(), uses: 2, ttl: 60, from, per_address: 0 }
     }
 
     #[test]
@@ -353,9 +429,9 @@ mod tests {
         let mut old: Tokens = serde_json::from_str(&old).unwrap();
         old.complete(&"02".repeat(32));
         assert_eq!(old.check(&token, "vm-1", None, &[2; 32], 1000), Ok(()), "a record of an earlier version");
-        tokens.consume(&token);
+        tokens.consume(&token, "vm-1", None);
         assert_eq!(tokens.check(&token, "vm-2", None, &[1; 32], 1000), Ok(()));
-        tokens.consume(&token);
+        tokens.consume(&token, "vm-1", None);
         assert_eq!(tokens.check(&token, "vm-3", None, &[1; 32], 1000), Err(TokenError::UsedUp));
         assert_eq!(Tokens::default().check(&token, "vm-1", None, &[1; 32], 1000), Err(TokenError::Unknown));
     }
@@ -376,6 +452,49 @@ mod tests {
             assert_eq!(join(Some(outside)), Err(TokenError::WrongAddress(outside.into())));
         }
         assert!(matches!(join(None), Err(TokenError::WrongAddress(_))), "an unknown address");
+    }
+
+    #[test]
+    fn a_token_admits_no_more_clients_from_one_address_than_it_may() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let bound = Terms { uses: 9, per_address: 2, ..terms("*", &[]) };
+        let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+        let join = |tokens: &mut Tokens, name: &str, from: Option<&str>| {
+            let from = from.map(|address| address.parse().unwrap());
+            tokens.check(&token, name, from, &[1; 32], 1000)?;
+            tokens.consume(&token, name, from);
+            Ok(())
+        };
+        for same in [["10.0.0.1"; 3], ["2001:db8::1", "2001:db8::2", "2001:db8::ff:0:0:3"]] {
+            assert_eq!(join(&mut tokens, "vm-1", Some(same[0])), Ok(()));
+            assert_eq!(join(&mut tokens, "vm-2", Some(same[1])), Ok(()));
+            let stored = serde_json::to_string(&tokens).unwrap();
+            tokens = serde_json::from_str(&stored).unwrap();
+            assert!(matches!(join(&mut tokens, "vm-3", Some(same[2])), Err(TokenError::AddressUsedUp(_))));
+            assert_eq!(join(&mut tokens, "vm-2", Some(same[2])), Ok(()), "the answer was lost");
+        }
+        assert_eq!(join(&mut tokens, "vm-3", Some("10.0.0.2")), Ok(()));
+        assert_eq!(join(&mut tokens, "vm-3", Some("2001:db8:0:1::1")), Ok(()), "another /64");
+        assert!(matches!(join(&mut tokens, "vm-4", None), Err(TokenError::WrongAddress(_))));
+    }
+
+    #[test]
+    fn tokens_travel_in_parts_that_a_message_holds() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        for n in 0..150 {
+            let bound = Terms { uses: MAX_BY_ADDRESS, per_address: 1, ..terms(&format!("vm-{n}-*"), &[]) };
+            let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+            let joined = if n == 70 { MAX_BY_ADDRESS } else { 40 };
+            for at in 0..u128::from(joined) {
+                let address = (0x2001_0db8 << 96) + ((u128::from(u32::MAX) - at) << 64);
+                tokens.consume(&token, &format!("vm-{n}-{at}"), Some(Ipv6Addr::from(address).into()));
+            }
+        }
+        let parts = tokens.clone().parts(100);
+        assert!(parts.iter().all(|part| message::encode(part).len() < message::MAX_MESSAGE));
+        let mut together = Tokens::default();
+        parts.into_iter().for_each(|part| together.extend(part));
+        assert_eq!(together, tokens);
     }
 
     #[test]

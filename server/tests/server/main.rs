@@ -439,6 +439,10 @@ async fn join_tokens() {
     assert!(refused.message().contains("not for clients at 127.0.0.1"), "{refused}");
     let here = server.token(&["--name", "lab-*", "--from", "192.0.2.0/24", "--from", "127.0.0.1"]);
     server.enrol(&here, "lab-1", "m1").await.unwrap();
+    let each = server.token(&["--name", "one-*", "--uses", "9", "--per-address", "1"]);
+    server.enrol(&each, "one-1", "m1").await.unwrap();
+    let refused = server.enrol(&each, "one-2", "m2").await.unwrap_err();
+    assert!(refused.message().contains("as many clients at 127.0.0.1 as it may"), "{refused}");
     let said = server.verb(&["token", "create", "--from", "10.0.0.0/33"]);
     let said = String::from_utf8_lossy(&said.stderr).into_owned();
     assert!(said.contains("--from 10.0.0.0/33"), "{said}");
@@ -451,7 +455,7 @@ async fn join_tokens() {
     let forged: String = token[..token.len() - 4].chars().chain("AAAA".chars()).collect();
     let unknown = server.enrol(&forged, "vm-3", "m3").await.unwrap_err();
     assert!(unknown.message().contains("not one of this pool"), "{unknown}");
-    assert_eq!(server.json(&["clients"])["clients"].as_array().unwrap().len(), 3);
+    assert_eq!(server.json(&["clients"])["clients"].as_array().unwrap().len(), 4);
     assert_eq!(server.verb(&["token", "create", "--ttl", "soon"]).status.code(), Some(1));
     assert_eq!(server.verb(&["token", "create", "--uses", "0"]).status.code(), Some(1));
 }

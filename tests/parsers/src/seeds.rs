@@ -316,6 +316,7 @@ pub fn signer() -> Vec<Vec<u8>> {
     let operations = [
         Operation::Present,
         Operation::Check { id: [1; 8], secret: [2; 24], name: name.clone(), from: None },
+        Operation::EarlierTokenCreate { pattern: name.clone(), uses: 1, ttl: 60 },
         Operation::Renew { present: vec![0x30, 0x82], csr_pem: csr_pem.clone(), authority: [3; 32] },
         Operation::Permit(Privileged::Rotate(Step::Begin(exported))),
         Operation::Privileged(Privileged::Administrator { name, csr_pem }),

@@ -29,6 +29,9 @@ pub struct TokenView {
     /// Networks from which clients join; empty: from anywhere.
     #[serde(default)]
     pub from: Vec<IpNet>,
+    /// Number of clients from one address; 0: no bound.
+    #[serde(default)]
+    pub per_address: u32,
 }
 
 impl TokenView {
@@ -41,6 +44,7 @@ impl TokenView {
             uses: facts.uses_left,
             expires_unix: facts.expires_unix,
             from: facts.from,
+            per_address: facts.per_address,
         }
     }
 }
@@ -70,7 +74,13 @@ pub fn no_token(id: &str) -> Refusal {
 }
 
 /// Reads the bounds of a new token.
-pub fn terms(pattern: String, uses: u32, ttl: &str, from: &[String]) -> Result<Terms, Refusal> {
+pub fn terms(
+    pattern: String,
+    uses: u32,
+    ttl: &str,
+    from: &[String],
+    per_address: u32,
+) -> Result<Terms, Refusal> {
     let life = parse_duration(ttl).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {ttl}: a duration like \"24h\" or \"30min\" is wanted"))
     })?;
@@ -85,5 +95,5 @@ pub fn terms(pattern: String, uses: u32, ttl: &str, from: &[String]) -> Result<T
         })
     };
     let from = from.iter().map(network).collect::<Result<_, _>>()?;
-    Ok(Terms { pattern, uses, ttl: life.as_secs(), from })
+    Ok(Terms { pattern, uses, ttl: life.as_secs(), from, per_address })
 }
