@@ -31,7 +31,7 @@ use crate::access::Gate;
 use crate::handover::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Leases, WorkerRequest};
 use crate::login::Sessions;
-use crate::peer::{Peer, control_groups, has_thread, peer, watched};
+use crate::peer::{Peer, control_groups, has_thread, is_contained, peer, watched};
 
 /// Bounds on the resources that callers may use.
 #[derive(Debug, Clone)]
@@ -292,6 +292,8 @@ impl Server {
             access: person.access,
             session: session.map(|s| s.id.clone()),
             control_groups: control_groups(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
+            // Only root has rights to lose.
+            contained: peer.uid == 0 && is_contained(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
         };
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);

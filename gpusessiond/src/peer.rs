@@ -66,18 +66,33 @@ pub fn peer(stream: &UnixStream) -> io::Result<Peer> {
     Ok(Peer { uid: credentials.uid(), pid, pidfd })
 }
 
-/// Returns the paths of a process's control groups, in all hierarchies.
+/// Reads a file of a process below `/proc`; `None` if it exited or has no pidfd.
 ///
-/// A pid alone may already belong to another process, so there are none without a pidfd, and none
-/// of a process that has exited.
+/// A pid alone may already belong to another process.
+fn of_process(pid: u32, pidfd: Option<&OwnedFd>, file: &str) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok()?;
+    let mut exited = [PollFd::new(pidfd?.as_fd(), PollFlags::POLLIN)];
+    matches!(poll(&mut exited, PollTimeout::ZERO), Ok(0)).then_some(text)
+}
+
+/// Returns the paths of a process's control groups, in all hierarchies; none without a pidfd, and
+/// none of a process that has exited.
 pub fn control_groups(pid: u32, pidfd: Option<&OwnedFd>) -> Vec<String> {
-    let Some(pidfd) = pidfd else { return Vec::new() };
-    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    let mut exited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-    match poll(&mut exited, PollTimeout::ZERO) {
-        Ok(0) => paths_of_groups(&text),
-        _ => Vec::new(),
-    }
+    of_process(pid, pidfd, "cgroup").map_or_else(Vec::new, |text| paths_of_groups(&text))
+}
+
+/// Returns `true` if a process is in a pid namespace below this one, as those of containers are,
+/// and if that is unknown.
+///
+/// Its mount namespace is visible only to those who may trace it.
+pub fn is_contained(pid: u32, pidfd: Option<&OwnedFd>) -> bool {
+    of_process(pid, pidfd, "status").is_none_or(|text| has_namespaces_of_its_own(&text))
+}
+
+/// Reads the line `NSpid: PID...` of `/proc/PID/status`: a pid for each namespace from this one on.
+fn has_namespaces_of_its_own(status: &str) -> bool {
+    let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    pids.is_none_or(|pids| pids.split_whitespace().count() != 1)
 }
 
 /// Reads lines `HIERARCHY:CONTROLLERS:PATH` of `/proc/PID/cgroup`, of version 1 and version 2.
@@ -126,6 +141,17 @@ mod tests {
         assert_eq!(paths_of_groups(hybrid), ["/a/b", "/job_1", "/x:y/z"]);
         assert_eq!(paths_of_groups("0::/system.slice/slurmstepd.scope/job_7/step_0\n").len(), 1);
         assert!(paths_of_groups("garbage\n\n").is_empty());
+    }
+
+    #[test]
+    fn a_container_is_told_by_its_pid_namespace() {
+        let status = "Name:\tcat\nPid:\t71\nNSpid:\t71\nNSpgid:\t71\n";
+        assert!(!has_namespaces_of_its_own(status));
+        assert!(has_namespaces_of_its_own(&status.replace("NSpid:\t71", "NSpid:\t71\t1")));
+        assert!(has_namespaces_of_its_own("Name:\tcat\n"), "unknown");
+        let (own, pidfd) = (std::process::id(), pidfd_open(std::process::id()).unwrap());
+        assert!(!is_contained(own, Some(&pidfd)));
+        assert!(is_contained(own, None), "unknown");
     }
 
     #[test]

@@ -450,6 +450,7 @@ async fn subordinate_uids_share_their_owners_lease_of_class_user() {
         access,
         session: None,
         control_groups: Vec::new(),
+        contained: false,
     };
     let lease = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     let below = |uid, access| caller(uid, None, Some(alice.clone()), access);
@@ -540,6 +541,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
         access: true,
         session: None,
         control_groups: groups.iter().map(|group| (*group).to_owned()).collect(),
+        contained: false,
     };
     let granted = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     // A job finds its lease without a variable; other processes get the machine's.
@@ -547,6 +549,7 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
     assert_eq!(granted(step.clone(), None).await, Ok(first.clone()));
     assert_eq!(granted(caller(1000, &["/slurm/job_12"]), None).await, Ok(second.clone()));
     assert_eq!(granted(caller(1000, &["/user.slice/slurm/job_1"]), None).await, Ok(all.clone()));
+    let machines = all.clone();
     assert_eq!(granted(caller(1001, &["/slurm/job_1"]), None).await, Ok(all), "another user");
     // Another job of the same user cannot name it; root can.
     assert_eq!(granted(step.clone(), Some(&first)).await, Ok(first.clone()));
@@ -554,7 +557,11 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
     assert!(refused.contains("control group /slurm/job_12"), "{refused}");
     let both = granted(step, Some(&format!("{first},{second}"))).await.unwrap_err();
     assert!(both.contains("/slurm/job_12"), "{both}");
-    assert_eq!(granted(caller(0, &[]), Some(&second)).await, Ok(second));
+    assert_eq!(granted(caller(0, &[]), Some(&second)).await.as_ref(), Ok(&second));
+    let contained = || Caller { contained: true, ..caller(0, &[]) };
+    let refused = granted(contained(), Some(&second)).await.unwrap_err();
+    assert!(refused.contains("not found among this user's leases"), "{refused}");
+    assert_eq!(granted(contained(), None).await, Ok(machines), "the machine's");
 }
 
 /// A control group of this test, where the machine lets it make one.

@@ -109,7 +109,8 @@ impl Manager {
     ) -> Vec<OwnedObjectPath> {
         let person = self.shared.settings.gate().person(uid).await;
         let Person { name: user, access, principal } = person;
-        let caller = Caller { uid, pid, user, principal, access, session, control_groups };
+        let contained = false;
+        let caller = Caller { uid, pid, user, principal, access, session, control_groups, contained };
         let slots = self.shared.leases.default_slots(caller).await;
         let snapshot = self.shared.snapshot();
         snapshot.lease_facts().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()

@@ -22,9 +22,18 @@ pub struct Caller {
     pub session: Option<String>,
     /// Paths of its control groups, in all hierarchies.
     pub control_groups: Vec<String>,
+    /// Whether it runs in a container.
+    pub contained: bool,
 }
 
 impl Caller {
+    /// Returns `true` if the process may use leases of all users.
+    ///
+    /// Root of a container has no such right: the container may be another party's.
+    pub fn is_root(&self) -> bool {
+        self.uid == 0 && !self.contained
+    }
+
     /// Returns `true` if the process is in this control group, or in one below it.
     pub fn is_below(&self, group: &str) -> bool {
         let below = |path: &String| {

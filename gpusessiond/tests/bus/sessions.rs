@@ -31,6 +31,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
         access: true,
         session: Some("abcdefghijkl".into()),
         control_groups: vec![],
+        contained: false,
     };
     let path = async {
         // First CUDA call of the session.

@@ -292,9 +292,10 @@ impl Actor {
         self.spawn(async move {
             let person = gate.person(session.uid).await;
             let (uid, session) = (session.uid, Some(session.id.clone()));
-            let control_groups = Vec::new();
+            let (control_groups, contained) = (Vec::new(), false);
             let Person { name: user, access, principal } = person;
-            Message::Demand(Caller { uid, pid: 0, user, principal, access, session, control_groups })
+            let pid = 0;
+            Message::Demand(Caller { uid, pid, user, principal, access, session, control_groups, contained })
         });
     }
 

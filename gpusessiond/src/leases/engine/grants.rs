@@ -114,14 +114,15 @@ impl Actor {
                 .slots()
                 .filter(|_| !id.is_empty())
                 .filter(|(slot, w)| of_id == Some(*slot) || w.spec.name == id)
-                .filter(|(_, w)| mine(&w.spec) || caller.uid == 0)
+                .filter(|(_, w)| mine(&w.spec) || caller.is_root())
                 .min_by_key(|(_, w)| another(w))
                 .map(|(slot, _)| slot)
         };
         // Only root uses a lease of a control group from outside.
         let outside = |slot: Slot| {
             let spec = &self.machine.slot(slot)?.spec;
-            let group = spec.control_group.as_ref().filter(|_| !of_group(spec, caller) && caller.uid != 0)?;
+            let group =
+                spec.control_group.as_ref().filter(|_| !of_group(spec, caller) && !caller.is_root())?;
             Some((Denial::NoDevice, format!("the lease belongs to the processes of control group {group}")))
         };
         // A lease's name may contain a comma.
@@ -551,6 +552,7 @@ mod tests {
             access: true,
             session: None,
             control_groups: vec![],
+            contained: false,
         };
         let wish = WorkerRequest::default();
         let mint = |entropy: fn() -> Option<[u8; 16]>| mint(&caller, &wish, [1; 16], 0, &taken, entropy);
