@@ -50,12 +50,15 @@ pub struct Cache {
     folder: PathBuf,
     max: u64,
     images: Arc<Images>,
+    /// Whether users of a client share compiled code.
+    shares: bool,
 }
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
     pub fn open(config: &Config) -> Option<Self> {
-        Self::at(Self::present_folder(config), config.cache_max)
+        let cache = Self::at(Self::present_folder(config), config.cache_max)?;
+        Some(Self { shares: config.share_compiled, ..cache })
     }
 
     fn present_folder(config: &Config) -> PathBuf {
@@ -81,7 +84,7 @@ impl Cache {
     /// Creates the folders in `folder`, for `max` bytes.
     pub fn at(folder: PathBuf, max: u64) -> Option<Self> {
         let images = Arc::new(Images::new(folder.join(IMAGES), max, max / CLIENT_SHARE, wall()));
-        let cache = Self { folder, max, images };
+        let cache = Self { folder, max, images, shares: true };
         // Workers of an earlier version that still run lose their images, and nothing else.
         let former = cache.folder.join(FORMER_IMAGES);
         if former.exists() {
@@ -112,7 +115,12 @@ impl Cache {
 
     /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client, or for the
     /// user of the client whose lease it is.
+    ///
+    /// `None`: the users of the lease share none, or the folder cannot be created.
     pub fn compiled(&self, client: &str, user: Option<u32>) -> Option<PathBuf> {
+        if user.is_none() && !self.shares {
+            return None;
+        }
         let folder = self.compiled_place(client, user);
         made(&folder)
             .inspect_err(|e| {

@@ -229,8 +229,7 @@ mod tests {
         let nothing = |asked: Outcome| matches!(asked, Ok(Done::Nothing));
         assert!(nothing(link.ask(Operation::check(&token, "vm-1", from))));
         assert!(nothing(link.ask(Operation::join(&token, "vm-1", from, "csr", true))));
-        let terms =
-            Terms { pattern: "vm-*".into(), uses: 2, ttl: 60, from: Vec::new(), per_address: 0 };
+        let terms = Terms { pattern: "vm-*".into(), uses: 2, ttl: 60, from: Vec::new(), per_address: 0 };
         assert!(nothing(link.ask(Operation::TokenCreate(terms.clone()))));
         // Such a signer would forget the bounds.
         let networks = vec!["10.0.0.0/8".parse().unwrap()];

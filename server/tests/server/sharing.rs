@@ -759,3 +759,17 @@ async fn a_users_lease_has_compiled_code_of_its_own() {
     folders.dedup();
     assert_eq!(folders.len(), 3, "{folders:?}");
 }
+
+#[tokio::test]
+async fn users_of_a_lease_share_no_compiled_code_if_they_may_not() {
+    let server = Server::start_with("libcuda.so.1", "limits.gpus = 4\nshare_compiled = \"off\"").await;
+    let mut vm = server.client("vm-1").await;
+    for (user, uid, kept) in [("", 0, false), ("alice", 1000, true)] {
+        let of_user = AllocateRequest { user: user.into(), uid, memory_percent: 20.0, ..vm.request() };
+        let lease = vm.pool.allocate(of_user).await.unwrap().into_inner();
+        let (_lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+        let environment = &said["environment"];
+        assert_eq!(environment["CUDA_CACHE_PATH"].is_string(), kept, "{environment}");
+        assert_eq!(environment["CUDA_CACHE_DISABLE"] == "1", !kept, "{environment}");
+    }
+}
