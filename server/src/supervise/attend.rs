@@ -302,7 +302,18 @@ impl Attendance<'_> {
             }
             _ => None,
         };
-        let write = self.records.changed(Instant::now());
+        // A server that is killed may lose some counters, but not that a client has come.
+        let counts = matches!(
+            message,
+            FromWorker::Usage(_) | FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. }
+        );
+        let now = Instant::now();
+        let write = if counts {
+            self.records.changed(now)
+        } else {
+            self.records.written(now);
+            true
+        };
         self.supervisor.heard(self.id, message, descriptor, write);
         if let Some(quiet) = ended
             && !self.ending.work_ended

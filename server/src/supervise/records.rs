@@ -1,9 +1,9 @@
 //! Writing of workers' records outside of the supervisor's lock.
 //!
 //! A worker may send thousands of messages in a second, and each may change its record. Under the
-//! lock a message only notes that the record lacks a change. The worker's task writes it: at once,
-//! then at most each [`RECORD_INTERVAL`], and always before the worker gets a message, so that the
-//! next server knows the message, too.
+//! lock a message only notes that the record lacks a change. The worker's task writes it at once,
+//! but counters at most each [`RECORD_INTERVAL`]. It always writes before the worker gets a
+//! message, so that the next server knows the message, too.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::record::WorkerRecord;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor};
 
-/// Shortest time between two writes of a record for messages of its worker.
+/// Shortest time between two writes of a record for counters of its worker.
 pub(super) const RECORD_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Times at which a worker's task writes its record.
@@ -76,10 +76,10 @@ impl State {
     /// Takes what a worker's record lacks.
     pub(super) fn unwritten(&mut self, id: &WorkerId) -> Option<Unwritten> {
         let worker = self.workers.get_mut(id)?;
+        let record = worker.kept.as_ref()?.record().clone();
         if !std::mem::take(&mut worker.changes.unwritten) {
             return None;
         }
-        let record = worker.kept.as_ref()?.record().clone();
         if let Some(lease) = self.leases.get(&worker.book.lease) {
             worker.book.held = lease.ledger.held(id);
         }
