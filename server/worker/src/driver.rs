@@ -128,7 +128,6 @@ functions! {
     cuDeviceGetCount(*mut i32);
     cuDeviceGetName(*mut c_char, i32, i32);
     cuDeviceGetUuid_v2(*mut u8, i32);
-    cuDeviceGetLuid(*mut c_char, *mut u32, i32);
     cuDeviceTotalMem_v2(*mut usize, i32);
     cuDeviceGetAttribute(*mut i32, i32, i32);
     cuDeviceGetPCIBusId(*mut c_char, i32, i32);

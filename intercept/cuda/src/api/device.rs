@@ -11,8 +11,8 @@ use gpusession_proto::handle;
 use crate::client::{Client, string};
 use crate::devices::Device;
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, alias, bytes, driver, give, give_text,
-    name,
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, alias, bytes, driver,
+    give, give_text, name,
 };
 use crate::{clients, handles, private_tables, thread, unsolicited};
 
