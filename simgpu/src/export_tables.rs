@@ -5,8 +5,8 @@
 
 use crate::context::{CONTEXTS, top};
 use crate::driver::{config, driver};
+use crate::entry::{guard, out, out_opt};
 use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
-use crate::exports::{guard, out};
 use crate::module::Module;
 use crate::registry::handle;
 use std::sync::Arc;
@@ -112,8 +112,8 @@ unsafe fn hooks(buffer: *mut usize, n: *mut usize, size: usize, offset: usize) -
     let at = (&raw const QUIET[offset]) as usize;
     // SAFETY: the runtime vouches for its pointers.
     unsafe {
-        crate::exports::out_opt(buffer, at);
-        crate::exports::out_opt(n, size);
+        out_opt(buffer, at);
+        out_opt(n, size);
     }
     at
 }

@@ -16,6 +16,7 @@ pub mod config;
 pub mod context;
 pub mod device;
 pub mod driver;
+pub mod entry;
 pub mod errors;
 pub mod export_tables;
 pub mod exports;

@@ -18,11 +18,14 @@ unsafe fn look_up(
         return Err(INVALID_VALUE);
     }
     // SAFETY: the program vouches for its pointers.
-    Ok(proc_address::find(unsafe { text(name) }?, version.max(0) as u32, flags))
+    Ok(proc_address::find(unsafe { text(name) }?, version as u32, flags))
 }
 
 export! {
     fn cuGetProcAddress(name: *const c_char, to: *mut usize, version: i32, flags: u64) {
+        if to.is_null() {
+            return Err(INVALID_VALUE);
+        }
         out(to, look_up(name, version, flags)?.map_err(|_| NOT_FOUND)?)
     }
 
