@@ -18,7 +18,7 @@ use super::operation::{Operation, Refused, Why};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 
 /// Join tokens in one message.
-const TOKENS_AT_ONCE: usize = 100;
+const TOKENS_AT_ONCE: usize = 50;
 /// Files of the authorities; the key goes last, since it marks them as complete.
 const FILES: [&str; 5] = ["rotation.json", "next.key", "next.pem", "authority.pem", "authority.key"];
 

@@ -29,7 +29,7 @@ const TURN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which a permission holds.
 const PERMISSION_TTL: Duration = Duration::from_secs(60);
 /// Tokens in one answer: a whole message holds more of them.
-const TOKENS_AT_ONCE: usize = 200;
+const TOKENS_AT_ONCE: usize = 100;
 /// Longest pattern of a token, in bytes.
 const MAX_PATTERN: usize = 256;
 /// Networks of a token at most: an answer has many tokens.

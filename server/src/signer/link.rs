@@ -190,10 +190,17 @@ fn away(socket: &Path, e: &io::Error) -> Refused {
 fn ask_any(path: &Path, operation: &Operation) -> io::Result<Outcome> {
     let outcome = ask(path, operation)?;
     let unread = |refused: &Refused| refused.why == Why::Request && refused.text.starts_with(UNREAD);
-    match operation.earlier().filter(|_| outcome.as_ref().is_err_and(unread)) {
-        Some(earlier) => Ok(ask(path, &earlier)?.map(Done::present)),
-        None => Ok(outcome),
+    if !outcome.as_ref().is_err_and(unread) {
+        return Ok(outcome);
     }
+    let restart = || {
+        let text = "the signer is of an earlier release, which lacks this; restart gpuserver-ca.service";
+        Err(Refused::new(Why::Request, text))
+    };
+    Ok(match operation.earlier() {
+        Some(earlier) => ask(path, &earlier)?.map(Done::present),
+        None => restart(),
+    })
 }
 
 fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {

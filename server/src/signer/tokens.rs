@@ -13,6 +13,11 @@ use crate::clock::{self, Random};
 
 /// Most clients of a token that bounds them by address: one message holds their addresses.
 pub const MAX_BY_ADDRESS: u32 = 1500;
+/// Begin of the hash of a token that addresses bound.
+///
+/// Earlier releases ignore the bounds, and write the record without them. They cannot read such a
+/// hash, so they refuse the token, and a later release knows that the record lacks its bounds.
+const BOUNDED: &str = "bounded:";
 /// Names in a record that are as long as a token.
 const NAMES_OF_A_TOKEN: usize = 5;
 
@@ -34,7 +39,7 @@ pub struct Terms {
 /// The server's record of a token: it recognises the token, but cannot use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
-    /// BLAKE3 of the secret, in hex.
+    /// BLAKE3 of the secret, in hex; behind [`BOUNDED`] if addresses bound the token.
     hash: String,
     /// Pattern of acceptable names; `*` stands for any characters, `?` for one.
     pub pattern: String,
@@ -221,8 +226,9 @@ impl Tokens {
         random: &dyn Random,
     ) -> (JoinToken, TokenRecord) {
         let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
+        let bounded = if terms.from.is_empty() && terms.per_address == 0 { "" } else { BOUNDED };
         let record = TokenRecord {
-            hash: hash(&token.secret).to_hex().to_string(),
+            hash: format!("{bounded}{}", hash(&token.secret).to_hex()),
             pattern: terms.pattern.clone(),
             uses_left: terms.uses,
             expires_unix: unix.saturating_add(terms.ttl),
@@ -306,9 +312,12 @@ impl Tokens {
         unix: u64,
     ) -> Result<(), TokenError> {
         let record = self.tokens.get(&HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
+        let bounded = record.hash.strip_prefix(BOUNDED);
         // Compared in constant time.
-        let known = blake3::Hash::from_hex(&record.hash).map_err(|_| TokenError::Unknown)?;
-        if hash(&token.secret) != known {
+        let known =
+            blake3::Hash::from_hex(bounded.unwrap_or(&record.hash)).map_err(|_| TokenError::Unknown)?;
+        let lost = bounded.is_some() && record.from.is_empty() && record.per_address == 0;
+        if hash(&token.secret) != known || lost {
             return Err(TokenError::Unknown);
         }
         if record.authority != HEXLOWER.encode(authority) {
