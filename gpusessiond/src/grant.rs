@@ -293,7 +293,7 @@ impl Server {
             session: session.map(|s| s.id.clone()),
             control_groups: control_groups(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
             // Only root has rights to lose.
-            contained: peer.uid == 0 && is_contained(peer.pid, pidfd.as_ref().map(AsyncFd::get_ref)),
+            contained: peer.uid == 0 && is_contained(pidfd.as_ref().map(AsyncFd::get_ref)),
         };
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);

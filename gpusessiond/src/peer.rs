@@ -1,7 +1,7 @@
 //! The processes at the other end of a socket, and the socket files.
 
 use std::io;
-use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
@@ -66,33 +66,36 @@ pub fn peer(stream: &UnixStream) -> io::Result<Peer> {
     Ok(Peer { uid: credentials.uid(), pid, pidfd })
 }
 
-/// Reads a file of a process below `/proc`; `None` if it exited or has no pidfd.
+/// Returns the paths of a process's control groups, in all hierarchies.
 ///
-/// A pid alone may already belong to another process.
-fn of_process(pid: u32, pidfd: Option<&OwnedFd>, file: &str) -> Option<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok()?;
-    let mut exited = [PollFd::new(pidfd?.as_fd(), PollFlags::POLLIN)];
-    matches!(poll(&mut exited, PollTimeout::ZERO), Ok(0)).then_some(text)
-}
-
-/// Returns the paths of a process's control groups, in all hierarchies; none without a pidfd, and
-/// none of a process that has exited.
+/// A pid alone may already belong to another process, so there are none without a pidfd, and none
+/// of a process that has exited.
 pub fn control_groups(pid: u32, pidfd: Option<&OwnedFd>) -> Vec<String> {
-    of_process(pid, pidfd, "cgroup").map_or_else(Vec::new, |text| paths_of_groups(&text))
+    let Some(pidfd) = pidfd else { return Vec::new() };
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    let mut exited = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    match poll(&mut exited, PollTimeout::ZERO) {
+        Ok(0) => paths_of_groups(&text),
+        _ => Vec::new(),
+    }
 }
 
 /// Returns `true` if a process is in a pid namespace below this one, as those of containers are,
 /// and if that is unknown.
 ///
-/// Its mount namespace is visible only to those who may trace it.
-pub fn is_contained(pid: u32, pidfd: Option<&OwnedFd>) -> bool {
-    of_process(pid, pidfd, "status").is_none_or(|text| has_namespaces_of_its_own(&text))
+/// Its mount namespace is visible only to those who may trace it. The pidfd's own file, unlike
+/// those of the process, is readable where `hidepid` hides processes.
+pub fn is_contained(pidfd: Option<&OwnedFd>) -> bool {
+    let Some(pidfd) = pidfd else { return true };
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()));
+    info.map_or(true, |text| has_namespaces_of_its_own(&text))
 }
 
-/// Reads the line `NSpid: PID...` of `/proc/PID/status`: a pid for each namespace from this one on.
-fn has_namespaces_of_its_own(status: &str) -> bool {
-    let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
-    pids.is_none_or(|pids| pids.split_whitespace().count() != 1)
+/// Reads the line `NSpid: PID...` about a pidfd: a pid for each namespace from this one on, or -1
+/// of a process that has exited.
+fn has_namespaces_of_its_own(info: &str) -> bool {
+    let pids = info.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+    !matches!(pids.split_whitespace().collect::<Vec<_>>()[..], [pid] if pid != "-1" && pid != "0")
 }
 
 /// Reads lines `HIERARCHY:CONTROLLERS:PATH` of `/proc/PID/cgroup`, of version 1 and version 2.
@@ -145,13 +148,14 @@ mod tests {
 
     #[test]
     fn a_container_is_told_by_its_pid_namespace() {
-        let status = "Name:\tcat\nPid:\t71\nNSpid:\t71\nNSpgid:\t71\n";
+        let status = "pos:\t0\nPid:\t71\nNSpid:\t71\n";
         assert!(!has_namespaces_of_its_own(status));
         assert!(has_namespaces_of_its_own(&status.replace("NSpid:\t71", "NSpid:\t71\t1")));
-        assert!(has_namespaces_of_its_own("Name:\tcat\n"), "unknown");
-        let (own, pidfd) = (std::process::id(), pidfd_open(std::process::id()).unwrap());
-        assert!(!is_contained(own, Some(&pidfd)));
-        assert!(is_contained(own, None), "unknown");
+        assert!(has_namespaces_of_its_own("pos:\t0\n"), "unknown");
+        assert!(has_namespaces_of_its_own("Pid:\t-1\nNSpid:\t-1\n"), "it has exited");
+        let pidfd = pidfd_open(std::process::id()).unwrap();
+        assert!(!is_contained(Some(&pidfd)));
+        assert!(is_contained(None), "unknown");
     }
 
     #[test]
