@@ -194,6 +194,7 @@ impl Supervisor {
                         }
                         Command::Leave => {
                             while let Ok(command) = commands.try_recv() {
+                                task.write_record();
                                 send_socket(channel, command, ends, task.told_to_end, deadline).await?;
                             }
                             return Ok(End::Left);
@@ -303,10 +304,7 @@ impl Attendance<'_> {
             _ => None,
         };
         // A server that is killed may lose some counters, but not that a client has come.
-        let counts = matches!(
-            message,
-            FromWorker::Usage(_) | FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. }
-        );
+        let counts = matches!(message, FromWorker::Usage(_) | FromWorker::MemoryWanted { .. });
         let now = Instant::now();
         let write = if counts {
             self.records.changed(now)

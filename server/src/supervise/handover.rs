@@ -1,7 +1,7 @@
 //! Keeps workers and listening sockets in systemd's descriptor store, for the next server.
 //!
 //! For each worker the store holds its channel, its pidfd and a record of the supervisor's
-//! knowledge. The record is a memory file that is rewritten after every change. The next server
+//! knowledge. The record is a memory file, rewritten after changes (`records`). The next server
 //! starts from the store, however the previous one ended. A descriptor never comes from an earlier
 //! boot.
 //!

@@ -23,6 +23,9 @@ use super::worker::{Changes, LATER, Phase, Queues, Worker, WorkerRecord, hex, or
 use crate::clock;
 use crate::spawn;
 
+/// Variable by which the driver keeps no compiled code.
+const CACHE_DISABLE: &str = "CUDA_CACHE_DISABLE";
+
 /// Most workers of one lease.
 pub(super) const MAX_PER_LEASE: usize = 64;
 /// Source of a worker's process.
@@ -192,7 +195,7 @@ impl Supervisor {
         &self,
         id: &WorkerId,
         start: &Start,
-        environment: Vec<(String, String)>,
+        mut environment: Vec<(String, String)>,
     ) -> Result<(Process, OwnedFd), String> {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
@@ -213,8 +216,11 @@ impl Supervisor {
                 ("CUDA_CACHE_PATH".into(), folder.into()),
                 ("CUDA_CACHE_MAXSIZE".into(), most.to_string().into()),
             ]),
-            None => variables.push(("CUDA_CACHE_DISABLE".into(), "1".into())),
+            None => variables.push((CACHE_DISABLE.into(), "1".into())),
         }
+        // The server decides that; a program may do without a cache that there is.
+        let without = variables.iter().any(|(name, _)| name == CACHE_DISABLE);
+        environment.retain(|(name, _)| !without || name != CACHE_DISABLE);
         let (own, environment): (Vec<_>, Vec<_>) =
             environment.into_iter().partition(|(name, _)| MPS_VARIABLES.contains(&name.as_str()));
         if start.mps {
