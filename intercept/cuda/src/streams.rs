@@ -16,7 +16,7 @@ use crate::status::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
 pub use crate::stream::Stream;
-use crate::{clients, handles, regions, thread};
+use crate::{clients, graph_uses, handles, regions, thread};
 
 /// Meaning of a null stream to a variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +83,7 @@ fn destroy_known(known: &Stream) -> Result {
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
         end(&capture);
         if capture.new_graph {
+            graph_uses::forget_graph(capture.graph);
             handles::retire(capture.graph);
         }
     }

@@ -227,8 +227,9 @@ driver! {
         let (client, device) = clients::device(device)?;
         private_tables::forget_context(client.primary(device.local));
         device.retaining.run(thread::id(), || {
+            reset(client, device, true)?;
             device.reset.store(true, Ordering::Relaxed);
-            reset(client, device, true)
+            Ok(())
         })
     }
 

@@ -8,6 +8,7 @@ use gpusession_proto::handle;
 
 use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name, take};
 use crate::proc_address::{self, Missing};
+use crate::streams::Default;
 use crate::{clients, errors, handles, private_tables};
 
 /// `CUdriverProcAddress_flags`
@@ -27,6 +28,8 @@ fn look_up(
     if flags > 3 || version > clients::driver_version() {
         return Err(INVALID_VALUE);
     }
+    // A negative version is a large one where it chooses the form.
+    let version = if version < 0 { clients::driver_version() } else { version };
     let found = proc_address::find(name(symbol)?.to_bytes(), version, flags & PER_THREAD != 0);
     Ok(found.map(|function| function as *const c_void))
 }
@@ -39,12 +42,20 @@ fn log_callbacks() -> MutexGuard<'static, BTreeSet<u64>> {
 
 driver! {
     fn cuGetProcAddress(symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64) {
+        if out.is_null() {
+            return Err(INVALID_VALUE);
+        }
         give(out, look_up(symbol, version, flags)?.map_err(|_| NOT_FOUND)?)
     }
 
-    fn cuGetProcAddress_v2 / cuGetProcAddress_v2_ptsz [_default] (
+    fn cuGetProcAddress_v2 / cuGetProcAddress_v2_ptsz [default] (
         symbol: *const c_char, out: *mut *const c_void, version: i32, flags: u64, status: *mut i32,
     ) {
+        if out.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // Code with per-thread default streams means those unless it says more.
+        let flags = if flags == 0 && default == Default::PerThread { PER_THREAD } else { flags };
         // A call that does not exist is no error, and its address is null.
         let (function, told) = match look_up(symbol, version, flags)? {
             Ok(function) => (function, FOUND),

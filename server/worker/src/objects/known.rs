@@ -28,7 +28,7 @@ const OF_CONTEXT: [Kind; 4] = [Kind::Array, Kind::Mipmap, Kind::Texture, Kind::S
 const OF_GRAPH: [Kind; 2] = [Kind::Node, Kind::Condition];
 
 /// Object without which a value ends.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Owner {
     /// The client's handle of a context, or the driver's of a graph; 0: none.
     pub of: u64,
@@ -107,12 +107,20 @@ impl Known {
         match table.entries.get_mut(&value) {
             Some(entry) if kind == Kind::Memory => entry.count = entry.count.saturating_add(1),
             // An error may have named a node without its graph.
-            Some(entry) if kind == Kind::Node && entry.owner.of != owner.of => {
+            Some(entry) if kind == Kind::Node && entry.owner != owner => {
                 table.remove(value);
                 table.insert(value, Entry { owner, count: 1 });
             }
             Some(_) => {}
             None => table.insert(value, Entry { owner, count: 1 }),
+        }
+    }
+
+    /// As [`Known::note`], for a value that may be known with its true owner.
+    pub fn note_new(&self, kind: Kind, value: u64, owner: Owner) {
+        let mut table = self.of(kind);
+        if value != 0 && !table.entries.contains_key(&value) {
+            table.insert(value, Entry { owner, count: 1 });
         }
     }
 

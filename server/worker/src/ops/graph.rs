@@ -135,16 +135,17 @@ pub fn read_node(session: &Session, r: &mut Reader<'_>) -> Result<Handle, Failur
     Ok(node as Handle)
 }
 
+/// In place of the whole array: the node may be in a graph inside its owner.
+const UNSURE: u64 = 1;
+
 /// Notes a node of a graph that the driver returned.
 pub fn note(session: &Session, graph: Handle, node: Handle) {
     session.known.note(Kind::Node, node as u64, Owner { of: graph as u64, whole: 0 });
 }
 
-/// Notes a node that may be in a graph inside this one, unless it is known.
-pub fn note_new(session: &Session, graph: Handle, node: Handle) {
-    if session.known.check(Kind::Node, node as u64).is_err() {
-        note(session, graph, node);
-    }
+/// Notes a node that an error about a graph names, unless it is known.
+fn note_named(session: &Session, graph: Handle, node: Handle) {
+    session.known.note_new(Kind::Node, node as u64, Owner { of: graph as u64, whole: UNSURE });
 }
 
 /// `GRAPH_CREATE`: new handle, flags.
@@ -164,7 +165,8 @@ fn child_graphs(session: &Session) -> MutexGuard<'_, ChildGraphs> {
 pub fn child(session: &Session, r: &mut Reader<'_>) -> Done {
     let (handle, parent, node) = (r.word()?, r.word()?, r.word()?);
     // Else the handle would outlive the graph, or end before it.
-    if session.known.owner(Kind::Node, node)?.of != session.graphs.get(parent)?.0 as u64 {
+    let owner = session.known.owner(Kind::Node, node)?;
+    if owner.of != session.graphs.get(parent)?.0 as u64 || owner.whole == UNSURE {
         return Err(status::INVALID_VALUE.into());
     }
     let mut known = child_graphs(session);
@@ -262,7 +264,7 @@ pub fn instantiate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
     let made =
         check(unsafe { (call.cuGraphInstantiateWithParams)(&mut exec, graph, params.as_mut_ptr().cast()) });
     let [.., node, result] = params;
-    note_new(session, graph, node as Handle);
+    note_named(session, graph, node as Handle);
     answer.word(u64::from(result as u32));
     answer.word(node);
     made?;
@@ -745,7 +747,7 @@ pub fn update(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
         check(unsafe { (session.driver.call.cuGraphExecUpdate_v2)(exec, graph, info.as_mut_ptr().cast()) });
     let [result, node, counterpart] = info;
     for node in [node, counterpart] {
-        note_new(session, graph, node as Handle);
+        note_named(session, graph, node as Handle);
     }
     for word in [result, node, counterpart] {
         answer.word(word);

@@ -7,10 +7,9 @@ use std::os::fd::AsRawFd as _;
 use gpusession_proto::frame::{MAX_LONG_BODY, Reader};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use super::graph::note;
 use crate::answer::{Answer, Done};
 use crate::driver::{Handle, Status, check, status};
-use crate::objects::known::Kind;
+use crate::objects::known::{Kind, Owner};
 use crate::session::Session;
 
 /// Longest part of a drawing in one answer, in bytes.
@@ -71,9 +70,14 @@ fn ask(
 pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (about, which, most) = (r.word()?, r.word()?, r.word()? as usize);
     let (which, with_data) = (which & !WITH_DATA, which & WITH_DATA != 0);
-    let graph = match which {
-        0..=2 => session.graphs.get(about)?.0,
-        _ => session.known.owner(Kind::Node, about)?.of as Handle,
+    let owner = match which {
+        0..=2 => Owner { of: session.graphs.get(about)?.0 as u64, whole: 0 },
+        _ => session.known.owner(Kind::Node, about)?,
+    };
+    // A question about a node names its neighbours; that about a graph tells its nodes.
+    let note = |node: Handle| match which {
+        0..=2 => session.known.note(Kind::Node, node as u64, owner),
+        _ => session.known.note_new(Kind::Node, node as u64, owner),
     };
     // The driver wants both of nodes and data, or neither.
     let count = ask(session, about, which, with_data, None)?;
@@ -88,8 +92,8 @@ pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     let given = given.min(wanted);
     answer.word(given as u64);
     for i in 0..given {
-        note(session, graph, found.from[i]);
-        note(session, graph, found.to[i]);
+        note(found.from[i]);
+        note(found.to[i]);
         answer.word(found.from[i] as u64);
         if which == 2 {
             answer.word(found.to[i] as u64);

@@ -12,6 +12,7 @@ use crate::frame::Frame;
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
 use crate::objects::Stream;
+use crate::objects::known::{Kind, Owner};
 use crate::session::Session;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
@@ -238,7 +239,7 @@ pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
     for i in 0..count {
         // SAFETY: the driver's own array of `count` nodes, valid until the stream's next call.
         let node = unsafe { *nodes.add(i) };
-        super::graph::note_new(session, graph, node);
+        session.known.note_new(Kind::Node, node as u64, Owner { of: graph as u64, whole: 0 });
         answer.word(node as u64);
     }
     let edges: &[u64] = if edges.is_null() {
