@@ -165,6 +165,9 @@ pub fn uncommented(file: &str) -> Result<String, String> {
     Ok(out)
 }
 
+/// Names of the structures and calls from which a source file reads a field of a row.
+const HOLDERS: [&str; 8] = ["config", "config()", "keys", "access", "client", "transport", "users", "limits"];
+
 /// Lists rows whose field no source file below `folder` reads, but for tests and `keys.rs`.
 pub fn unread<'a>(
     folder: &Path,
@@ -184,11 +187,22 @@ pub fn unread<'a>(
     }
     let mut text = String::new();
     collect(folder, &mut text)?;
-    let fields: std::collections::HashSet<_> = text
-        .split('.')
-        .map(|after| after.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default())
+    let parts: Vec<_> = text.split('.').collect();
+    let fields: std::collections::HashSet<_> = parts
+        .windows(2)
+        .filter(|pair| HOLDERS.iter().any(|holder| is_read(pair[0], holder)))
+        .map(|pair| pair[1].split(|c| !of_name(c)).next().unwrap_or_default())
         .collect();
     Ok(rows.into_iter().filter(|row| !fields.contains(row.key())).map(|row| row.name).collect())
+}
+
+fn of_name(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// Returns `true` if the text before a dot ends with this name.
+fn is_read(before: &str, holder: &str) -> bool {
+    before.trim_end().strip_suffix(holder).is_some_and(|rest| !rest.ends_with(of_name))
 }
 
 /// Compares the lines of a file from `start` up to a line that starts with `end` with `block`.
