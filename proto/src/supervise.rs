@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_later_release_adds_is_ignored() {
+    fn additions_of_a_later_release_are_ignored() {
         let later = br#"{"is":"Paused","quiet":true,"later":[{"a":1}]}"#;
         assert_eq!(decode(later), Ok(FromWorker::Paused { quiet: true }));
         let later = br#"{"is":"Dance","steps":[3,4]}"#;

@@ -183,7 +183,7 @@ static void lookups() {
         const char *name;
         int version;
     } WANTED[] = {{"cuMemAlloc", 12000}, {"cuMemAlloc", 1000}, {"cuInit", 12000}, {"cuNoSuchCall", 12000}, {"cuStreamGetCtx", 12000},
-                  {"cuMemAlloc", 12990}, {"cuMemAlloc", 99000}, {"cuNoSuchCall", 99000}};
+                  {"cuMemAlloc", 12990}, {"cuMemAlloc", 99000}, {"cuNoSuchCall", 99000}, {"cuMemAlloc", -1}, {"cuMemAlloc", 0}};
     for (auto wanted : WANTED) {
         void *function = nullptr, *same = nullptr;
         // A value of its own, which stays if the driver refuses the version.

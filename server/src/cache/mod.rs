@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn what_workers_of_an_earlier_version_wrote_goes() {
+    fn files_of_an_earlier_versions_workers_go() {
         let folder = tempfile::tempdir().unwrap();
         let former = folder.path().join("modules/client/deep");
         std::fs::create_dir_all(&former).unwrap();

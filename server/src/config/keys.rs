@@ -192,8 +192,8 @@ keys! {
         audit_users: bool = "on", SWITCH, live;
         /// Time in which a client can renew its certificate after the end of it; 0: none.
         renew_grace: Duration = "30d", DURATION, live;
-        /// Folder of leases, clients, tokens and the pool's authority; by default the
-        /// StateDirectory= of the unit.
+        /// Folder of leases, clients, accounting and the audit trail; without a signer also of
+        /// tokens and the pool's authority. By default it is the StateDirectory= of the unit.
         ///
         /// Without systemd the default is `/var/lib/gpuserver`, and for `gpuserver-NAME.toml`
         /// `/var/lib/gpuserver-NAME`.

@@ -71,7 +71,7 @@ async fn the_end_of_a_program_is_told_and_leaves_nothing_of_its_group() {
 }
 
 #[tokio::test]
-async fn what_a_program_writes_is_bounded() {
+async fn output_of_a_program_is_bounded() {
     let folder = tempfile::tempdir().unwrap();
     let starter = starter(folder.path(), "exec cat /dev/zero");
     let endless = starter.output(Purpose::Probe, Path::new("/driver/libcuda.so.1"));
