@@ -464,6 +464,23 @@ mod tests {
     }
 
     #[test]
+    fn a_token_that_lost_its_bounds_in_an_earlier_release_is_refused() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let by_address = Terms { per_address: 1, ..terms("*", &[]) };
+        for bound in [terms("*", &["10.1.0.0/16"]), by_address] {
+            let (token, record) = tokens.create([1; 32], &bound, 1000, &random);
+            assert!(blake3::Hash::from_hex(&record.hash).is_err(), "an earlier release refuses it");
+            let inside = Some("10.1.0.1".parse().unwrap());
+            assert_eq!(tokens.check(&token, "vm-1", inside, &[1; 32], 1000), Ok(()));
+            // It writes the record without the fields that it does not know.
+            let id = HEXLOWER.encode(&token.id);
+            let record = tokens.tokens.get_mut(&id).unwrap();
+            (record.from, record.per_address) = (Vec::new(), 0);
+            assert_eq!(tokens.check(&token, "vm-1", inside, &[1; 32], 1000), Err(TokenError::Unknown));
+        }
+    }
+
+    #[test]
     fn a_token_admits_no_more_clients_from_one_address_than_it_may() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let bound = Terms { uses: 9, per_address: 2, ..terms("*", &[]) };

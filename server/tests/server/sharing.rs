@@ -767,7 +767,12 @@ async fn users_of_a_lease_share_no_compiled_code_if_they_may_not() {
     for (user, uid, kept) in [("", 0, false), ("alice", 1000, true)] {
         let of_user = AllocateRequest { user: user.into(), uid, memory_percent: 20.0, ..vm.request() };
         let lease = vm.pool.allocate(of_user).await.unwrap().into_inner();
-        let (_lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
+        // A program's own variable does not switch on a cache.
+        let environment = [("CUDA_CACHE_DISABLE".into(), "0".into())].into();
+        let take =
+            control::TakeWorkersRequest { lease: lease.id, count: 1, environment, ..Default::default() };
+        let worker = vm.pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
+        let (_lane, said) = server.adopt(&worker.id, 0, true);
         let environment = &said["environment"];
         assert_eq!(environment["CUDA_CACHE_PATH"].is_string(), kept, "{environment}");
         assert_eq!(environment["CUDA_CACHE_DISABLE"] == "1", !kept, "{environment}");
