@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         count = count.max(number + 1);
         writeln!(names, "        {number} => {name:?},")
     };
-    for (number, name) in gpusession_calls::operations() {
+    for (number, gpusession_calls::Operation { name, .. }) in gpusession_calls::operations() {
         writeln!(operations, "#[allow(missing_docs)]\npub const {name}: u16 = {number};")?;
         name_of(number, name)?;
     }

@@ -10,7 +10,12 @@ fn main() {
     let mut loads = String::new();
     let mut arms = String::new();
     let mut touched = String::new();
-    let mut works = Vec::new();
+    let (mut waits, mut works) = (Vec::new(), Vec::new());
+    for (op, operation) in gpusession_calls::operations() {
+        let effect = operation.effect.unwrap_or_default();
+        waits.extend(effect.waits.then(|| op.to_string()));
+        works.extend(effect.works.then(|| op.to_string()));
+    }
     let mut takers = Vec::new();
     for (name, class) in gpusession_calls::calls() {
         let Class::Generated { op, params, .. } = class else { continue };
@@ -55,9 +60,11 @@ fn main() {
         "/// Reports the handles in a generated call's first words, and whether each is a stream.\n#[allow(unused_variables)]\n\
          pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
          _ => {{}}\n    }}\n}}\n\n\
-         /// Returns `true` for generated calls that give the GPU work.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
+         /// Returns `true` for operations whose replay may hold its executor up.\npub fn waits(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
+         /// Returns `true` for operations that give the GPU work, or copy.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
          /// Returns `true` for generated calls that destroy what other frames may use without naming it.\n\
          pub fn takes_away(op: u16) -> bool {{\n    matches!(op, {})\n}}\n",
+        waits.join(" | "),
         works.join(" | "),
         takers.join(" | ")
     );

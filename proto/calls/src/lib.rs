@@ -258,7 +258,6 @@ impl Kind {
 pub fn calls() -> BTreeMap<&'static str, Class> {
     let known: BTreeSet<&str> = exported().into_iter().map(call_of).collect();
     let mut table = BTreeMap::new();
-    let mut patterns = Vec::new();
     let mut numbers = BTreeSet::new();
     for line in lines() {
         let (verb, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -271,11 +270,7 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                     assert!(table.insert(name, class).is_none(), "calls.txt: {name} twice");
                 }
             }
-            "none" => {
-                let (names, reason) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
-                patterns.extend(names.split_whitespace().map(|p| (p, reason.trim())));
-            }
-            "op" | "note" => {}
+            "none" | "op" | "note" | "unordered" | "uncounted" => {}
             number => {
                 let op: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
                 assert!(numbers.insert(op), "calls.txt: number {op} twice");
@@ -312,11 +307,12 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
             }
         }
     }
+    let refused: Vec<_> = reasons("none").collect();
     for name in known {
         if table.contains_key(name) {
             continue;
         }
-        let reason = patterns
+        let reason = refused
             .iter()
             .find(|(pattern, _)| matches(pattern, name))
             .unwrap_or_else(|| panic!("calls.txt says nothing of {name}"))
@@ -326,19 +322,65 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
     table
 }
 
-/// Returns the lines `op NUMBER NAME`: operations that are no driver call of the same name.
-pub fn operations() -> BTreeMap<u16, &'static str> {
+/// An operation that is no driver call of the same name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operation {
+    /// Its name in the protocol.
+    pub name: &'static str,
+    /// Effect of its replay on the worker; none of a frame that the worker sends.
+    pub effect: Option<Effect>,
+}
+
+/// Effect of a replay on the worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Effect {
+    /// The executor waits: for the GPU, for bytes of the connection, or for another worker.
+    pub waits: bool,
+    /// The GPU gets work, or copies; the client counts as active.
+    pub works: bool,
+}
+
+/// Returns the lines `op NUMBER NAME EFFECT...`.
+///
+/// # Panics
+/// If a line lacks a part, or repeats a number (the table is part of this crate).
+pub fn operations() -> BTreeMap<u16, Operation> {
     let mut table = BTreeMap::new();
     for line in lines() {
-        let mut words = line.split_whitespace();
-        if words.next() == Some("op") {
-            let (Some(number), Some(name)) = (words.next().and_then(|n| n.parse().ok()), words.next()) else {
-                panic!("calls.txt: {line:?}");
-            };
-            assert!(table.insert(number, name).is_none(), "calls.txt: operation {number} twice");
-        }
+        let words: Vec<&'static str> = line.split_whitespace().collect();
+        let ["op", number, name, ref effect @ ..] = words[..] else { continue };
+        let number: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
+        let effect = match effect {
+            ["answer"] => None,
+            ["brief"] => Some(Effect::default()),
+            ["waits"] => Some(Effect { waits: true, works: false }),
+            ["works"] => Some(Effect { waits: false, works: true }),
+            ["waits", "works"] => Some(Effect { waits: true, works: true }),
+            _ => panic!("calls.txt: {line:?}: an effect, see the head of the file"),
+        };
+        let operation = Operation { name, effect };
+        assert!(table.insert(number, operation).is_none(), "calls.txt: operation {number} twice");
     }
     table
+}
+
+/// Returns the operations of the lines `unordered`, each with its reason.
+pub fn unordered() -> impl Iterator<Item = (&'static str, &'static str)> {
+    reasons("unordered")
+}
+
+/// Returns the patterns of the lines `uncounted`, each with its reason.
+pub fn uncounted() -> impl Iterator<Item = (&'static str, &'static str)> {
+    reasons("uncounted")
+}
+
+/// Returns the names or patterns of the lines `VERB NAME... | REASON`, each with its reason.
+fn reasons(verb: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let rest = move |line: &'static str| line.strip_prefix(verb)?.strip_prefix(' ');
+    lines().filter_map(rest).flat_map(move |rest| {
+        let (names, reason) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: {verb} {rest:?}"));
+        names.split_whitespace().map(move |name| (name, reason.trim()))
+    })
 }
 
 /// Returns the patterns of the lines `note`, each with its text.
@@ -347,15 +389,11 @@ pub fn operations() -> BTreeMap<u16, &'static str> {
 /// If a pattern matches no call of the table that is answered (it is part of this crate).
 fn notes() -> Vec<(&'static str, &'static str)> {
     let table = calls();
-    let mut notes = Vec::new();
-    for rest in lines().filter_map(|line| line.strip_prefix("note ")) {
-        let (patterns, text) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: note {rest:?}"));
-        for pattern in patterns.split_whitespace() {
-            let answered =
-                |(name, class): (&&str, &Class)| matches(pattern, name) && !matches!(class, Class::None(_));
-            assert!(table.iter().any(answered), "calls.txt: a note for {pattern}, which is not answered");
-            notes.push((pattern, text.trim()));
-        }
+    let notes: Vec<_> = reasons("note").collect();
+    for (pattern, _) in &notes {
+        let answered =
+            |(name, class): (&&str, &Class)| matches(pattern, name) && !matches!(class, Class::None(_));
+        assert!(table.iter().any(answered), "calls.txt: a note for {pattern}, which is not answered");
     }
     notes
 }

@@ -478,91 +478,6 @@ pub mod tests {
         assert!(!unfinished(&ask(event(3)), &wait), "a wait is no record");
     }
 
-    /// Operations that stay behind no frame and hold no frame back, with the reason.
-    ///
-    /// The program waits for each of them but images, so that none is kept when a later one comes.
-    /// Calls of the table with `Get` in their names only read, and need no line: see [`reads`].
-    const UNORDERED: &[(&str, &[u16])] = &[
-        ("the first frame of a connection", &[op::HELLO, op::LANE, op::MEASURE]),
-        (
-            "precedes all kept frames, or holds only its thread up",
-            &[op::WRITE_HOST, op::HOST_FUNC_DONE, op::MARK],
-        ),
-        (
-            "creates an object, which no earlier frame names",
-            &[
-                op::CTX_CREATE,
-                op::GREEN_CREATE,
-                op::ALLOC,
-                op::MODULE_LOAD,
-                op::LIBRARY_LOAD,
-                op::SHARE_EXPORT,
-                op::SHARE_IMPORT,
-                op::SHARE_ADDRESS,
-                op::SHARE_OPEN,
-                op::SHARE_POOL,
-                op::SHARE_POOL_IMPORT,
-                op::SHARE_POINTER,
-                op::SHARE_POINTER_IMPORT,
-                op::cuArrayCreate_v2,
-                op::cuArray3DCreate_v2,
-                op::cuMipmappedArrayCreate,
-                op::cuTexObjectCreate,
-                op::cuSurfObjectCreate,
-                op::cuMemCreate,
-                op::cuMemMap,
-                op::cuMemRetainAllocationHandle,
-                op::cuMemPoolCreate,
-            ],
-        ),
-        ("a check of the image follows its bytes", &[op::IMAGE_HAVE, op::IMAGE_DATA]),
-        (
-            "depends on no work",
-            &[
-                op::TPC_TOPOLOGY,
-                op::GET_FUNCTION,
-                op::GET_GLOBAL,
-                op::ENUMERATE,
-                op::FUNC_ATTRIBUTE,
-                op::OCCUPANCY,
-                op::LIBRARY_MODULE,
-                op::TENSOR_MAP,
-                op::TENSOR_MAP_CHANGE,
-                op::DEV_RESOURCE,
-                op::DEV_RESOURCE_SPLIT,
-                op::DEV_RESOURCE_DESC,
-                op::DEV_RESOURCE_GROUPS,
-                op::PEER_ATOMICS,
-            ],
-        ),
-        (
-            "counts memory, which work of the device changes at any time",
-            &[op::MEM_INFO, op::cuDeviceSetGraphMemAttribute, op::cuDeviceGraphMemTrim],
-        ),
-        (
-            "a setting of a context, a pool or a mapping, which work before it need not see",
-            &[
-                op::CTX_SET_LIMIT,
-                op::cuCtxResetPersistingL2Cache,
-                op::cuMemSetAccess,
-                op::cuMemPoolSetAttribute,
-                op::cuMemPoolSetAccess,
-                op::cuDeviceSetMemPool,
-                op::cuMemSetMemPool,
-            ],
-        ),
-        (
-            "names a node, for whose creation the program has waited",
-            &[
-                op::GRAPH_CHILD,
-                op::GRAPH_NODE_PARAMS,
-                op::cuGraphDestroyNode,
-                op::cuGraphKernelNodeSetAttribute,
-                op::cuGraphKernelNodeCopyAttributes,
-            ],
-        ),
-    ];
-
     /// Returns `true` for a call of the table that by its name only reads a value.
     ///
     /// The program waits for its answer. A value that work of another thread changes meanwhile has
@@ -574,24 +489,23 @@ pub mod tests {
 
     #[test]
     fn every_operation_is_ordered_or_says_why_not() {
-        let from_worker = |o: &u16| (op::REPLY..=op::RELEASE).contains(o) || *o == op::REPLY_PART;
+        let operations = gpusession_calls::operations();
+        let from_worker = |o: &u16| operations.get(o).is_some_and(|o| o.effect.is_none());
         let streams = streams();
-        let mut stated: Vec<u16> =
-            UNORDERED.iter().flat_map(|(_, operations)| operations.iter().copied()).collect();
-        stated.sort_unstable();
+        let stated: Vec<&str> = gpusession_calls::unordered().map(|(name, _)| name).collect();
         let unordered = |operation: &u16| {
             let touched = touches(&streams, &frame(*operation, 1, 1, true, &[BLOCKING; 40]));
             touched.objects.is_empty() && !touched.everything && !touched.every_stream
         };
         let requests = (1..op::COUNT as u16).filter(|o| op::name(*o) != "?" && !from_worker(o));
-        let found: Vec<u16> = requests.filter(unordered).filter(|o| !reads(*o)).collect();
-        let only = |list: &[u16], other: &[u16]| -> Vec<&str> {
-            list.iter().filter(|o| !other.contains(o)).map(|o| op::name(*o)).collect()
+        let found: Vec<&str> = requests.filter(unordered).filter(|o| !reads(*o)).map(op::name).collect();
+        let only = |list: &[&'static str], other: &[&str]| -> Vec<&str> {
+            list.iter().filter(|name| !other.contains(name)).copied().collect()
         };
         let forgotten = only(&found, &stated);
-        assert!(forgotten.is_empty(), "{forgotten:?}: an arm of `touches`, or a line of `UNORDERED`");
+        assert!(forgotten.is_empty(), "{forgotten:?}: an arm of `touches`, or `unordered` in calls.txt");
         let ordered = only(&stated, &found);
-        assert!(ordered.is_empty(), "{ordered:?}: `touches` has an arm, so no line of `UNORDERED`");
+        assert!(ordered.is_empty(), "{ordered:?}: `touches` has an arm, so not `unordered` in calls.txt");
     }
 
     #[test]
