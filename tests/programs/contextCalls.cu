@@ -165,7 +165,42 @@ static void primary(CUdevice device) {
     CHECK_DRIVER(cuMemFree_(memory));
 }
 
+// The oldest calls of contexts count their users; a new context has one.
+static void users(CUdevice device) {
+    DRIVER(cuCtxAttach);
+    DRIVER(cuCtxDetach);
+    DRIVER(cuCtxGetCurrent);
+    DRIVER(cuCtxGetApiVersion);
+    DRIVER(cuCtxSetCurrent);
+    auto create = reinterpret_cast<OldCreate>(driver_symbol("cuCtxCreate_v2"));
+    CUcontext before, context, same = nullptr, current;
+    CHECK_DRIVER(cuCtxGetCurrent_(&before));
+    SHOW_DRIVER(cuCtxAttach_(&same, 0));
+    std::printf("primary: %s\n", same == before ? "the same" : "another");
+    SHOW_DRIVER(cuCtxDetach_(before));
+    CHECK_DRIVER(create(&context, 0, device));
+    SHOW_DRIVER(cuCtxAttach_(&same, 1));
+    SHOW_DRIVER(cuCtxAttach_(nullptr, 0));
+    same = nullptr;
+    SHOW_DRIVER(cuCtxAttach_(&same, 0));
+    std::printf("own: %s\n", same == context ? "the same" : "another");
+    SHOW_DRIVER(cuCtxDetach_(context));
+    unsigned version = 0;
+    SHOW_DRIVER(cuCtxGetApiVersion_(context, &version));
+    CHECK_DRIVER(cuCtxSetCurrent_(before));
+    SHOW_DRIVER(cuCtxDetach_(context));
+    CHECK_DRIVER(cuCtxSetCurrent_(context));
+    SHOW_DRIVER(cuCtxDetach_(context));
+    CHECK_DRIVER(cuCtxGetCurrent_(&current));
+    std::printf("current: %s\n", current == context ? "the context" : current == before ? "the one before" : current ? "another" : "none");
+    CHECK_DRIVER(cuCtxSetCurrent_(before));
+}
+
 static void profiler() {
+    typedef CUresult (*Initialize)(const char *, const char *, int);
+    auto initialize = reinterpret_cast<Initialize>(driver_symbol("cuProfilerInitialize"));
+    SHOW_DRIVER(initialize("no-such-file", "output", 0));
+    SHOW_DRIVER(initialize(nullptr, nullptr, 0));
     typedef CUresult (*Switch)();
     auto start = reinterpret_cast<Switch>(driver_symbol("cuProfilerStart"));
     auto stop = reinterpret_cast<Switch>(driver_symbol("cuProfilerStop"));
@@ -217,6 +252,7 @@ int main() {
     devices(device);
     primary(device);
     settings();
+    users(device);
     profiler();
     std::printf("contextCalls: right\n");
     return 0;

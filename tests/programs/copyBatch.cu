@@ -86,6 +86,58 @@ static void batches(cudaStream_t stream, int *one, int *other) {
     CHECK(cudaFreeHost(result));
 }
 
+// The first forms, of CUDA 12.8, report the number of a copy that fails.
+static void first_forms(cudaStream_t stream, int *one, int *other) {
+    typedef CUresult (*Batch)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t,
+                              size_t *, CUstream);
+    typedef CUresult (*Boxes)(size_t, CUDA_MEMCPY3D_BATCH_OP *, size_t *, unsigned long long, CUstream);
+    static auto batch = reinterpret_cast<Batch>(driver_symbol("cuMemcpyBatchAsync"));
+    static auto boxes = reinterpret_cast<Boxes>(driver_symbol("cuMemcpy3DBatchAsync"));
+    int *pinned;
+    CHECK(cudaMallocHost(&pinned, BYTES));
+    for (size_t i = 0; i < COUNT; i++) pinned[i] = int(i) * 7;
+    CUdeviceptr targets[] = {reinterpret_cast<CUdeviceptr>(one), reinterpret_cast<CUdeviceptr>(other)};
+    CUdeviceptr sources[] = {reinterpret_cast<CUdeviceptr>(pinned), reinterpret_cast<CUdeviceptr>(one)};
+    size_t lengths[] = {BYTES, BYTES / 2}, start = 0, failed = 99;
+    CUmemcpyAttributes attributes = {};
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    CHECK_DRIVER(batch(targets, sources, lengths, 1, &attributes, &start, 1, &failed, stream));
+    CHECK_DRIVER(batch(targets + 1, sources + 1, lengths + 1, 1, &attributes, &start, 1, &failed, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    expect_multiples(from_device(one, COUNT), 7);
+    expect_multiples(from_device(other, COUNT / 2), 7);
+    std::printf("copyBatch: failed copy after success: %zd\n", ssize_t(failed));
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_INVALID;
+    CUresult result = batch(targets, sources, lengths, 2, &attributes, &start, 1, &failed, stream);
+    std::printf("copyBatch: no order -> %d, copy %zd\n", int(result), ssize_t(failed));
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    sources[1] = 16;
+    failed = 99;
+    result = batch(targets, sources, lengths, 2, &attributes, &start, 1, &failed, nullptr);
+    std::printf("copyBatch: default stream -> %d, copy %zd\n", int(result), ssize_t(failed));
+    CUDA_MEMCPY3D_BATCH_OP copies[2] = {};
+    for (auto &copy : copies) {
+        copy.src.type = copy.dst.type = CU_MEMCPY_OPERAND_TYPE_POINTER;
+        copy.src.op.ptr.ptr = reinterpret_cast<CUdeviceptr>(one);
+        copy.dst.op.ptr.ptr = reinterpret_cast<CUdeviceptr>(other);
+        copy.extent.width = 4000;
+        copy.extent.height = copy.extent.depth = 1;
+        copy.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    }
+    failed = 99;
+    CHECK(cudaMemset(other, 0, BYTES));
+    CHECK(cudaDeviceSynchronize());
+    CHECK_DRIVER(boxes(1, copies, &failed, 0, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    expect_multiples(from_device(other, 1000), 7);
+    std::printf("copyBatch: failed box after success: %zd\n", ssize_t(failed));
+    copies[1].srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_INVALID;
+    result = boxes(2, copies, &failed, 0, stream);
+    std::printf("copyBatch: box without order -> %d, copy %zd\n", int(result), ssize_t(failed));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaFreeHost(pinned));
+}
+
 static void boxes(cudaStream_t stream, int *one, int *other) {
     typedef CUresult (*Boxes)(size_t, CUDA_MEMCPY3D_BATCH_OP *, unsigned long long, CUstream);
     static auto batch = reinterpret_cast<Boxes>(driver_symbol("cuMemcpy3DBatchAsync_v2"));
@@ -252,6 +304,7 @@ int main() {
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
 #if CUDA_VERSION >= 13000
     batches(stream, one, other);
+    first_forms(stream, one, other);
     boxes(stream, one, other);
     pools();
     std::printf("copyBatch: batches right\n");

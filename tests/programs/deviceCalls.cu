@@ -71,6 +71,11 @@ static void atomics() {
         EXPECT(cuDeviceGetP2PAtomicCapabilities_(capabilities, operations, 0, 0, 1) != CUDA_SUCCESS);
     }
     EXPECT(capabilities[2] == 99);
+    DRIVER(cuDeviceGetHostAtomicCapabilities);
+    SHOW_DRIVER(cuDeviceGetHostAtomicCapabilities_(capabilities, operations, 0, 0));
+    SHOW_DRIVER(cuDeviceGetHostAtomicCapabilities_(capabilities, operations, 2, 99));
+    SHOW_DRIVER(cuDeviceGetHostAtomicCapabilities_(capabilities, operations, 2, 0));
+    EXPECT(capabilities[2] == 99);
     std::printf("deviceCalls: atomics right\n");
 }
 

@@ -124,6 +124,17 @@ static void captured(cudaStream_t stream, int *device) {
     unsigned long long used = 1;
     CHECK(cudaDeviceGetGraphMemAttribute(0, cudaGraphMemAttrUsedMemCurrent, &used));
     CHECK(cudaDeviceGraphMemTrim(0));
+    // High-water marks can be reset, and nothing else set.
+    unsigned long long none = 0, one = 1, high = 1;
+    for (auto mark : {cudaGraphMemAttrUsedMemHigh, cudaGraphMemAttrReservedMemHigh}) {
+        CHECK(cudaDeviceSetGraphMemAttribute(0, mark, &none));
+        CHECK(cudaDeviceGetGraphMemAttribute(0, mark, &high));
+        std::printf("graphMemory: high mark %d, after a reset %s\n", int(mark), high == 0 ? "0" : "above 0");
+        std::printf("graphMemory: another value -> %d\n", int(cudaDeviceSetGraphMemAttribute(0, mark, &one)));
+    }
+    std::printf("graphMemory: current use -> %d\n",
+                int(cudaDeviceSetGraphMemAttribute(0, cudaGraphMemAttrUsedMemCurrent, &none)));
+    cudaGetLastError();
     std::printf("graphMemory: captured\n");
 }
 

@@ -140,6 +140,22 @@ int main() {
     CHECK_DRIVER(cuCtxSetCurrent_(context));
     CHECK_DRIVER(cuCtxGetCurrent_(&now));
     EXPECT(now == context);
+    DRIVER(cuCtxGetId);
+    DRIVER(cuGreenCtxGetId);
+    unsigned long long of_context = 0, of_green[2] = {}, of_primary = 0;
+    CHECK_DRIVER(cuCtxGetId_(context, &of_context));
+    CHECK_DRIVER(cuCtxGetId_(primary, &of_primary));
+    for (int i = 0; i < 2; i++) CHECK_DRIVER(cuGreenCtxGetId_(green[i], &of_green[i]));
+    EXPECT(of_green[0] != of_green[1] && of_green[0] != of_primary);
+    // The simulated driver's green contexts have no context of their own.
+    if (of_context == of_green[0]) {
+        CHECK_DRIVER(cuGreenCtxGetId_(nullptr, &of_context));
+        EXPECT(of_context == of_green[0]);
+        CHECK_DRIVER(cuCtxSetCurrent_(primary));
+        CUresult result = cuGreenCtxGetId_(nullptr, &of_context);
+        std::fprintf(stderr, "no green context is current -> %d\n", int(result));
+        EXPECT(result != CUDA_SUCCESS);
+    }
     CHECK_DRIVER(cuCtxSetCurrent_(primary));
     CHECK(cudaStreamDestroy(plain));
     for (int i = 0; i < 2; i++) {

@@ -40,6 +40,8 @@ pub struct ContextInfo {
     pub flags: u32,
     /// API version, for `cuCtxGetApiVersion`.
     pub version: u32,
+    /// Its creation, and each `cuCtxAttach` without a `cuCtxDetach`.
+    pub users: u32,
 }
 
 /// State for one worker of the process.

@@ -171,6 +171,26 @@ export! {
         out(pctx, handle(&create(device, flags)?))
     }
 
+    fn cuCtxAttach(pctx: *mut usize, flags: u32) {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let ctx = current()?;
+        out(pctx, handle(&ctx))?;
+        ctx.references.fetch_add(u32::from(!ctx.primary), Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn cuCtxDetach(h: usize) {
+        let ctx = by_handle(h)?;
+        if !Arc::ptr_eq(&ctx, &current()?) {
+            return Err(INVALID_CONTEXT);
+        }
+        let another = |n: u32| (n > 1).then(|| n - 1);
+        let last = ctx.references.fetch_update(Ordering::SeqCst, Ordering::SeqCst, another).is_err();
+        if last && !ctx.primary { destroy(h) } else { Ok(()) }
+    }
+
     fn cuCtxDestroy(ctx: usize) { destroy(ctx) }
     fn cuCtxDestroy_v2(ctx: usize) { destroy(ctx) }
     fn cuCtxPushCurrent(ctx: usize) { push(ctx) }

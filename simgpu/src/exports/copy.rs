@@ -1,6 +1,6 @@
 //! Copies and fills.
 
-use super::{read, slice};
+use super::{out_opt, read, slice};
 use crate::abi::{MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
 use crate::capture::{forbid_legacy, forbid_unsafe};
 use crate::context::{by_handle, working};
@@ -129,6 +129,103 @@ fn submit_fill(f: Fill, stream: usize, per_thread: bool, wait: bool) -> Result {
     Ok(())
 }
 
+/// Arrays of a batch: an element for each copy, then for each group of copies.
+struct Batch {
+    dst: *const u64,
+    src: *const u64,
+    bytes: *const usize,
+    n: usize,
+    attributes: *const [u32; 6],
+    starts: *const usize,
+    groups: usize,
+}
+
+/// Runs a batch of copies; `failed`, if any, receives no number, since all arguments count first.
+///
+/// # Safety
+/// The pointers are those of the call, which the program vouches for.
+unsafe fn copy_batch(batch: &Batch, failed: *mut usize, stream: usize, per_thread: bool) -> Result {
+    let &Batch { dst, src, bytes, n, attributes, starts, groups } = batch;
+    // SAFETY: see above.
+    unsafe {
+        if stream <= 1 {
+            return Err(INVALID_VALUE);
+        }
+        out_opt(failed, usize::MAX);
+        if n == 0 || groups == 0 || groups > n {
+            return Err(INVALID_VALUE);
+        }
+        let (dst, src, bytes) = (slice(dst, n)?, slice(src, n)?, slice(bytes, n)?);
+        let (attributes, starts) = (slice(attributes, groups)?, slice(starts, groups)?);
+        if starts[0] != 0 || !starts.is_sorted_by(|a, b| a < b) || starts[groups - 1] >= n {
+            return Err(INVALID_VALUE);
+        }
+        if attributes.iter().any(|a| !(1..=3).contains(&a[0]))
+            || bytes.contains(&0)
+            || src.contains(&0)
+            || dst.contains(&0)
+        {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..n {
+            let group = starts.partition_point(|start| *start <= i) - 1;
+            let copy = Copy::linear(any_place(dst[i])?, any_place(src[i])?, bytes[i] as u64);
+            submit_copy(copy, stream, per_thread, attributes[group][0] == 2)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs a batch of boxes; `failed`, if any, receives the number of the first one that is wrong.
+///
+/// # Safety
+/// The pointers are those of the call, which the program vouches for.
+unsafe fn box_batch(
+    n: usize,
+    list: *const [u64; 14],
+    failed: *mut usize,
+    flags: u64,
+    stream: usize,
+    per_thread: bool,
+) -> Result {
+    // SAFETY: see above.
+    unsafe {
+        if stream <= 1 {
+            return Err(INVALID_VALUE);
+        }
+        out_opt(failed, usize::MAX);
+        if n == 0 || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        for (i, p) in slice(list, n)?.iter().enumerate() {
+            let extent = [p[10], p[11], p[12]];
+            let order = p[13] as u32;
+            // Arrays are not simulated.
+            if extent.contains(&0) || !(1..=3).contains(&order) || p[1] == 0 || p[6] == 0 {
+                out_opt(failed, i);
+                return Err(INVALID_VALUE);
+            }
+            if p[0] as u32 != 1 || p[5] as u32 != 1 {
+                return Err(NOT_SUPPORTED);
+            }
+            let side = |at: u64, pitch: u64, rows: u64| -> Result<Side> {
+                let pitch = if pitch == 0 { extent[0] } else { pitch };
+                let rows = if rows == 0 { extent[1] } else { rows };
+                Ok(Side { place: any_place(at)?, pitch, slice: pitch * rows })
+            };
+            let copy = Copy {
+                src: side(p[1], p[2], p[3])?,
+                dst: side(p[6], p[7], p[8])?,
+                width: extent[0],
+                height: extent[1],
+                depth: extent[2],
+            };
+            submit_copy(copy, stream, per_thread, order == 2)?;
+        }
+    }
+    Ok(())
+}
+
 export! {
     fn cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (dst: u64, src: u64, bytes: usize) {
         submit_copy(linear(dst, false, src, true, bytes)?, 0, PER_THREAD, true)
@@ -208,58 +305,30 @@ export! {
         submit_copy(from_3d(&read(p)?)?, stream, PER_THREAD, false)
     }
 
+    fn cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
+        dst: *const u64, src: *const u64, bytes: *const usize, n: usize, attributes: *const [u32; 6], starts: *const usize,
+        groups: usize, failed: *mut usize, stream: usize
+    ) {
+        let batch = Batch { dst, src, bytes, n, attributes, starts, groups };
+        copy_batch(&batch, failed, stream, PER_THREAD)
+    }
+
     fn cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz (
         dst: *const u64, src: *const u64, bytes: *const usize, n: usize, attributes: *const [u32; 6], starts: *const usize,
         groups: usize, stream: usize
     ) {
-        if n == 0 || groups == 0 || groups > n || stream <= 1 {
-            return Err(INVALID_VALUE);
-        }
-        let (dst, src, bytes) = (slice(dst, n)?, slice(src, n)?, slice(bytes, n)?);
-        let (attributes, starts) = (slice(attributes, groups)?, slice(starts, groups)?);
-        if starts[0] != 0 || !starts.is_sorted_by(|a, b| a < b) || starts[groups - 1] >= n {
-            return Err(INVALID_VALUE);
-        }
-        if attributes.iter().any(|a| !(1..=3).contains(&a[0])) || bytes.contains(&0) || src.contains(&0) || dst.contains(&0) {
-            return Err(INVALID_VALUE);
-        }
-        for i in 0..n {
-            let group = starts.partition_point(|start| *start <= i) - 1;
-            let copy = Copy::linear(any_place(dst[i])?, any_place(src[i])?, bytes[i] as u64);
-            submit_copy(copy, stream, PER_THREAD, attributes[group][0] == 2)?;
-        }
-        Ok(())
+        let batch = Batch { dst, src, bytes, n, attributes, starts, groups };
+        copy_batch(&batch, std::ptr::null_mut(), stream, PER_THREAD)
+    }
+
+    fn cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz (
+        n: usize, list: *const [u64; 14], failed: *mut usize, flags: u64, stream: usize
+    ) {
+        box_batch(n, list, failed, flags, stream, PER_THREAD)
     }
 
     fn cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz (n: usize, list: *const [u64; 14], flags: u64, stream: usize) {
-        if n == 0 || flags != 0 || stream <= 1 {
-            return Err(INVALID_VALUE);
-        }
-        for p in slice(list, n)? {
-            let extent = [p[10], p[11], p[12]];
-            let order = p[13] as u32;
-            // Arrays are not simulated.
-            if extent.contains(&0) || !(1..=3).contains(&order) || p[1] == 0 || p[6] == 0 {
-                return Err(INVALID_VALUE);
-            }
-            if p[0] as u32 != 1 || p[5] as u32 != 1 {
-                return Err(NOT_SUPPORTED);
-            }
-            let side = |at: u64, pitch: u64, rows: u64| -> Result<Side> {
-                let pitch = if pitch == 0 { extent[0] } else { pitch };
-                let rows = if rows == 0 { extent[1] } else { rows };
-                Ok(Side { place: any_place(at)?, pitch, slice: pitch * rows })
-            };
-            let copy = Copy {
-                src: side(p[1], p[2], p[3])?,
-                dst: side(p[6], p[7], p[8])?,
-                width: extent[0],
-                height: extent[1],
-                depth: extent[2],
-            };
-            submit_copy(copy, stream, PER_THREAD, order == 2)?;
-        }
-        Ok(())
+        box_batch(n, list, std::ptr::null_mut(), flags, stream, PER_THREAD)
     }
 
     fn cuMemsetD8_v2 | cuMemsetD8_v2_ptds (at: u64, value: u8, n: usize) {

@@ -161,6 +161,18 @@ export! {
         }
     }
 
+    // No processor of the host shares atomics with the device.
+    fn cuDeviceGetHostAtomicCapabilities(to: *mut u32, operations: *const u32, n: u32, device: i32) {
+        driver()?.device(device)?;
+        if to.is_null() || slice(operations, n as usize)?.is_empty() {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..n as usize {
+            out(to.add(i), 0)?;
+        }
+        Ok(())
+    }
+
     fn cuDeviceGetP2PAtomicCapabilities(to: *mut u32, operations: *const u32, n: u32, from: i32, peer: i32) {
         let d = driver()?;
         d.device(from)?;

@@ -1,8 +1,9 @@
 //! Contexts; the library knows the calling thread's stack and each context's properties.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{PoisonError, RwLockWriteGuard};
 
 use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
@@ -32,8 +33,8 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
         w.word(u64::from(flags));
         w.word(u64::from(device.local));
     })?;
-    let created = ContextInfo { device: device.local, flags, version };
-    client.created.write().unwrap_or_else(PoisonError::into_inner).insert(new, created);
+    let created = ContextInfo { device: device.local, flags, version, users: 1 };
+    writing(client).insert(new, created);
     thread::push(new);
     give(ctx, new as *mut c_void)
 }
@@ -70,6 +71,25 @@ fn known(ctx: u64) -> Result {
 fn current() -> Result<(&'static Client, &'static Device)> {
     clients::get()?;
     clients::of_context(thread::context()?)
+}
+
+/// Locks the client's created contexts to change them.
+fn writing(client: &Client) -> RwLockWriteGuard<'_, HashMap<u64, ContextInfo>> {
+    client.created.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn destroy(ctx: u64) -> Result {
+    let (client, device) = clients::of_context(ctx)?;
+    // A green context ends by a call of its own.
+    if super::green::of_context(ctx).is_some() || writing(client).remove(&ctx).is_none() {
+        return Err(INVALID_CONTEXT);
+    }
+    thread::forget(ctx);
+    super::memory::end_context(client, ctx, client.primary(device.local), true, || {
+        let destroyed = client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)));
+        handles::retire(ctx);
+        destroyed.map(drop)
+    })
 }
 
 fn created(client: &Client, ctx: u64) -> Option<ContextInfo> {
@@ -169,29 +189,35 @@ driver! {
     }
 
     fn cuCtxDestroy_v2(ctx: *mut c_void) {
-        let ctx = ctx as u64;
-        let (client, device) = clients::of_context(ctx)?;
-        // A green context ends by a call of its own.
-        let green = super::green::of_context(ctx).is_some();
-        let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
-        if green || known.remove(&ctx).is_none() {
+        destroy(ctx as u64)
+    }
+
+    /// Counts a user of a created context; a primary context counts those that retain it.
+    fn cuCtxAttach(ctx: *mut *mut c_void, flags: u32) {
+        if flags != 0 || ctx.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let (client, current) = (current()?.0, thread::context()?);
+        if let Some(info) = writing(client).get_mut(&current) {
+            info.users += 1;
+        }
+        give(ctx, current as *mut c_void)
+    }
+
+    /// Ends a use of the current context, which its last user destroys.
+    fn cuCtxDetach(ctx: *mut c_void) {
+        let (client, ctx) = (clients::of_context(ctx as u64)?.0, ctx as u64);
+        if ctx != thread::current() {
             return Err(INVALID_CONTEXT);
         }
-        drop(known);
-        thread::forget(ctx);
-        super::memory::end_context(client, ctx, client.primary(device.local), true, || {
-            let destroyed = client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)));
-            handles::retire(ctx);
-            destroyed.map(drop)
-        })
-    }
-
-    fn cuCtxAttach(ctx: *mut *mut c_void, flags: u32) {
-        if flags != 0 { Err(INVALID_VALUE) } else { give(ctx, thread::context()? as *mut c_void) }
-    }
-
-    fn cuCtxDetach(_ctx: *mut c_void) {
-        clients::get().map(|_| ())
+        let last = match writing(client).get_mut(&ctx) {
+            Some(info) if info.users > 1 => {
+                info.users -= 1;
+                false
+            }
+            known => known.is_some(),
+        };
+        if last && super::green::of_context(ctx).is_none() { destroy(ctx) } else { Ok(()) }
     }
 
     fn cuCtxSynchronize() {

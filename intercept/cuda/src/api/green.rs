@@ -277,7 +277,7 @@ driver! {
             handles::retire(new);
             handles::retire(ctx);
         })?;
-        let info = ContextInfo { device: device.local, flags: 0, version: 3020 };
+        let info = ContextInfo { device: device.local, flags: 0, version: 3020, users: 1 };
         client.created.write().unwrap_or_else(PoisonError::into_inner).insert(ctx, info);
         greens().insert(new, Green { client, device: device.local, ctx });
         give(target, new as *mut c_void)
@@ -302,8 +302,15 @@ driver! {
         give(ctx, green(handle)?.ctx as *mut c_void)
     }
 
+    /// Null means the green context that is current.
     fn cuGreenCtxGetId(handle: *mut c_void, id: *mut u64) {
-        give(id, private_tables::context_id(green(handle)?.ctx))
+        let ctx = if handle.is_null() {
+            let current = thread::context()?;
+            of_context(current).map(|_| current).ok_or(INVALID_CONTEXT)?
+        } else {
+            green(handle)?.ctx
+        };
+        give(id, private_tables::context_id(ctx))
     }
 
     fn cuGreenCtxStreamCreate(stream: *mut *mut c_void, handle: *mut c_void, flags: u32, priority: i32) {

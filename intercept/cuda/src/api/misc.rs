@@ -101,10 +101,6 @@ driver! {
         clients::get().map(|_| ())
     }
 
-    fn cuProfilerInitialize(_config: *const c_char, _output: *const c_char, _mode: i32) {
-        clients::get().map(|_| ())
-    }
-
     /// Accepted without effect: the driver's log messages stay on the server.
     fn cuLogsRegisterCallback(function: *const c_void, _data: *mut c_void, callback: *mut u64) {
         if function.is_null() {
