@@ -39,8 +39,14 @@ pub struct Config {
     pub files: Vec<PathBuf>,
 }
 
-/// Names at the top of a file: keys and tables.
-const TOP: [&str; 7] = ["client", "access", "wait_ms", "lease", "transport", "environment", "log_level"];
+/// Returns the names at the top of a file: keys and tables.
+fn top() -> Vec<&'static str> {
+    let rows = [Keys::ROWS, Client::ROWS, Access::ROWS, LeaseConfig::ROWS, Transport::ROWS];
+    let mut names: Vec<_> = rows.concat().iter().filter_map(|row| row.name.split('.').next()).collect();
+    names.push("environment");
+    names.dedup();
+    names
+}
 
 /// Returns the path of the configuration file.
 ///
@@ -86,8 +92,9 @@ impl Config {
     pub fn from_texts(texts: &[(PathBuf, String)]) -> Result<Self, ConfigError> {
         let files = texts.iter().map(|(path, text)| File::parse(path, text));
         let files = files.collect::<Result<Vec<_>, _>>()?;
+        let top = top();
         for file in &files {
-            file.check_names(&file.root, &TOP)?;
+            file.check_names(&file.root, &top)?;
         }
         let leases = read_leases(&files)?;
         let most_gpus = leases.iter().map(|lease| lease.gpus).max().unwrap_or(0);
