@@ -86,8 +86,8 @@ mod tests {
     async fn a_cancelled_alarm_does_not_end_the_next_wait() {
         let alarm = Alarm::new();
         assert!(alarm.0.is_some());
-        let unheard = tokio::time::timeout(Duration::ZERO, alarm.at(after(20)));
-        assert!(unheard.await.is_err());
+        // On a busy machine, the time may have passed before the first look at it.
+        while tokio::time::timeout(Duration::ZERO, alarm.at(after(20))).await.is_ok() {}
         std::thread::sleep(Duration::from_millis(30));
         tokio::task::yield_now().await;
         let time = after(50);
