@@ -194,10 +194,7 @@ pub fn graph_of(node: u64) -> Option<u64> {
 ///
 /// The program may have freed memory of nodes that it has changed since.
 pub fn upload(uses: &Uses) -> Result {
-    if !regions::any() {
-        return Ok(());
-    }
-    uses.regions.iter().try_for_each(|region| region.upload_for_graph())
+    if regions::any() { regions::upload_for_graph(&uses.regions) } else { Ok(()) }
 }
 
 #[cfg(test)]

@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use gpusession_link::link::Reply;
-use gpusession_proto::changes::{self, BLOCK};
+use gpusession_link::watched_memory;
+use gpusession_proto::changes::{self, BLOCK, Words};
 use gpusession_proto::frame::{mirror, op};
 use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -42,6 +43,8 @@ enum Reading {
 impl Reading {
     /// Copies memory of the program to `to`; `false` if it equals `known` or cannot be read.
     fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
+        #[cfg(test)]
+        tests::program_writes();
         if self == Self::Guarded {
             match read_guarded(address, to) {
                 Ok(read) => return read == to.len() && to != known,
@@ -234,53 +237,56 @@ impl Region {
     }
 
     /// Sends the program's changes.
-    pub fn upload(&self) -> Result {
-        self.upload_part(0, self.len)
+    #[cfg(test)]
+    fn upload(&self) -> Result {
+        upload_parts(&[Part::whole(self)])
     }
 
     /// Sends the program's changes in the blocks of `len` bytes from an offset.
-    pub fn upload_part(&self, offset: usize, len: usize) -> Result {
-        self.upload_read(offset, len, Reading::Promised)
-    }
-
-    /// Sends the program's changes before a launch of a graph whose copies name the memory.
     ///
-    /// Pageable memory may be unmapped, if the program has changed the nodes that named it.
-    pub fn upload_for_graph(&self) -> Result {
-        self.upload_read(0, self.len, if self.pageable { Reading::Guarded } else { Reading::Promised })
+    /// A flag among them, which a kernel may watch, must not precede data in other blocks.
+    pub fn upload_part(&self, offset: usize, len: usize) -> Result {
+        if self.everywhere.load(Ordering::Relaxed) {
+            return upload(self.client);
+        }
+        let first = offset / BLOCK * BLOCK;
+        let end = offset.saturating_add(len).min(self.len);
+        upload_parts(&[Part { region: self, blocks: first..end, reading: Reading::Promised }])
     }
 
-    fn upload_read(&self, offset: usize, len: usize, reading: Reading) -> Result {
-        let _order = lock(&SENDING);
+    /// Sends the changes in long runs, and adds the others to `words`.
+    fn collect(&self, blocks: Range<usize>, reading: Reading, words: &mut Words) -> Result {
         // The notes of writes belong to the region that has replaced a discarded one.
         if lock(&self.shadow).is_empty() {
             return Ok(());
         }
-        let mut body = Vec::new();
-        let first = offset / BLOCK * BLOCK;
-        let end = offset.saturating_add(len).min(self.len);
+        let mut found = Found { body: Vec::new(), words };
+        let (first, end) = (blocks.start, blocks.end);
         match (&self.watch, &self.rest) {
             (Some(watch), Some(rest)) if first < end && watch.works() => {
-                let found = written(watch, &mut lock(rest), self.base, first..end);
-                for pages in found {
-                    self.compare_pages(pages, reading, &mut body)?;
+                let written = written(watch, &mut lock(rest), self.base, blocks);
+                for pages in written {
+                    self.compare_pages(pages, reading, &mut found)?;
                 }
             }
             (Some(watch), None) if first < end => {
                 let pages = written_pages::around(self.base + first, end - first);
-                watch.take(pages, |pages| self.compare_pages(pages, reading, &mut body))?;
+                watch.take(pages, |pages| self.compare_pages(pages, reading, &mut found))?;
             }
-            _ => self.compare(first, end, reading, &mut body)?,
+            _ => self.compare(first, end, reading, &mut found)?,
         }
-        if body.is_empty() { Ok(()) } else { self.send(&mut body) }
+        self.send(&mut found.body)
     }
 
-    fn compare_pages(&self, pages: Range<usize>, reading: Reading, body: &mut Vec<u8>) -> Result {
+    fn compare_pages(&self, pages: Range<usize>, reading: Reading, found: &mut Found<'_>) -> Result {
         let first = pages.start.saturating_sub(self.base) / BLOCK * BLOCK;
-        self.compare(first, (pages.end - self.base).min(self.len), reading, body)
+        self.compare(first, (pages.end - self.base).min(self.len), reading, found)
     }
 
     fn send(&self, body: &mut Vec<u8>) -> Result {
+        if body.is_empty() {
+            return Ok(());
+        }
         let sent = self.client.post(op::WRITE_HOST, |w| {
             w.word(self.id);
             w.words(body);
@@ -289,8 +295,8 @@ impl Region {
         sent.map(|_| ())
     }
 
-    /// Appends the program's changes between two offsets to a frame's body, and sends full ones.
-    fn compare(&self, first: usize, end: usize, reading: Reading, body: &mut Vec<u8>) -> Result {
+    /// Adds the program's changes between two offsets, and sends full frames.
+    fn compare(&self, first: usize, end: usize, reading: Reading, found: &mut Found<'_>) -> Result {
         for offset in (first..end).step_by(MAX_PART_BLOCKS * BLOCK) {
             {
                 // The connection's reader takes this lock, too, so it is not held while frames are
@@ -300,17 +306,17 @@ impl Region {
                     return Ok(());
                 }
                 let stop = (offset + MAX_PART_BLOCKS * BLOCK).min(end.next_multiple_of(BLOCK)).min(self.len);
-                self.compare_run(&mut shadow[offset..stop], offset, reading, body);
+                self.compare_run(&mut shadow[offset..stop], offset, reading, found);
             }
-            if body.len() >= changes::FRAME {
-                self.send(body)?;
+            if found.body.len() >= changes::FRAME {
+                self.send(&mut found.body)?;
             }
         }
         Ok(())
     }
 
-    /// Appends the changes of some blocks to a frame's body; `shadow` is their known contents.
-    fn compare_run(&self, shadow: &mut [u8], offset: usize, reading: Reading, body: &mut Vec<u8>) {
+    /// Adds the changes of some blocks; `shadow` is their known contents.
+    fn compare_run(&self, shadow: &mut [u8], offset: usize, reading: Reading, found: &mut Found<'_>) {
         if reading.all_equal(self.base + offset, shadow) {
             return;
         }
@@ -336,17 +342,65 @@ impl Region {
                 // Neighbouring blocks travel as one part, which the worker copies at once.
                 known.copy_from_slice(copy);
                 if changed.end != at {
-                    take(shadow, changed.clone(), body);
+                    take(shadow, changed.clone(), &mut found.body);
                     changed.start = at;
                 }
                 changed.end = block.end;
             } else {
-                changes::push_differing(body, (offset + at) as u64, known, copy);
+                let (address, offset) = (self.base + offset + at, (offset + at) as u64);
+                let block = changes::Block { region: self.id, address, offset, old: known, new: copy };
+                found.words.push_differing(&mut found.body, &block);
                 known.copy_from_slice(copy);
             }
         }
-        take(shadow, changed, body);
+        take(shadow, changed, &mut found.body);
     }
+}
+
+/// Changes that an upload has found and not sent.
+struct Found<'a> {
+    /// Long runs of one region.
+    body: Vec<u8>,
+    words: &'a mut Words,
+}
+
+/// Blocks whose changes go up.
+struct Part<'a> {
+    region: &'a Region,
+    blocks: Range<usize>,
+    reading: Reading,
+}
+
+impl<'a> Part<'a> {
+    fn whole(region: &'a Region) -> Self {
+        Self { region, blocks: 0..region.len, reading: Reading::Promised }
+    }
+
+    /// As [`Self::whole`], for memory that the program may have unmapped.
+    fn for_graph(region: &'a Region) -> Self {
+        let reading = if region.pageable { Reading::Guarded } else { Reading::Promised };
+        Self { reading, ..Self::whole(region) }
+    }
+}
+
+/// Sends the program's changes in some blocks: long runs as they are found, then the words.
+///
+/// So a kernel that sees a flag sees the data, too, which the program wrote before ([`Words`]).
+fn upload_parts(parts: &[Part<'_>]) -> Result {
+    let _order = lock(&SENDING);
+    let words = Words::collected(|words, again| {
+        // Natively, no kernel watches the program's writes to managed memory.
+        let watched = |part: &&Part<'_>| !again || part.region.kind != mirror::DEVICE;
+        let mut parts = parts.iter().filter(watched);
+        parts.try_for_each(|part| part.region.collect(part.blocks.clone(), part.reading, words))
+    })?;
+    for (id, places) in words.in_order() {
+        let Some(part) = parts.iter().find(|part| part.region.id == id) else { continue };
+        let mut body = Vec::new();
+        changes::push_places(&mut body, &lock(&part.region.shadow), &places);
+        part.region.send(&mut body)?;
+    }
+    Ok(())
 }
 
 /// Lets the kernel note writes to memory, if that is worth it.
@@ -469,6 +523,8 @@ pub fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 /// Discards a region and its mirror.
 pub fn discard(region: &Arc<Region>) -> Result {
     let client = region.client;
+    // An upload may still send words of it.
+    let _order = lock(&SENDING);
     if !drop_region(region) {
         return Ok(());
     }
@@ -504,11 +560,19 @@ pub fn upload_after_host_function(client: &Client) -> Result {
     if !any() {
         return Ok(());
     }
-    usable_regions(client).iter().try_for_each(|region| region.upload_for_graph())
+    upload_parts(&usable_regions(client).iter().map(|r| Part::for_graph(r)).collect::<Vec<_>>())
+}
+
+/// Sends the program's changes before a launch of a graph whose copies name these regions.
+///
+/// Pageable memory may be unmapped, if the program has changed the nodes that named it.
+pub fn upload_for_graph(regions: &[Named]) -> Result {
+    upload_parts(&regions.iter().map(|r| Part::for_graph(r)).collect::<Vec<_>>())
 }
 
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
-    usable_regions(client).iter().filter(|r| wanted(r)).try_for_each(|region| region.upload())
+    let regions = usable_regions(client);
+    upload_parts(&regions.iter().filter(|r| wanted(r)).map(|r| Part::whole(r)).collect::<Vec<_>>())
 }
 
 /// Returns the regions that have a mirror in a client's worker.
@@ -529,15 +593,28 @@ pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
     known.copy_from_slice(bytes);
     // SAFETY: the check against the shadow keeps the bytes inside the region. Its memory is
     // writable until `discard`, which takes this lock, or while the graphs that write to it run.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (region.base + offset) as *mut u8, bytes.len()) };
+    unsafe { watched_memory::write(region.base + offset, bytes) };
 }
 
 #[cfg(test)]
 mod tests {
     use gpusession_proto::frame::Reader;
 
+    use std::cell::RefCell;
+
     use super::*;
     use crate::fake_worker::Program;
+
+    thread_local! {
+        /// The program's writes while this thread compares: each precedes the read of a block.
+        static WRITES: RefCell<Vec<Box<dyn FnOnce()>>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// Lets the program write before a block is read.
+    pub fn program_writes() {
+        let write = WRITES.with_borrow_mut(|writes| (!writes.is_empty()).then(|| writes.remove(0)));
+        write.into_iter().for_each(|write| write());
+    }
 
     /// Blocks of memory with a region, and the region.
     fn mirrored(program: &Program, kind: u64, blocks: usize) -> (Vec<u8>, Arc<Region>) {
@@ -551,14 +628,66 @@ mod tests {
 
     /// Returns offset and length of each change that the program has sent.
     fn sent(program: &Program, region: &Region) -> Vec<(u64, usize)> {
+        let changes = sent_to_all(program).into_iter();
+        let own = |(id, offset, len)| {
+            assert_eq!(id, region.id());
+            (offset, len)
+        };
+        changes.map(own).collect()
+    }
+
+    /// Returns region, offset and length of each change that the program has sent.
+    fn sent_to_all(program: &Program) -> Vec<(u64, u64, usize)> {
         let mut changes = Vec::new();
         for (operation, body) in program.frames() {
             assert_eq!(operation, op::WRITE_HOST);
             let mut r = Reader::new(&body);
-            assert_eq!(r.word(), Ok(region.id()));
-            changes::read(&mut r, |offset, bytes| changes.push((offset, bytes.len()))).unwrap();
+            let id = r.word().unwrap();
+            changes::read(&mut r, |offset, bytes| changes.push((id, offset, bytes.len()))).unwrap();
         }
         changes
+    }
+
+    #[test]
+    fn flag_goes_up_after_data_in_higher_memory() {
+        let program = Program::new();
+        let (mut flags, flag) = mirrored(&program, mirror::SAME, 2);
+        let (mut data, numbers) = mirrored(&program, mirror::SAME, 1);
+        flags[64] = 1;
+        flags[BLOCK..].fill(9);
+        data[..100].fill(9);
+        data[200] = 9;
+        upload_parts(&[Part::whole(&flag), Part::whole(&numbers)]).unwrap();
+        let (first, second) = (flag.id(), numbers.id());
+        assert_eq!(
+            sent_to_all(&program),
+            [(first, BLOCK as u64, BLOCK), (second, 0, 100), (second, 200, 4), (first, 64, 4)]
+        );
+        discard(&flag).unwrap();
+        discard(&numbers).unwrap();
+    }
+
+    #[test]
+    fn flag_that_is_set_during_an_upload_goes_up_after_its_data() {
+        let program = Program::new();
+        let (mut data, numbers) = mirrored(&program, mirror::SAME, 1);
+        let (mut flags, flag) = mirrored(&program, mirror::SAME, 1);
+        let [numbers_at, flag_at] = [&mut data, &mut flags].map(|memory| memory.as_mut_ptr() as usize);
+        // SAFETY: memory of this test, which lives until its end.
+        let write = |at: usize, value: u64| unsafe { (at as *mut u64).write_volatile(value) };
+        WRITES.set(vec![
+            Box::new(|| {}),
+            Box::new(move || {
+                (0..10).for_each(|i| write(numbers_at + 8 * i, u64::MAX));
+                write(numbers_at + 512, 9);
+                write(flag_at + 64, 1);
+            }),
+        ]);
+        upload_parts(&[Part::whole(&numbers), Part::whole(&flag)]).unwrap();
+        let (first, second) = (numbers.id(), flag.id());
+        assert_eq!(sent_to_all(&program), [(first, 0, 80), (first, 512, 4), (second, 64, 4)]);
+        discard(&flag).unwrap();
+        discard(&numbers).unwrap();
     }
 
     #[test]
@@ -569,6 +698,7 @@ mod tests {
         assert!(sent(&program, &region).is_empty());
         memory[BLOCK + 8] = 1;
         memory[2 * BLOCK] = 1;
+        region.everywhere.store(false, Ordering::Relaxed);
         region.upload_part(BLOCK + 100, 1).unwrap();
         assert_eq!(sent(&program, &region), [(BLOCK as u64 + 8, 4)], "the blocks that a copy names");
         region.upload().unwrap();
@@ -669,6 +799,7 @@ mod tests {
         assert!(sent(&program, &region).is_empty(), "the worker knows all");
         memory[2 * BLOCK] = 7;
         memory[8 * BLOCK] = 7;
+        region.everywhere.store(false, Ordering::Relaxed);
         region.upload_part(3 * BLOCK, 8 * BLOCK).unwrap();
         assert_eq!(sent(&program, &region), [part(8, 1)], "the blocks that a copy names");
         region.upload().unwrap();

@@ -18,6 +18,7 @@ mod search;
 pub mod threads;
 pub mod tls;
 pub mod transport;
+pub mod watched_memory;
 pub mod worker_end;
 
 pub use link::{Events, Link, LinkLost, Reply};

@@ -76,12 +76,22 @@ pub struct Mirrors {
     inner: Mutex<Inner>,
     /// Held while a finder is opened, which no callback of the driver waits for.
     pub opening: Mutex<()>,
+    /// Held while a thread sends changes of mirrors in host memory.
+    ///
+    /// Another thread could find no change otherwise, and answer before they are sent.
+    pub sending: Mutex<()>,
 }
 
 impl Mirrors {
     /// Starts with no mirror; all together may take `limit` bytes of host memory.
     pub fn new(limit: u64) -> Self {
-        Self { limit, keys: OnceLock::new(), inner: Mutex::default(), opening: Mutex::default() }
+        Self {
+            limit,
+            keys: OnceLock::new(),
+            inner: Mutex::default(),
+            opening: Mutex::default(),
+            sending: Mutex::default(),
+        }
     }
 
     /// Returns the keys of the hashes of blocks.

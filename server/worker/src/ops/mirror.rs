@@ -5,10 +5,12 @@
 //!
 //! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
+use std::convert::Infallible;
 use std::num::NonZeroUsize;
 use std::sync::PoisonError;
 
-use gpusession_proto::changes::{self, BLOCK};
+use gpusession_link::watched_memory;
+use gpusession_proto::changes::{self, BLOCK, Words};
 use gpusession_proto::frame::{Reader, mirror, op};
 use gpusession_proto::supervise::FromWorker;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -31,54 +33,83 @@ impl Mirrors {
     ///
     /// With `in_callback` the driver waits for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {
-        let mut out = Vec::new();
-        // Sent under the lock of the compared bytes: otherwise another thread could find no change,
-        // and answer first. A thread that writes other bytes does not wait.
-        for (region, address, shadow) in self.in_host_memory() {
-            for first in (0..).step_by(COMPARED_BYTES) {
-                let mut shadow = shadow.lock();
-                let end = shadow.len().min(first + COMPARED_BYTES);
-                let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
-                    break;
-                };
-                let mut changed = Changed { session, out: &mut out, region, body: Vec::new() };
-                // SAFETY: memory of that length lives while the shadow does.
-                unsafe { compare(address, first, piece, &mut changed) };
-                changed.flush_beyond(0);
-                if !out.is_empty() {
-                    session.replies.send_frames(std::mem::take(&mut out));
-                }
-            }
-        }
+        self.write_back_host(&mut |region, body| {
+            session.replies.send_with(op::HOST_CHANGED, 0, 0, |w| {
+                w.word(region);
+                w.words(body);
+            });
+        });
         if in_callback {
             return;
         }
-        let mut inner = self.lock();
+        let (mut inner, mut out) = (self.lock(), Vec::new());
         inner.changed_on_devices(session, self, &mut out);
         if !out.is_empty() {
             session.replies.send_frames(out);
         }
     }
+
+    /// Passes the changes of mirrors in host memory to `send`: long runs, then the words.
+    ///
+    /// So a program that sees a kernel's flag sees the data, too, which the kernel wrote before.
+    fn write_back_host(&self, send: &mut dyn FnMut(u64, &[u8])) {
+        let _one = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let regions = self.in_host_memory();
+        let Ok(words) = Words::collected(|words, _| {
+            for (region, address, shadow) in &regions {
+                for first in (0..).step_by(COMPARED_BYTES) {
+                    // A thread that writes other bytes does not wait.
+                    let mut shadow = shadow.lock();
+                    let end = shadow.len().min(first + COMPARED_BYTES);
+                    let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
+                        break;
+                    };
+                    // SAFETY: memory of that length lives while the shadow does.
+                    unsafe { compare((*region, *address), first, piece, words, send) };
+                }
+            }
+            Ok::<_, Infallible>(())
+        });
+        for (id, places) in words.in_order() {
+            let Some((_, _, shadow)) = regions.iter().find(|(region, ..)| *region == id) else { continue };
+            let mut body = Vec::new();
+            changes::push_places(&mut body, &shadow.lock(), &places);
+            if !body.is_empty() {
+                send(id, &body);
+            }
+        }
+    }
 }
 
-/// Appends the changes of a piece of memory in the host to `changed`, and notes them in its shadow.
+/// Passes the changes of a piece of memory in the host to `send`, except words; its shadow gets
+/// all.
 ///
 /// # Safety
 /// As many bytes as `shadow` has are readable from `first` behind `address`.
-unsafe fn compare(address: usize, first: usize, shadow: &mut [u8], changed: &mut Changed<'_>) {
-    for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
+unsafe fn compare(
+    (region, address): (u64, usize),
+    first: usize,
+    shadow: &mut [u8],
+    words: &mut Words,
+    send: &mut dyn FnMut(u64, &[u8]),
+) {
+    let mut body = Vec::new();
+    for (i, old) in shadow.chunks_mut(BLOCK).enumerate() {
         let at = first + i * BLOCK;
+        let (address, offset) = (address + at, at as u64);
         // SAFETY: by the caller's promise. A kernel that still runs may change the bytes; the next
         // call compares them again.
-        let now = unsafe { std::slice::from_raw_parts((address + at) as *const u8, shadow.len()) };
-        if now != shadow {
+        let now = unsafe { std::slice::from_raw_parts(address as *const u8, old.len()) };
+        if now != old {
             let mut copy = [0; BLOCK];
-            let copy = &mut copy[..shadow.len()];
-            copy.copy_from_slice(now);
-            changes::push_differing(&mut changed.body, at as u64, shadow, copy);
-            shadow.copy_from_slice(copy);
-            changed.flush_beyond(changes::FRAME);
+            let new = &mut copy[..old.len()];
+            new.copy_from_slice(now);
+            words.push_differing(&mut body, &changes::Block { region, address, offset, old, new });
+            old.copy_from_slice(new);
         }
+    }
+    if !body.is_empty() {
+        send(region, &body);
     }
 }
 
@@ -338,9 +369,7 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
                 known.copy_from_slice(bytes);
                 // SAFETY: the memory lives while its shadow has these bytes; the device may read it
                 // at the same time, as on a local card.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(bytes.as_ptr(), (address + offset) as *mut u8, bytes.len());
-                }
+                unsafe { watched_memory::write(address + offset, bytes) };
             }
             Ok(())
         }
@@ -371,5 +400,47 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
             });
             Ok(written?)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::NonNull;
+
+    use super::*;
+
+    #[test]
+    fn kernels_flag_goes_back_after_its_data_also_if_it_writes_meanwhile() {
+        let mirrors = Mirrors::new(1 << 20);
+        // The last one has the flags, 1 and 2.
+        let mut memory = [vec![0u64; BLOCK / 8], vec![0; BLOCK / 8]];
+        let addresses = [0, 1].map(|i| memory[i].as_mut_ptr() as usize);
+        for (id, address) in (0..).zip(addresses) {
+            let backing =
+                Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Shadow::new(BLOCK) };
+            mirrors.lock().mirrors.insert(id, Mirror { address, len: BLOCK, charge: 0, backing });
+        }
+        let write = |region: usize, word: usize, value: u64| {
+            let at = (addresses[region] + 8 * word) as *mut u64;
+            // SAFETY: inside the memory, which only this thread uses.
+            unsafe { at.write_volatile(value) };
+        };
+        (0..20).for_each(|word| write(0, word, u64::MAX));
+        write(1, 100, 1);
+        let mut sent = Vec::new();
+        mirrors.write_back_host(&mut |region, body| {
+            if sent.is_empty() {
+                // The thread has read the first region, and not the flags.
+                (100..120).for_each(|word| write(0, word, u64::MAX));
+                write(0, 200, 9);
+                write(1, 200, 1);
+            }
+            let part = |offset: u64, bytes: &[u8]| sent.push((region, offset / 8, bytes.len()));
+            changes::read(&mut Reader::new(body), part).unwrap();
+        });
+        assert_eq!(sent, [(0, 0, 160), (0, 100, 160), (0, 200, 4), (1, 100, 4), (1, 200, 4)]);
+        sent.clear();
+        mirrors.write_back_host(&mut |region, _| sent.push((region, 0, 0)));
+        assert!(sent.is_empty(), "the client knows all");
     }
 }
