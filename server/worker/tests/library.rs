@@ -23,9 +23,11 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect};
 
 mod library {
     pub mod breaks;
+    pub mod flags;
 }
 
 use library::breaks::{closes_its_descriptors, copies_through_breaks, loses_its_lease, works_through_breaks};
+use library::flags::exchanges_flags_with_a_kernel;
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -121,7 +123,8 @@ gpusession_test_support::programs!(
     works_through_breaks,
     copies_through_breaks,
     loses_its_lease,
-    closes_its_descriptors
+    closes_its_descriptors,
+    exchanges_flags_with_a_kernel
 );
 
 fn allocates_from_a_pool() {
