@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use gpusession_link::link::Caller;
+use gpusession_link::link::{Begun, Caller, Work};
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
 use gpusession_proto::frame::{
     BODY_PART, BadFrame, MAX_BODY, MAX_LONG_BODY, Reader, Writer, ability, library_ability, op,
@@ -76,6 +76,8 @@ pub struct Client {
     ///
     /// A forked child makes no call that takes it.
     long_request: Mutex<()>,
+    /// Work beside long waits ([`Self::finish`]), once there is some.
+    aside: OnceLock<Aside>,
     events: OnceLock<bool>,
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
@@ -96,6 +98,9 @@ impl From<i32> for Failed {
         Self { status: Some(status), reason: format!("its worker cannot serve this program: {name}") }
     }
 }
+
+/// Work beside long waits; returns the time until it is due again.
+type Aside = fn(&Client) -> Duration;
 
 /// Newest CUDA version whose calls this library knows.
 pub const NEWEST: i32 = 13_000;
@@ -202,6 +207,7 @@ impl Client {
             pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
             long_request: Mutex::default(),
+            aside: OnceLock::new(),
             events: OnceLock::new(),
             landings: OnceLock::new(),
             sticky: AtomicI32::new(0),
@@ -324,6 +330,18 @@ impl Client {
         Ok(seq)
     }
 
+    /// Lets threads do this from time to time while they wait long for the worker.
+    pub fn do_aside(&self, work: Aside) {
+        self.aside.get_or_init(|| work);
+    }
+
+    /// Waits for the reply to a frame.
+    pub fn finish(&self, begun: Begun) -> Result<Reply> {
+        let mut work = self.aside.get().map(|aside| || aside(self));
+        let work = work.as_mut().map(|work| work as Work<'_>);
+        self.link.finish_call_beside(begun, work).map_err(unavailable)
+    }
+
     /// Appends a frame and waits for the reply; a failure of the driver is an error.
     pub fn call(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         let reply = self.ask(op, body)?;
@@ -335,7 +353,8 @@ impl Client {
     pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         self.free_blocks(op)?;
         let long = Cell::default();
-        let reply = self.link.call(op, self.caller(), bounded(&long, body)).map_err(unavailable)?;
+        let begun = self.link.begin_call(op, self.caller(), bounded(&long, body)).map_err(unavailable)?;
+        let reply = self.finish(begun)?;
         let long = long.into_inner();
         if long.is_empty() { Ok(reply) } else { self.ask_long(op, &long).map(|(_, reply)| reply) }
     }
@@ -363,7 +382,7 @@ impl Client {
             w.word(rest.len() as u64);
         };
         let begun = self.link.begin_call(op, self.caller(), continued).map_err(unavailable)?;
-        Ok((begun.seq, self.link.finish_call(begun).map_err(unavailable)?))
+        Ok((begun.seq, self.finish(begun)?))
     }
 
     /// Returns an error if the worker is of a release that takes no list of this length in a
@@ -462,7 +481,7 @@ impl Client {
         let long = Cell::default();
         let begun = self.link.begin_call(op, self.caller(), bounded(&long, body)).map_err(unavailable)?;
         let mut seq = begun.seq;
-        let mut reply = self.link.finish_call(begun).map_err(unavailable)?;
+        let mut reply = self.finish(begun)?;
         let long = long.into_inner();
         if !long.is_empty() {
             (seq, reply) = self.ask_long(op, &long)?;
@@ -511,6 +530,29 @@ mod tests {
     use crate::fake_worker::Program;
 
     const ILLEGAL_ADDRESS: i32 = 700;
+
+    #[test]
+    fn thread_that_waits_long_works_aside() {
+        static DONE: AtomicU64 = AtomicU64::new(0);
+        let program = Program::alone();
+        let client = program.client;
+        assert_eq!(client.call(op::STREAM_SYNC, |_| {}).map(drop), Ok(()), "without work");
+        client.do_aside(|_| {
+            DONE.fetch_add(1, Ordering::SeqCst);
+            Duration::from_millis(1)
+        });
+        let silent = program.silent();
+        std::thread::scope(|scope| {
+            let wait = || scope.spawn(|| client.call(op::STREAM_SYNC, |_| {}).map(drop));
+            // One of them reads the connection.
+            let waits = [wait(), wait()];
+            while DONE.load(Ordering::SeqCst) < 10 {
+                std::thread::yield_now();
+            }
+            drop(silent);
+            waits.into_iter().for_each(|wait| assert_eq!(wait.join().unwrap(), Ok(())));
+        });
+    }
 
     #[test]
     fn call_returns_its_own_error_before_a_late_one() {

@@ -428,7 +428,7 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
     let seq = begun.seq;
     stream.worked(seq);
     let bulk = len > INLINE_MAX;
-    let reply = link.finish_call(begun).map_err(unavailable).and_then(|reply| match reply.status {
+    let reply = stream.client.finish(begun).and_then(|reply| match reply.status {
         0 => Ok(reply),
         status => Err(status),
     });

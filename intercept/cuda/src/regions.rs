@@ -31,6 +31,11 @@ const MIN_WATCHED_BYTES: usize = 64 << 10;
 /// Shortest time without a change after which a page of pinned memory rests.
 const REST_INTERVAL: Duration = Duration::from_secs(2);
 
+/// Shortest time between two uploads of a waiting thread.
+const UPLOAD_INTERVAL: Duration = Duration::from_millis(2);
+/// A waiting thread rests this many times as long as its upload has taken.
+const UPLOAD_SHARE: u32 = 20;
+
 /// Way to read a region's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reading {
@@ -472,6 +477,9 @@ pub fn create(region: Region) -> Result<Arc<Region>> {
             region.device.store(device, Ordering::Relaxed);
             region.made.store(true, Ordering::Release);
             COUNT.fetch_add(1, Ordering::Relaxed);
+            if matches!(region.kind, mirror::SAME | mirror::MANAGED) {
+                region.client.do_aside(upload_aside);
+            }
             Ok(region)
         }
         Err(status) => {
@@ -552,6 +560,16 @@ pub fn upload_awaited(client: &Client) -> Result {
     upload_where(client, |r| r.everywhere.load(Ordering::Relaxed) && r.kind != mirror::DEVICE)
 }
 
+/// Sends such changes while a thread waits; returns the time until the next time.
+///
+/// The waiting thread may wait for a kernel, and that kernel for another thread of the program.
+fn upload_aside(client: &Client) -> Duration {
+    let begun = Instant::now();
+    // The wait finds a lost link, too.
+    let _ = upload_awaited(client);
+    UPLOAD_INTERVAL.max(UPLOAD_SHARE * begun.elapsed())
+}
+
 /// Sends the changes that a host function may have made.
 ///
 /// Later work may read them, and the worker compares later results with the program's contents.
@@ -617,10 +635,14 @@ mod tests {
     }
 
     /// Blocks of memory with a region, and the region.
+    ///
+    /// Kernels cannot name it, so that other tests do not send its changes.
+    ///
+    /// Kernels cannot name it, so that other tests do not send its changes.
     fn mirrored(program: &Program, kind: u64, blocks: usize) -> (Vec<u8>, Arc<Region>) {
         let memory = vec![0u8; blocks * BLOCK];
         let region =
-            Region::new(program.client, memory.as_ptr() as u64, memory.len() as u64, kind, false, true);
+            Region::new(program.client, memory.as_ptr() as u64, memory.len() as u64, kind, false, false);
         let region = create(region).unwrap();
         program.frames();
         (memory, region)
@@ -698,7 +720,6 @@ mod tests {
         assert!(sent(&program, &region).is_empty());
         memory[BLOCK + 8] = 1;
         memory[2 * BLOCK] = 1;
-        region.everywhere.store(false, Ordering::Relaxed);
         region.upload_part(BLOCK + 100, 1).unwrap();
         assert_eq!(sent(&program, &region), [(BLOCK as u64 + 8, 4)], "the blocks that a copy names");
         region.upload().unwrap();
@@ -724,7 +745,7 @@ mod tests {
         let memory = unsafe { std::slice::from_raw_parts_mut(base as *mut u8, MIN_WATCHED_BYTES) };
         memory.fill(0);
         let region =
-            Region::new(program.client, base, MIN_WATCHED_BYTES as u64, mirror::SAME, false, true).resting();
+            Region::new(program.client, base, MIN_WATCHED_BYTES as u64, mirror::SAME, false, false).resting();
         let region = create(region).unwrap();
         program.frames();
         let watched = || region.watch.as_ref().filter(|watch| watch.works());
@@ -799,7 +820,6 @@ mod tests {
         assert!(sent(&program, &region).is_empty(), "the worker knows all");
         memory[2 * BLOCK] = 7;
         memory[8 * BLOCK] = 7;
-        region.everywhere.store(false, Ordering::Relaxed);
         region.upload_part(3 * BLOCK, 8 * BLOCK).unwrap();
         assert_eq!(sent(&program, &region), [part(8, 1)], "the blocks that a copy names");
         region.upload().unwrap();

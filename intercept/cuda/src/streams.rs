@@ -295,7 +295,7 @@ impl Stream {
             .begin_call(operation, client.caller(), |w| w.word(self.handle))
             .map_err(unavailable)?;
         let seq = begun.seq;
-        let reply = client.link.finish_call(begun).map_err(unavailable)?;
+        let reply = client.finish(begun)?;
         if reply.status == 0 {
             self.wait_landed(seq)?;
             self.synced(seq);
@@ -325,7 +325,7 @@ impl Stream {
             })
             .map_err(unavailable)?;
         let seq = begun.seq;
-        let reply = client.link.finish_call(begun).map_err(unavailable)?;
+        let reply = client.finish(begun)?;
         if reply.status == 0 {
             if tracking(client) {
                 settle_covered(client, &self.covers(seq))?;

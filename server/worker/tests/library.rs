@@ -27,7 +27,7 @@ mod library {
 }
 
 use library::breaks::{closes_its_descriptors, copies_through_breaks, loses_its_lease, works_through_breaks};
-use library::flags::exchanges_flags_with_a_kernel;
+use library::flags::{exchanges_flags_with_a_kernel, sets_flags_while_a_thread_waits};
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -124,7 +124,8 @@ gpusession_test_support::programs!(
     copies_through_breaks,
     loses_its_lease,
     closes_its_descriptors,
-    exchanges_flags_with_a_kernel
+    exchanges_flags_with_a_kernel,
+    sets_flags_while_a_thread_waits
 );
 
 fn allocates_from_a_pool() {

@@ -104,7 +104,7 @@ fn synchronize(ctx: u64) -> Result {
     let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    let reply = client.finish(begun)?;
     let within = |on: u64| contexts.contains(&on);
     client.link.wait_detached(|t| t.seq < seq && within(t.on.ctx)).map_err(unavailable)?;
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {

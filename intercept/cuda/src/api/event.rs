@@ -87,7 +87,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     // Of an event that graphs record, they are looked up after the wait.
     let covers = if event.is_in_graphs() { Vec::new() } else { event.covers_before(seq) };
     drop(order);
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    let reply = client.finish(begun)?;
     // Another process's record says nothing about the work of this one.
     let own = !event.is_interprocess() || word(&mut reply.reader()) != Ok(0);
     if reply.status == 0 && event.is_in_graphs() {

@@ -108,7 +108,7 @@ fn send(client: &Client, name: u64, event: u64, waits: bool) -> Result<Begun> {
 }
 
 fn finish(client: &Client, begun: Begun) -> Result {
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    let reply = client.finish(begun)?;
     client.check_status(reply.status)
 }
 

@@ -229,7 +229,7 @@ fn launch(
     function.reach(client)?;
     let begun = client.link.begin_call(op::LAUNCH, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
+    let reply = client.finish(begun)?;
     failed?;
     stream.worked(seq);
     client.check_status(reply.status)?;

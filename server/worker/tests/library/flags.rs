@@ -1,7 +1,8 @@
 //! Kernels that run for long, and exchange flags with the program in mapped memory.
 
 use std::ffi::CStr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use gpusession_test_support::cuda::{Cuda, at};
 
@@ -140,6 +141,47 @@ pub fn exchanges_flags_with_a_kernel() {
         }
     });
     cuda.ok("cuStreamSynchronize", &[exchange.stream]);
+}
+
+/// Sets a kernel's flag, without a call, while another thread waits for the kernel.
+pub fn sets_flags_while_a_thread_waits() {
+    let cuda = begin();
+    let ctx = cuda.get("cuCtxGetCurrent", &[]);
+    let event = cuda.get("cuEventCreate", &[0]);
+    let word = cuda.allocate(4);
+    for call in ["cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoHAsync_v2"] {
+        let exchange = Exchange::begin(&cuda, 1);
+        cuda.ok("cuEventRecord", &[event, exchange.stream]);
+        let waiting = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                cuda.ok("cuCtxSetCurrent", &[ctx]);
+                let mut value = 0u32;
+                // The bytes go to pageable memory, so the copy waits.
+                let copy = [at(&mut value), word, 4, exchange.stream];
+                waiting.store(true, Ordering::SeqCst);
+                match call {
+                    "cuStreamSynchronize" => cuda.ok(call, &[exchange.stream]),
+                    "cuCtxSynchronize" => cuda.ok(call, &[]),
+                    "cuEventSynchronize" => cuda.ok(call, &[event]),
+                    _ => cuda.ok(call, &copy),
+                }
+                exchange.answered(1);
+            });
+            while !waiting.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            // The thread's own upload has come too early then.
+            std::thread::sleep(Duration::from_millis(100));
+            exchange.ask(1);
+        });
+    }
+}
+
+#[test]
+fn a_flag_reaches_a_kernel_that_another_thread_waits_for() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("sets_flags_while_a_thread_waits", vec![granted(&worker)], &[]);
 }
 
 #[test]
