@@ -23,6 +23,10 @@ pub const HEADER: usize = 40;
 pub const MAX_BODY: usize = 4 << 20;
 /// Longest body of a request or reply in several frames, in bytes.
 pub const MAX_LONG_BODY: usize = 128 << 20;
+/// Bytes that such a request counts for besides its body, so that empty ones are bounded, too.
+///
+/// A worker keeps requests of [`MAX_LONG_BODY`] together.
+pub const LONG_REQUEST_BYTES: usize = 4096;
 /// Longest part of such a body in one [`op::BODY_PART`] or [`op::REPLY_PART`], in bytes.
 pub const BODY_PART: usize = 1 << 20;
 /// Longest data that travels inside its request or reply on lane 0, in bytes.

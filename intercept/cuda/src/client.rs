@@ -6,13 +6,14 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use gpusession_link::link::{Begun, Caller, Work};
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
 use gpusession_proto::frame::{
-    BODY_PART, BadFrame, MAX_BODY, MAX_LONG_BODY, Reader, Writer, ability, library_ability, op,
+    BODY_PART, BadFrame, LONG_REQUEST_BYTES, MAX_BODY, MAX_LONG_BODY, Reader, Writer, ability,
+    library_ability, op,
 };
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
@@ -72,16 +73,46 @@ pub struct Client {
     /// Number of changes of a device's current pool.
     pool_changes: AtomicU64,
     window: Mutex<Window>,
-    /// Held from the parts of a long request to its reply: the worker has room for one.
-    ///
-    /// A forked child makes no call that takes it.
-    long_request: Mutex<()>,
+    long_requests: LongRequests,
     /// Work beside long waits ([`Self::finish`]), once there is some.
     aside: OnceLock<Aside>,
     events: OnceLock<bool>,
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
     sticky: AtomicI32,
+}
+
+/// Bytes of long requests without a reply, which the worker keeps.
+///
+/// A forked child makes no call that takes it.
+#[derive(Default)]
+struct LongRequests {
+    bytes: Mutex<usize>,
+    ended: Condvar,
+}
+
+impl LongRequests {
+    /// Waits until the worker has room for a body; the room is free again when the result is
+    /// dropped.
+    fn admit(&self, len: usize) -> impl Drop + use<'_> {
+        struct Room<'a>(&'a LongRequests, usize);
+
+        impl Drop for Room<'_> {
+            fn drop(&mut self) {
+                *self.0.lock() -= self.1;
+                self.0.ended.notify_all();
+            }
+        }
+
+        let room = len + LONG_REQUEST_BYTES;
+        let full = |bytes: &mut usize| *bytes > 0 && *bytes + room > MAX_LONG_BODY;
+        *self.ended.wait_while(self.lock(), full).unwrap_or_else(PoisonError::into_inner) += room;
+        Room(self, room)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Reason why a worker cannot serve.
@@ -206,7 +237,7 @@ impl Client {
             freed: FreedBlocks::default(),
             pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
-            long_request: Mutex::default(),
+            long_requests: LongRequests::default(),
             aside: OnceLock::new(),
             events: OnceLock::new(),
             landings: OnceLock::new(),
@@ -362,8 +393,8 @@ impl Client {
     /// Sends a request in several frames, since one cannot hold its body, and waits for the reply;
     /// also returns its position.
     ///
-    /// A call that else would not wait does so here, and for the requests of other threads: the
-    /// worker has room for one such body.
+    /// A call that else would not wait does so here, and for other threads' requests without whose
+    /// end the worker has no room.
     #[cold]
     fn ask_long(&self, op: u16, body: &[u8]) -> Result<(u64, Reply)> {
         let most = if self.abilities & ability::LONG_BODIES == 0 { MAX_BODY } else { MAX_LONG_BODY };
@@ -372,7 +403,7 @@ impl Client {
             return Err(NOT_SUPPORTED);
         }
         let (own, rest) = body.split_at(MAX_BODY - size_of::<u64>());
-        let _one = self.long_request.lock().unwrap_or_else(PoisonError::into_inner);
+        let _room = self.long_requests.admit(body.len());
         for part in rest.chunks(BODY_PART) {
             self.link.post(op::BODY_PART, self.caller(), |w| w.words(part)).map_err(unavailable)?;
         }
@@ -634,32 +665,52 @@ mod tests {
     }
 
     #[test]
-    fn long_request_waits_for_that_of_another_thread() {
+    fn long_requests_of_two_threads_are_under_way_together() {
         let program = Program::able(ability::ALL);
         let client = program.client;
         let body = vec![1; MAX_BODY + 8];
-        let ask = || {
-            thread::set_current(program.ctx);
-            assert!(client.ask_long(op::GRAPH_ADD, &body).is_ok());
-        };
         let before = client.link.position();
-        let sent = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let silent = program.silent();
-            scope.spawn(ask);
-            while client.link.position() < before + 2 {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    thread::set_current(program.ctx);
+                    assert!(client.ask_long(op::GRAPH_ADD, &body).is_ok());
+                });
+            }
+            // One of them may wait in the worker for the other thread.
+            while client.link.position() < before + 4 {
                 std::thread::yield_now();
             }
-            scope.spawn(ask);
-            // Time in which the second thread would send its part.
-            std::thread::park_timeout(Duration::from_millis(200));
-            let sent = client.link.position() - before;
             drop(silent);
-            sent
         });
-        assert_eq!(sent, 2, "the first request had no answer yet");
-        assert_eq!(program.operations(), [op::BODY_PART, op::GRAPH_ADD, op::BODY_PART, op::GRAPH_ADD]);
+        let mut operations = program.operations();
+        operations.sort_unstable();
+        let mut expected = [op::BODY_PART, op::GRAPH_ADD].repeat(2);
+        expected.sort_unstable();
+        assert_eq!(operations, expected);
     }
 
+    #[test]
+    fn long_requests_under_way_fit_into_the_worker() {
+        let requests = LongRequests::default();
+        let first = requests.admit(MAX_LONG_BODY / 2);
+        let second = requests.admit(MAX_BODY);
+        let (sender, admitted) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // The longest one goes alone.
+                let _third = requests.admit(MAX_LONG_BODY);
+                sender.send(*requests.lock()).unwrap();
+            });
+            assert!(admitted.recv_timeout(Duration::from_millis(50)).is_err());
+            drop(first);
+            assert!(admitted.recv_timeout(Duration::from_millis(50)).is_err());
+            drop(second);
+            assert_eq!(admitted.recv(), Ok(MAX_LONG_BODY + LONG_REQUEST_BYTES));
+        });
+        assert_eq!(*requests.lock(), 0);
+    }
     #[test]
     fn frame_without_a_verdict_waits_unless_it_is_sure() {
         let program = Program::new();

@@ -3,15 +3,12 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use gpusession_proto::frame::{BadFrame, CONTINUED, MAX_LONG_BODY};
+use gpusession_proto::frame::{BadFrame, CONTINUED, LONG_REQUEST_BYTES, MAX_LONG_BODY};
 
 use crate::answer::Failure;
 use crate::calls;
 use crate::driver::status;
 use crate::frame::{Body, Frame};
-
-/// Bytes that an entry counts for besides its parts, so that empty ones are bounded, too.
-const ENTRY_BYTES: usize = 4096;
 
 /// Parts of requests that have not come, and requests that executors replay: [`MAX_LONG_BODY`]
 /// together.
@@ -29,7 +26,7 @@ struct Held {
 impl Held {
     /// Returns `true` if there is room for this many bytes more.
     fn has_room(&self, bytes: usize) -> bool {
-        let parts: usize = self.parts.values().map(|part| part.len() + ENTRY_BYTES).sum();
+        let parts: usize = self.parts.values().map(|part| part.len() + LONG_REQUEST_BYTES).sum();
         self.replayed + parts + bytes <= MAX_LONG_BODY
     }
 }
@@ -62,7 +59,7 @@ impl LongBodies {
     /// Parts beyond the bound are dropped; their request then fails by its length.
     pub fn add(&self, frame: &Frame) {
         let mut held = self.lock();
-        if held.has_room(frame.body.len() + ENTRY_BYTES) {
+        if held.has_room(frame.body.len() + LONG_REQUEST_BYTES) {
             held.parts.entry(frame.thread()).or_default().extend_from_slice(&frame.body);
         }
     }
