@@ -1,8 +1,8 @@
 //! Regions of host memory that the device can see.
 //!
-//! The worker has a mirror of each region. The program's changes go up before work is launched; the
-//! device's changes come back when the program synchronizes. A program and a kernel that poll the
-//! same memory while both run are not supported.
+//! The worker has a mirror of each region. The program's changes go up before work is launched and
+//! while a thread waits; the device's changes come back when the program synchronizes. A program
+//! that only watches its memory does not see them.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
