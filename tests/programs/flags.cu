@@ -1,0 +1,124 @@
+// Flags in mapped memory between a program and a kernel that runs: neither sees a flag before the
+// data that it announces.
+#include "check.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+const int DATA = 65536, REPLY = 4096, ROUNDS = 30;
+
+// The flags lie below the data. Each has a line of its own.
+struct Flags {
+    alignas(64) volatile unsigned asked;
+    alignas(64) volatile unsigned answered;
+    alignas(64) volatile unsigned wrong;
+};
+
+// Answers one flag after the other; counts words of the data that are not those of the flag.
+__global__ void answer(Flags *flags, volatile unsigned *data, volatile unsigned *reply, unsigned rounds) {
+    for (unsigned round = 1; round <= rounds; round++) {
+        while (flags->asked != round) {
+        }
+        __threadfence_system();
+        for (int i = 0; i < DATA; i += 257)
+            if (data[i] != round * 1000003u) flags->wrong = flags->wrong + 1;
+        for (int i = 0; i < REPLY; i++) reply[i] = round * 1000003u;
+        __threadfence_system();
+        flags->answered = round;
+    }
+}
+
+struct Exchange {
+    Flags *flags;
+    unsigned *data, *reply;
+    cudaStream_t stream;
+
+    explicit Exchange(unsigned rounds) {
+        CHECK(cudaHostAlloc(&flags, sizeof *flags, cudaHostAllocMapped));
+        CHECK(cudaHostAlloc(&data, DATA * sizeof *data, cudaHostAllocMapped));
+        CHECK(cudaHostAlloc(&reply, REPLY * sizeof *reply, cudaHostAllocMapped));
+        flags->asked = flags->answered = flags->wrong = 0;
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        answer<<<1, 1, 0, stream>>>(flags, data, reply, rounds);
+        CHECK(cudaGetLastError());
+    }
+    ~Exchange() {
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaStreamDestroy(stream));
+        CHECK(cudaFreeHost(flags));
+        CHECK(cudaFreeHost(data));
+        CHECK(cudaFreeHost(reply));
+    }
+    void ask(unsigned round) {
+        for (int i = 0; i < DATA; i++) data[i] = round * 1000003u;
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        flags->asked = round;
+    }
+    void check(unsigned round) {
+        while (flags->answered != round) {
+        }
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        for (int i = 0; i < REPLY; i++) EXPECT(static_cast<volatile unsigned *>(reply)[i] == round * 1000003u);
+        EXPECT(flags->wrong == 0);
+    }
+};
+
+// One thread calls, and changes travel meanwhile; another one only watches.
+static void watched(unsigned *word) {
+    Exchange exchange(ROUNDS);
+    cudaStream_t other;
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    std::atomic<unsigned> answered{0};
+    std::thread watcher([&] {
+        for (unsigned round = 1; round <= ROUNDS; round++) {
+            exchange.check(round);
+            answered = round;
+        }
+    });
+    for (unsigned round = 1; round <= ROUNDS; round++) {
+        exchange.ask(round);
+        while (answered != round) {
+            unsigned value;
+            CHECK(cudaMemcpyAsync(&value, word, sizeof value, cudaMemcpyDeviceToHost, other));
+            CHECK(cudaStreamSynchronize(other));
+        }
+    }
+    watcher.join();
+    CHECK(cudaStreamDestroy(other));
+    std::printf("flags: %d rounds, no flag before its data\n", ROUNDS);
+}
+
+// A thread waits for the kernel, which waits for another thread.
+template <typename Wait> static void awaited(const char *name, Wait wait) {
+    Exchange exchange(1);
+    std::thread waiter([&] {
+        CHECK(wait(exchange.stream));
+        exchange.check(1);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    exchange.ask(1);
+    waiter.join();
+    std::printf("flags: a thread in %s does not hold a flag back\n", name);
+}
+
+int main() {
+    unsigned *word;
+    CHECK(cudaMalloc(&word, sizeof *word));
+    // Loaded before it waits for anything.
+    {
+        Exchange first(0);
+    }
+    watched(word);
+    awaited("cudaStreamSynchronize", [](cudaStream_t stream) { return cudaStreamSynchronize(stream); });
+    awaited("cudaDeviceSynchronize", [](cudaStream_t) { return cudaDeviceSynchronize(); });
+    awaited("cudaEventSynchronize", [](cudaStream_t stream) {
+        cudaEvent_t event;
+        CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        CHECK(cudaEventRecord(event, stream));
+        CHECK(cudaEventSynchronize(event));
+        return cudaEventDestroy(event);
+    });
+    CHECK(cudaFree(word));
+    return 0;
+}
