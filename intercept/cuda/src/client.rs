@@ -368,9 +368,17 @@ impl Client {
 
     /// Waits for the reply to a frame.
     pub fn finish(&self, begun: Begun) -> Result<Reply> {
+        self.beside_work(|work| self.link.finish_call_beside(begun, work)).map_err(unavailable)
+    }
+
+    /// Waits for the reply to a frame that is probably answered by now.
+    pub fn finish_mark(&self, begun: Begun) -> Result {
+        self.beside_work(|work| self.link.finish_mark(begun, work)).map_err(unavailable)
+    }
+
+    fn beside_work<T>(&self, wait: impl FnOnce(Option<Work<'_>>) -> T) -> T {
         let mut work = self.aside.get().map(|aside| || aside(self));
-        let work = work.as_mut().map(|work| work as Work<'_>);
-        self.link.finish_call_beside(begun, work).map_err(unavailable)
+        wait(work.as_mut().map(|work| work as Work<'_>))
     }
 
     /// Appends a frame and waits for the reply; a failure of the driver is an error.

@@ -33,7 +33,7 @@ fn mark(client: u8, last: Option<Begun>) -> Option<Begun> {
     let client = clients::by_number(client)?;
     // An error needs no report: the call that follows finds the connection lost, too.
     if let Some(last) = last {
-        let _ = client.link.finish_mark(last);
+        let _ = client.finish_mark(last);
     }
     client.link.begin_call(op::MARK, client.caller(), |_| {}).ok()
 }

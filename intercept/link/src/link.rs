@@ -329,7 +329,7 @@ impl Link {
     }
 
     /// Second half of a call that is probably answered by now; counts as a wait only if it is not.
-    pub fn finish_mark(&self, begun: Begun) -> Result<(), LinkLost> {
+    pub fn finish_mark(&self, begun: Begun, work: Option<Work<'_>>) -> Result<(), LinkLost> {
         self.check()?;
         let answered = || lock(&self.inbox).replies.remove(&begun.seq).is_some();
         if answered() {
@@ -339,7 +339,7 @@ impl Link {
         if answered() {
             return Ok(());
         }
-        self.finish_call(Begun { at: Instant::now(), ..begun }).map(drop)
+        self.finish_call_beside(Begun { at: Instant::now(), ..begun }, work).map(drop)
     }
 
     /// Returns number and duration of waits for the worker by operation, the longest first.
