@@ -24,6 +24,8 @@ const WORD: usize = 8;
 const APART: u64 = 64;
 /// Most words that wait; further ones count as data.
 const MOST_WORDS: usize = 1024;
+/// Longest run of which each word can be a flag; of a longer one, the first and the last can.
+const MOST_FLAGS: usize = 1024;
 /// Most collections of changes for one upload.
 const MOST_COLLECTIONS: usize = 4;
 
@@ -127,6 +129,9 @@ impl Words {
         if let Some(word) = self.latest.take().and_then(|key| self.found.get_mut(&key)) {
             word.alone &= alone;
         }
+        // Trying each word of much data takes longer than copying it.
+        let last =
+            if run.len() > MOST_FLAGS { run.end - 1 - (block.address + run.end - 1) % WORD } else { 0 };
         let mut data = run.start;
         let mut at = run.start;
         while at < run.end {
@@ -137,7 +142,7 @@ impl Words {
                 push_some(body, block, data..at);
                 data = end;
             }
-            at = end;
+            at = end.max(last);
         }
         push_some(body, block, data..run.end);
     }
@@ -260,6 +265,12 @@ mod tests {
         let mut new = old;
         new.fill(9);
         assert_eq!(split(0, &old, &new).1, [], "data alone");
+        // Much data whose words have all grown.
+        let old = [0xff; 2048];
+        let new: Vec<u8> = [0u32; 512].map(u32::to_le_bytes).concat();
+        let (data, words) = split(4, &old[4..], &new[4..]);
+        assert_eq!(words, [4..8, 2040..2048]);
+        assert_eq!(data, [(8, vec![0; 2032])]);
     }
 
     #[test]
