@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use gpusession_link::link::{Begun, Caller, Work};
+use gpusession_link::lanes::{Detached, Sent};
+use gpusession_link::link::{Begun, Caller};
 use gpusession_link::{Events, Link, LinkLost, Reply, threads};
 use gpusession_proto::frame::{
     BODY_PART, BadFrame, LONG_REQUEST_BYTES, MAX_BODY, MAX_LONG_BODY, Reader, Writer, ability,
@@ -21,6 +22,7 @@ use gpusession_proto::handle;
 use crate::devices::{Device, Peer};
 use crate::foreign_addresses::Claims;
 use crate::freed_blocks::FreedBlocks;
+use crate::long_waits::LongWaits;
 use crate::positions::Positions;
 use crate::status::{
     CONTEXT_IS_DESTROYED, DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result,
@@ -74,8 +76,7 @@ pub struct Client {
     pool_changes: AtomicU64,
     window: Mutex<Window>,
     long_requests: LongRequests,
-    /// Work beside long waits ([`Self::finish`]), once there is some.
-    aside: OnceLock<Aside>,
+    long_waits: LongWaits,
     events: OnceLock<bool>,
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
@@ -129,9 +130,6 @@ impl From<i32> for Failed {
         Self { status: Some(status), reason: format!("its worker cannot serve this program: {name}") }
     }
 }
-
-/// Work beside long waits; returns the time until it is due again.
-type Aside = fn(&Client) -> Duration;
 
 /// Newest CUDA version whose calls this library knows.
 pub const NEWEST: i32 = 13_000;
@@ -238,7 +236,7 @@ impl Client {
             pool_changes: AtomicU64::new(0),
             window: Mutex::new(Window::new(base)),
             long_requests: LongRequests::default(),
-            aside: OnceLock::new(),
+            long_waits: LongWaits::default(),
             events: OnceLock::new(),
             landings: OnceLock::new(),
             sticky: AtomicI32::new(0),
@@ -361,24 +359,58 @@ impl Client {
         Ok(seq)
     }
 
-    /// Lets threads do this from time to time while they wait long for the worker.
-    pub fn do_aside(&self, work: Aside) {
-        self.aside.get_or_init(|| work);
+    /// Starts a thread, once, that works from time to time while another one waits long.
+    ///
+    /// If it cannot start, the work is left to the program's calls.
+    pub fn work_beside_waits(&'static self, work: fn(&Self)) {
+        let serve = move || {
+            self.long_waits.serve(|| {
+                // During an outage it would hold locks until the end.
+                if !self.link.is_away() {
+                    work(self);
+                }
+                self.link.check().is_ok()
+            });
+        };
+        if self.long_waits.is_new() {
+            let _ = threads::spawn("gpusession-upload", serve);
+        }
     }
 
     /// Waits for the reply to a frame.
     pub fn finish(&self, begun: Begun) -> Result<Reply> {
-        self.beside_work(|work| self.link.finish_call_beside(begun, work)).map_err(unavailable)
+        let _wait = self.long_waits.begin();
+        self.link.finish_call(begun).map_err(unavailable)
     }
 
     /// Waits for the reply to a frame that is probably answered by now.
     pub fn finish_mark(&self, begun: Begun) -> Result {
-        self.beside_work(|work| self.link.finish_mark(begun, work)).map_err(unavailable)
+        let _wait = self.long_waits.begin();
+        self.link.finish_mark(begun).map_err(unavailable)
     }
 
-    fn beside_work<T>(&self, wait: impl FnOnce(Option<Work<'_>>) -> T) -> T {
-        let mut work = self.aside.get().map(|aside| || aside(self));
-        wait(work.as_mut().map(|work| work as Work<'_>))
+    /// As [`Link::wait_detached`].
+    pub fn wait_detached(&self, wanted: impl Fn(&Detached) -> bool) -> Result {
+        let _wait = self.long_waits.begin();
+        self.link.wait_detached(wanted).map_err(unavailable)
+    }
+
+    /// As [`Link::wait_sent`].
+    pub fn wait_sent(&self, sent: &Sent) -> bool {
+        let _wait = self.long_waits.begin();
+        self.link.wait_sent(sent)
+    }
+
+    /// As [`Link::wait_unread`].
+    pub fn wait_unread(&self, position: u64) {
+        let _wait = self.long_waits.begin();
+        self.link.wait_unread(position);
+    }
+
+    /// Waits for the bytes of a bulk transfer from the device; returns its status.
+    pub fn wait_landed(&self, transfer: u64) -> i32 {
+        let _wait = self.long_waits.begin();
+        self.link.down.wait(transfer)
     }
 
     /// Appends a frame and waits for the reply; a failure of the driver is an error.
@@ -411,7 +443,10 @@ impl Client {
             return Err(NOT_SUPPORTED);
         }
         let (own, rest) = body.split_at(MAX_BODY - size_of::<u64>());
-        let _room = self.long_requests.admit(body.len());
+        let _room = {
+            let _wait = self.long_waits.begin();
+            self.long_requests.admit(body.len())
+        };
         for part in rest.chunks(BODY_PART) {
             self.link.post(op::BODY_PART, self.caller(), |w| w.words(part)).map_err(unavailable)?;
         }
@@ -571,26 +606,27 @@ mod tests {
     const ILLEGAL_ADDRESS: i32 = 700;
 
     #[test]
-    fn thread_that_waits_long_works_aside() {
-        static DONE: AtomicU64 = AtomicU64::new(0);
+    fn work_beside_a_wait_never_holds_it_up() {
+        static MARKS: Mutex<Option<std::sync::mpsc::Sender<()>>> = Mutex::new(None);
+        static BLOCKED: Mutex<()> = Mutex::new(());
         let program = Program::alone();
         let client = program.client;
-        assert_eq!(client.call(op::STREAM_SYNC, |_| {}).map(drop), Ok(()), "without work");
-        client.do_aside(|_| {
-            DONE.fetch_add(1, Ordering::SeqCst);
-            Duration::from_millis(1)
+        let (sender, begun) = std::sync::mpsc::channel();
+        *MARKS.lock().unwrap() = Some(sender);
+        let blocked = BLOCKED.lock().unwrap();
+        client.work_beside_waits(|_| {
+            MARKS.lock().unwrap().iter().for_each(|sender| sender.send(()).unwrap_or_default());
+            drop(BLOCKED.lock());
         });
         let silent = program.silent();
         std::thread::scope(|scope| {
             let wait = || scope.spawn(|| client.call(op::STREAM_SYNC, |_| {}).map(drop));
-            // One of them reads the connection.
             let waits = [wait(), wait()];
-            while DONE.load(Ordering::SeqCst) < 10 {
-                std::thread::yield_now();
-            }
+            begun.recv().unwrap();
             drop(silent);
             waits.into_iter().for_each(|wait| assert_eq!(wait.join().unwrap(), Ok(())));
         });
+        drop(blocked);
     }
 
     #[test]
@@ -719,6 +755,7 @@ mod tests {
         });
         assert_eq!(*requests.lock(), 0);
     }
+
     #[test]
     fn frame_without_a_verdict_waits_unless_it_is_sure() {
         let program = Program::new();

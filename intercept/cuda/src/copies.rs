@@ -50,7 +50,7 @@ pub fn done_there(
         due = false;
     }
     if !mapped::there(client, source, len) {
-        client.link.wait_detached(|t| t.fills(source, len)).map_err(unavailable)?;
+        client.wait_detached(|t| t.fills(source, len))?;
         if !due {
             return Ok(false);
         }
@@ -415,7 +415,7 @@ fn older(stream: &Stream, target: usize, len: usize) -> Vec<u64> {
         return older;
     }
     // Without a link nothing lands in the wrong order.
-    let _ = stream.client.link.wait_detached(before);
+    let _ = stream.client.wait_detached(before);
     Vec::new()
 }
 
@@ -439,7 +439,7 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
         }
     })?;
     if bulk {
-        return match link.down.wait(seq) {
+        return match stream.client.wait_landed(seq) {
             0 => Ok(()),
             status => Err(status),
         };
@@ -474,7 +474,7 @@ pub fn bulk_post(
     drop(order);
     // The worker may hold the bytes back, also those that the link has copied.
     client.serve_landings();
-    let sent = !taken || client.link.wait_sent(&sent);
+    let sent = !taken || client.wait_sent(&sent);
     client.link.watch_held();
     if sent { Ok(()) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

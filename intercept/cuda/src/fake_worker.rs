@@ -223,11 +223,16 @@ impl Program {
 
     /// Lets the worker send a frame without a request, which has arrived at the return.
     pub fn tell(&self, operation: u16, status: i32, words: &[u64]) {
+        self.tell_late(operation, status, words);
+        // The link reads frames in their order.
+        self.client.ask(op::MARK, |_| {}).unwrap();
+    }
+
+    /// As [`Self::tell`], without a wait for the frame.
+    pub fn tell_late(&self, operation: u16, status: i32, words: &[u64]) {
         let mut header = Header::empty();
         (header.op, header.ctx) = (operation.into(), (status as u32 as u64).into());
         let body: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.worker.state.lock().unwrap().send(&self.worker.socket, header, &body);
-        // The link reads frames in their order.
-        self.client.ask(op::MARK, |_| {}).unwrap();
     }
 }

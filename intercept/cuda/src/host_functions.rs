@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 
-use crate::client::{Client, unavailable};
+use crate::client::Client;
 use crate::positions::{Cover, is_covered};
 use crate::status::{OUT_OF_MEMORY, Result};
 use crate::stream::Stream;
@@ -318,12 +318,12 @@ fn run_host(runner: Runner) {
         drop(locked);
         // Data that was copied to the program before this function must have landed. Behind a fault
         // it never does.
-        let landed = client.link.wait_detached(|t| {
+        let landed = client.wait_detached(|t| {
             before == 0
                 && is_covered(&after, t.on, t.seq)
                 && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
         });
-        let status = landed.map_or_else(unavailable, |()| before);
+        let status = landed.err().unwrap_or(before);
         thread::host_function(|| match function {
             // As natively after an error: the function might read what has not landed.
             HostFunction::Plain(..) | HostFunction::Own(..) if status != 0 => {}

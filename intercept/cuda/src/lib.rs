@@ -34,6 +34,7 @@ mod jit;
 mod libraries;
 mod limits;
 mod linker;
+mod long_waits;
 mod mapped;
 mod modules;
 mod objects;

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{mirror, op};
 
-use crate::client::{Client, cross_lease_error, unavailable};
+use crate::client::{Client, cross_lease_error};
 use crate::ranges::{self, Kind, Range};
 use crate::regions::{Named, Region, all, any, create, discard, find, give_back};
 use crate::status::{INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
@@ -47,7 +47,7 @@ fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
         _ => client.window().reserve_host(base % PAGE + size)? + base % PAGE,
     };
     // From now on copies to this memory go to the mirror first, so earlier ones must have landed.
-    client.link.wait_detached(|t| t.fills(base as usize, size as usize)).map_err(unavailable)?;
+    client.wait_detached(|t| t.fills(base as usize, size as usize))?;
     // The mirror belongs to the allocation's context, and so ends with it.
     let make = || {
         let mut region = Region::new(client, base, size, mirror::SAME, false, false);

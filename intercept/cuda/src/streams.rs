@@ -386,7 +386,7 @@ pub fn tracking(client: &Client) -> bool {
 ///
 /// An error if the connection was lost before.
 pub fn settle_covered(client: &Client, covers: &[Cover]) -> Result {
-    client.link.wait_detached(|t| is_covered(covers, t.on, t.seq)).map_err(unavailable)?;
+    client.wait_detached(|t| is_covered(covers, t.on, t.seq))?;
     host_functions::forget_launches(|on, seq| is_covered(covers, on, seq));
     Ok(())
 }

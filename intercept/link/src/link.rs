@@ -32,9 +32,6 @@ use crate::transport::{Transport, Wait, Watch};
 use crate::worker_end::ACKNOWLEDGED_EVERY;
 
 mod comeback;
-mod patience;
-
-pub use patience::Work;
 
 /// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
 const MAX_OUTBOX: usize = 4 << 20;
@@ -315,12 +312,7 @@ impl Link {
 
     /// Second half of a call: waits for the reply.
     pub fn finish_call(&self, begun: Begun) -> Result<Reply, LinkLost> {
-        self.finish_call_beside(begun, None)
-    }
-
-    /// As [`Link::finish_call`], beside work that is due during long waits.
-    pub fn finish_call_beside(&self, begun: Begun, work: Option<Work<'_>>) -> Result<Reply, LinkLost> {
-        let reply = self.wait_reply(begun.seq, work);
+        let reply = self.wait_reply(begun.seq);
         if let Some(waits) = self.waits.get(usize::from(begun.op)) {
             waits.count.fetch_add(1, Ordering::Relaxed);
             waits.usec.fetch_add(begun.at.elapsed().as_micros() as u64, Ordering::Relaxed);
@@ -329,7 +321,7 @@ impl Link {
     }
 
     /// Second half of a call that is probably answered by now; counts as a wait only if it is not.
-    pub fn finish_mark(&self, begun: Begun, work: Option<Work<'_>>) -> Result<(), LinkLost> {
+    pub fn finish_mark(&self, begun: Begun) -> Result<(), LinkLost> {
         self.check()?;
         let answered = || lock(&self.inbox).replies.remove(&begun.seq).is_some();
         if answered() {
@@ -339,7 +331,7 @@ impl Link {
         if answered() {
             return Ok(());
         }
-        self.finish_call_beside(Begun { at: Instant::now(), ..begun }, work).map(drop)
+        self.finish_call(Begun { at: Instant::now(), ..begun }).map(drop)
     }
 
     /// Returns number and duration of waits for the worker by operation, the longest first.
@@ -488,6 +480,29 @@ impl Link {
         }
     }
 
+    fn wait_reply(&self, seq: u64) -> Result<Reply, LinkLost> {
+        let mut inbox = lock(&self.inbox);
+        loop {
+            if let Some(reply) = inbox.replies.remove(&seq) {
+                return Ok(reply);
+            }
+            self.check()?;
+            if inbox.reader || inbox.outage.is_some() {
+                inbox = self.wait_for_change(inbox)?;
+                continue;
+            }
+            inbox.reader = true;
+            drop(inbox);
+            let read = self.read_until(seq);
+            self.reader_ends();
+            match read {
+                Ok(reply) => return Ok(reply),
+                Err(stop) => self.stopped(stop)?,
+            }
+            inbox = lock(&self.inbox);
+        }
+    }
+
     fn reader_ends(&self) {
         let mut inbox = lock(&self.inbox);
         inbox.reader = false;
@@ -505,20 +520,15 @@ impl Link {
         }
     }
 
-    /// Reads frames, as the only reader, until the reply to `seq` comes, or no frame comes until a
-    /// time.
-    fn read_until(&self, seq: u64, until: Option<Instant>) -> Result<Reply, Stop> {
+    /// Reads frames, as the only reader, until the reply to `seq` comes.
+    fn read_until(&self, seq: u64) -> Result<Reply, Stop> {
         let mut incoming = lock(&self.incoming);
         let spin = threads::spin_time();
         let greeted = self.session.get().is_some();
+        let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING_TIMEOUT) };
         loop {
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            let wait = match left.or((!greeted).then_some(GREETING_TIMEOUT)) {
-                Some(left) => Wait::AtMost(spin, left.max(Duration::from_millis(1))),
-                None => Wait::Spin(spin),
-            };
             let taken = self.take(&mut incoming, wait).map_err(|stop| match stop {
-                Stop::Nothing if !greeted => {
+                Stop::Nothing => {
                     Stop::Fatal(format!("no answer to the greeting within {} s", GREETING_TIMEOUT.as_secs()))
                 }
                 stop => stop,

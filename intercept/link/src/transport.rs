@@ -252,11 +252,6 @@ impl Transport {
         self.silence.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns an error if a watched connection no longer works, as a wait without end does.
-    pub fn check_peer(&self) -> io::Result<()> {
-        if self.watched() { self.heard() } else { Ok(()) }
-    }
-
     /// Returns an error if sent bytes are unacknowledged for too long, or can no longer be sent.
     fn heard(&self) -> io::Result<()> {
         self.check_descriptor()?;

@@ -106,7 +106,7 @@ fn synchronize(ctx: u64) -> Result {
     let seq = begun.seq;
     let reply = client.finish(begun)?;
     let within = |on: u64| contexts.contains(&on);
-    client.link.wait_detached(|t| t.seq < seq && within(t.on.ctx)).map_err(unavailable)?;
+    client.wait_detached(|t| t.seq < seq && within(t.on.ctx))?;
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }

@@ -7,7 +7,7 @@ use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{Writer, op};
 
 use super::{pool, vmm};
-use crate::client::{Client, string, unavailable, word};
+use crate::client::{Client, string, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
     OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional, take,
@@ -86,9 +86,9 @@ fn host_memory_unused(owner: &'static Client) -> Result {
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
     let before = owner.link.position() + 1;
-    owner.link.wait_unread(before);
+    owner.wait_unread(before);
     // After a loss of the link nothing lands any more.
-    synced.and(owner.link.wait_detached(|t| t.seq < before).map_err(unavailable))
+    synced.and(owner.wait_detached(|t| t.seq < before))
 }
 
 /// Frees device memory; like the driver, waits until the device does not use it.
@@ -187,7 +187,7 @@ fn end_memory(client: &Client, ctx: u64, primary: u64, wait: bool, end: impl FnO
         let hosts: Vec<_> = gone.iter().filter(|r| r.kind.on_host()).map(into).collect();
         let landing = |t: &Detached| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len));
         // After a loss of the link nothing lands any more.
-        let _ = client.link.wait_detached(landing);
+        let _ = client.wait_detached(landing);
     }
     let mut unmapped = Vec::new();
     for range in &gone {

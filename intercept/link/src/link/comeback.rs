@@ -199,25 +199,22 @@ impl Link {
         Ok(())
     }
 
-    /// Waits for a reply, the reader's place, the end of an outage or of the link, or until a time.
+    /// Waits for a reply, the reader's place, the end of an outage or of the link.
     pub(super) fn wait_for_change<'a>(
         &self,
         mut inbox: MutexGuard<'a, Inbox>,
-        until: Option<Instant>,
     ) -> Result<MutexGuard<'a, Inbox>, LinkLost> {
         inbox.waiting += 1;
-        let given_up = inbox.outage.as_ref().map(|outage| self.deadline(outage) + SENDER_TIMEOUT);
-        let now = Instant::now();
-        inbox = match until.into_iter().chain(given_up).min() {
-            None => self.inbox_changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
-            Some(next) => {
-                let left = next.saturating_duration_since(now);
-                self.inbox_changed.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0
-            }
+        let Some(outage) = &inbox.outage else {
+            inbox = self.inbox_changed.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+            inbox.waiting -= 1;
+            return Ok(inbox);
         };
+        let left = (self.deadline(outage) + SENDER_TIMEOUT).saturating_duration_since(Instant::now());
+        inbox = self.inbox_changed.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0;
         inbox.waiting -= 1;
         match &inbox.outage {
-            Some(outage) if given_up.is_some_and(|given_up| given_up <= now) => {
+            Some(outage) if left.is_zero() => {
                 let reason = self.given_up(outage, "the attempts hang");
                 drop(inbox);
                 Err(self.lose(&reason))
@@ -239,7 +236,7 @@ impl Link {
         let mut inbox = lock(&self.inbox);
         while inbox.outage.is_some() {
             self.check()?;
-            inbox = self.wait_for_change(inbox, None)?;
+            inbox = self.wait_for_change(inbox)?;
         }
         Ok(())
     }
