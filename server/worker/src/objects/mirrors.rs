@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::{Address, Status, status};
@@ -68,6 +69,60 @@ pub struct Inner {
     pub finders: HashMap<u32, Finder>,
 }
 
+/// Comparisons of all mirrors in host memory with what the client knows, one at a time.
+///
+/// A thread that found no change beside another one's comparison could answer before that one has
+/// sent the change. Yet one comparison serves all threads that came before its begin.
+#[derive(Default)]
+pub struct Passes {
+    begun: AtomicU64,
+    /// Number of the latest pass that has sent all it found.
+    ended: Mutex<u64>,
+}
+
+/// A thread's place among the passes: a later one sends what the thread has to send.
+pub struct Ticket(u64);
+
+/// A pass, until it is dropped; only [`Pass::end`] lets it serve other threads.
+pub struct Pass<'a> {
+    number: u64,
+    ended: MutexGuard<'a, u64>,
+}
+
+impl Passes {
+    /// Takes a place; the changes to be sent have been made.
+    pub fn ticket(&self) -> Ticket {
+        // It writes, so that a pass that begins later sees what this thread has seen.
+        Ticket(self.begun.fetch_add(0, Ordering::SeqCst))
+    }
+
+    /// Waits for its turn, and begins a pass; `None` if another thread's has sent all.
+    pub fn begin(&self, ticket: &Ticket) -> Option<Pass<'_>> {
+        self.begin_in(self.ended.lock().unwrap_or_else(PoisonError::into_inner), ticket)
+    }
+
+    fn begin_in<'a>(&self, ended: MutexGuard<'a, u64>, ticket: &Ticket) -> Option<Pass<'a>> {
+        let needed = *ended <= ticket.0;
+        needed.then(|| Pass { number: self.begun.fetch_add(1, Ordering::SeqCst) + 1, ended })
+    }
+}
+
+impl Pass<'_> {
+    /// Ends the pass, all of whose changes are sent.
+    pub fn end(mut self) {
+        *self.ended = self.number;
+    }
+}
+
+/// A mirror in host memory.
+pub struct InHost {
+    pub region: u64,
+    pub address: usize,
+    pub shadow: Shadow,
+    /// Whether it is managed memory, which a program does not watch while a kernel runs.
+    pub managed: bool,
+}
+
 /// All mirrors, by the client's number of the region.
 pub struct Mirrors {
     pub limit: u64,
@@ -76,10 +131,7 @@ pub struct Mirrors {
     inner: Mutex<Inner>,
     /// Held while a finder is opened, which no callback of the driver waits for.
     pub opening: Mutex<()>,
-    /// Held while a thread sends changes of mirrors in host memory.
-    ///
-    /// Another thread could find no change otherwise, and answer before they are sent.
-    pub sending: Mutex<()>,
+    pub passes: Passes,
 }
 
 impl Mirrors {
@@ -90,7 +142,7 @@ impl Mirrors {
             keys: OnceLock::new(),
             inner: Mutex::default(),
             opening: Mutex::default(),
-            sending: Mutex::default(),
+            passes: Passes::default(),
         }
     }
 
@@ -103,13 +155,15 @@ impl Mirrors {
         Ok(self.keys.get_or_init(|| drawn))
     }
 
-    /// Returns the mirrors in host memory: region, address and the client's version.
-    pub fn in_host_memory(&self) -> Vec<(u64, usize, Shadow)> {
-        let host = |(&region, mirror): (&u64, &Mirror)| match &mirror.backing {
-            Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
-                Some((region, mirror.address, shadow.clone()))
-            }
-            Backing::Device { .. } => None,
+    /// Returns the mirrors in host memory.
+    pub fn in_host_memory(&self) -> Vec<InHost> {
+        let host = |(&region, mirror): (&u64, &Mirror)| {
+            let (shadow, managed) = match &mirror.backing {
+                Backing::Own { shadow, .. } => (shadow.clone(), false),
+                Backing::Managed { shadow } => (shadow.clone(), true),
+                Backing::Device { .. } => return None,
+            };
+            Some(InHost { region, address: mirror.address, shadow, managed })
         };
         self.lock().mirrors.iter().filter_map(host).collect()
     }
@@ -203,6 +257,84 @@ mod tests {
         {
             assert_eq!(mirrors.address(region, offset, len), Err(status::INVALID_VALUE), "{region} {offset}");
         }
+    }
+
+    /// A thread that answers once the change that it has made is sent.
+    #[derive(Default)]
+    struct Sender<'a> {
+        steps: usize,
+        change: u64,
+        ticket: Option<Ticket>,
+        pass: Option<Pass<'a>>,
+        read: u64,
+    }
+
+    impl<'a> Sender<'a> {
+        /// Does the next step; `false` if it has to wait.
+        ///
+        /// `memory` counts changes, and `sent` is the latest one that the client has.
+        fn step(&mut self, passes: &'a Passes, memory: &mut u64, sent: &mut u64, count: &mut u64) -> bool {
+            match self.steps {
+                0 => {
+                    *memory += 1;
+                    self.change = *memory;
+                    self.ticket = Some(passes.ticket());
+                }
+                1 => {
+                    let Ok(ended) = passes.ended.try_lock() else { return false };
+                    self.pass = passes.begin_in(ended, self.ticket.as_ref().unwrap());
+                    self.steps += if self.pass.is_some() { 0 } else { 2 };
+                }
+                2 => self.read = *memory,
+                3 => {
+                    (*sent, *count) = (self.read, *count + 1);
+                    self.pass.take().unwrap().end();
+                }
+                _ => return false,
+            }
+            self.steps += 1;
+            assert!(self.steps < 4 || *sent >= self.change, "an answer before the change");
+            true
+        }
+    }
+
+    /// Tries all orders of the threads' next steps.
+    fn try_all(order: &mut Vec<usize>, seen: &mut Vec<u64>) {
+        let passes = Passes::default();
+        let mut threads: [Sender<'_>; 3] = Default::default();
+        let (mut memory, mut sent, mut count) = (0, 0, 0);
+        for &thread in &*order {
+            if !threads[thread].step(&passes, &mut memory, &mut sent, &mut count) {
+                return;
+            }
+        }
+        if threads.iter().all(|thread| thread.steps == 4) {
+            seen.push(count);
+            return;
+        }
+        drop(threads);
+        for thread in 0..3 {
+            order.push(thread);
+            try_all(order, seen);
+            order.pop();
+        }
+    }
+
+    #[test]
+    fn no_thread_answers_before_its_changes_are_sent_and_one_pass_serves_many() {
+        let mut seen = Vec::new();
+        try_all(&mut Vec::new(), &mut seen);
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen, [1, 2, 3]);
+    }
+
+    #[test]
+    fn pass_that_does_not_end_serves_nobody() {
+        let passes = Passes::default();
+        let ticket = passes.ticket();
+        drop(passes.begin(&ticket).unwrap());
+        assert!(passes.begin(&ticket).is_some());
     }
 
     #[test]

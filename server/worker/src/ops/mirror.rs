@@ -20,7 +20,7 @@ use crate::driver::{Address, REGISTER_MAPPED, Status, check, status};
 use crate::frame::Frame;
 use crate::objects::block_hash::Hash;
 use crate::objects::device_blocks::{Finder, Region};
-use crate::objects::mirrors::{Backing, Inner, Mirror, Mirrors, Shadow};
+use crate::objects::mirrors::{Backing, InHost, Inner, Mirror, Mirrors, Shadow};
 use crate::ops::allocations;
 use crate::session::Session;
 
@@ -53,10 +53,10 @@ impl Mirrors {
     ///
     /// So a program that sees a kernel's flag sees the data, too, which the kernel wrote before.
     fn write_back_host(&self, send: &mut dyn FnMut(u64, &[u8])) {
-        let _one = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(pass) = self.passes.begin(&self.passes.ticket()) else { return };
         let regions = self.in_host_memory();
-        let Ok(words) = Words::collected(|words, _| {
-            for (region, address, shadow) in &regions {
+        let Ok(words) = Words::collected(|words, again| {
+            for InHost { region, address, shadow, .. } in regions.iter().filter(|r| !again || !r.managed) {
                 for first in (0..).step_by(COMPARED_BYTES) {
                     // A thread that writes other bytes does not wait.
                     let mut shadow = shadow.lock();
@@ -71,13 +71,14 @@ impl Mirrors {
             Ok::<_, Infallible>(())
         });
         for (id, places) in words.in_order() {
-            let Some((_, _, shadow)) = regions.iter().find(|(region, ..)| *region == id) else { continue };
+            let Some(InHost { shadow, .. }) = regions.iter().find(|r| r.region == id) else { continue };
             let mut body = Vec::new();
             changes::push_places(&mut body, &shadow.lock(), &places);
             if !body.is_empty() {
                 send(id, &body);
             }
         }
+        pass.end();
     }
 }
 
