@@ -525,12 +525,16 @@ async fn keep_small(cache: Cache, supervisor: Supervisor) {
     let mut trimmed = None;
     loop {
         let began = Instant::now();
+        let first = trimmed.is_none();
         let due = trimmed.is_none_or(|at| began.duration_since(at) >= TRIM_INTERVAL);
         if due {
             trimmed = Some(began);
         }
         let (cache, supervisor) = (cache.clone(), supervisor.clone());
         let bound = move || {
+            if due {
+                supervisor.drop_unused_code(first);
+            }
             if supervisor.bound_compiled() || due {
                 cache.trim(clock::wall());
             }

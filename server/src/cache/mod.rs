@@ -3,9 +3,9 @@
 //! It may be deleted at any time.
 //! Images lie under the hash of their content, which a worker checks before it uses one. Only the
 //! server opens and writes them. The driver itself writes the code that it compiled from PTX, and
-//! does not check it: workers write these folders, and the server bounds them. Each client has its
-//! own folder for both, so that no client reads, fills or changes another's. Each user with a lease
-//! of the user's own has one for compiled files.
+//! does not check it: workers write their folders, and the server bounds them. Each client has its
+//! own folder for both, so that no client reads, fills or changes another's. Each of its users has
+//! one for compiled files, unless they share.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -18,10 +18,11 @@ use tracing::{debug, warn};
 
 use self::files::{Entry, leaves_room, made, name_of, paths};
 pub use self::images::{Images, Incoming};
-use self::tree::{BEYOND, Measured, kept};
+use self::tree::{BEYOND, Counts, LEAST, Measured, kept, part, whole};
 use crate::clock::wall;
 use crate::config::{Config, Origin};
 
+mod compiled;
 mod files;
 mod images;
 mod tree;
@@ -30,7 +31,7 @@ mod tree;
 const IMAGES: &str = "images";
 /// Folder of images that workers of an earlier version wrote.
 const FORMER_IMAGES: &str = "modules";
-/// Folder of compiled code, with one for each client or user.
+/// Folder of compiled code, with one for each user, each worker, and each client that shares.
 const COMPILED: &str = "compiled";
 /// Folder of what the server deletes.
 const GONE: &str = "gone";
@@ -52,13 +53,16 @@ pub struct Cache {
     images: Arc<Images>,
     /// Whether users of a client share compiled code.
     shares: bool,
+    /// Name of this server among those that use the folder.
+    server: String,
 }
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
     pub fn open(config: &Config) -> Option<Self> {
         let cache = Self::at(Self::present_folder(config), config.cache_max)?;
-        Some(Self { shares: config.share_compiled, ..cache })
+        let server = name_of(&config.state_dir.to_string_lossy());
+        Some(Self { shares: config.share_compiled, server, ..cache })
     }
 
     fn present_folder(config: &Config) -> PathBuf {
@@ -84,7 +88,7 @@ impl Cache {
     /// Creates the folders in `folder`, for `max` bytes.
     pub fn at(folder: PathBuf, max: u64) -> Option<Self> {
         let images = Arc::new(Images::new(folder.join(IMAGES), max, max / CLIENT_SHARE, wall()));
-        let cache = Self { folder, max, images, shares: true };
+        let cache = Self { folder, max, images, shares: true, server: String::new() };
         // Workers of an earlier version that still run lose their images, and nothing else.
         let former = cache.folder.join(FORMER_IMAGES);
         if former.exists() {
@@ -113,35 +117,17 @@ impl Cache {
         &self.images
     }
 
-    /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client, or for the
-    /// user of the client whose lease it is.
-    ///
-    /// `None`: the users of the lease share none, or the folder cannot be created.
-    pub fn compiled(&self, client: &str, user: Option<u32>) -> Option<PathBuf> {
-        if user.is_none() && !self.shares {
-            return None;
-        }
-        let folder = self.compiled_place(client, user);
-        made(&folder)
-            .inspect_err(|e| {
-                warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
-            })
-            .ok()?;
-        Some(folder)
-    }
-
-    /// Returns the path that [`Self::compiled`] creates.
-    pub fn compiled_place(&self, client: &str, user: Option<u32>) -> PathBuf {
-        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
-        self.folder.join(COMPILED).join(name_of(client) + &user)
-    }
-
     /// Returns the bytes that the driver may keep as compiled code (`CUDA_CACHE_MAXSIZE`).
     ///
     /// The driver counts lengths. Even if the files take twice their length, as small ones may, all
     /// of them are within the share.
     pub fn compiled_max(&self) -> u64 {
         MOST_COMPILED.min(self.share() / 2)
+    }
+
+    /// Returns the bytes that the driver may add to its user's, which are as many at most.
+    pub fn added_max(&self) -> u64 {
+        self.compiled_max() / 2
     }
 
     /// Returns the bytes of all files of the cache, at most.
@@ -153,7 +139,7 @@ impl Cache {
     /// is gone.
     pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<u64> {
         let most = self.share().saturating_mul(2);
-        let bytes = measured(folder, most)?.bytes;
+        let bytes = measured(folder, most, whole)?.bytes;
         // The kernel names files by paths without links.
         let named = folder.canonicalize().ok()?;
         let mut seen = HashSet::new();
@@ -206,7 +192,9 @@ impl Cache {
         self.images.scan(now);
         let mut kept = self.images.entries();
         let compiled = paths(&self.folder.join(COMPILED)).into_iter();
-        kept.extend(compiled.filter_map(|path| Some(Entry { found: measured(&path, most)?, path })));
+        let compiled = compiled.filter_map(|path| Some(Entry { found: measured(&path, most, part)?, path }));
+        // An empty folder has nothing to give, and its worker may fill it soon.
+        kept.extend(compiled.filter(|entry| entry.found.bytes > LEAST.min(self.max)));
         let share = self.share();
         // A worker sets times at will: the future counts as now, and what exceeds its share goes
         // first.
@@ -233,9 +221,9 @@ fn absent(e: io::Error) -> io::Result<()> {
 }
 
 /// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
-fn measured(path: &Path, most: u64) -> Option<Measured> {
+fn measured(path: &Path, most: u64, counts: Counts) -> Option<Measured> {
     let found = path.symlink_metadata().and_then(|facts| match facts.is_dir() {
-        true => tree::measured(path, most),
+        true => tree::measured(path, most, counts),
         false => Ok(Measured::of_file(&facts)),
     });
     match found {
@@ -264,6 +252,12 @@ mod tests {
     fn file(path: &Path, kib: usize, age: u64) {
         std::fs::write(path, vec![1; kib * KIB as usize]).unwrap();
         aged(path, age);
+    }
+
+    fn made_for(cache: &Cache, client: &str, user: Option<u32>) -> PathBuf {
+        let folder = cache.store(client, user);
+        cache.create(&folder).unwrap();
+        folder
     }
 
     fn names(folder: &Path) -> Vec<String> {
@@ -317,11 +311,9 @@ mod tests {
     fn each_client_and_user_has_a_folder_that_goes_whole() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
-        let (a, b) = (cache.compiled("vm-a", None).unwrap(), cache.compiled("../../etc", None).unwrap());
-        assert_eq!(cache.compiled("vm-a", None), Some(a.clone()));
-        let (alice, bob) = (cache.compiled("vm-a", Some(1000)).unwrap(), cache.compiled("vm-a", Some(1001)));
-        assert!(alice != a && Some(&alice) != bob.as_ref() && alice.parent() == a.parent());
-        assert_eq!(cache.compiled("vm-a", Some(1000)), Some(alice.clone()));
+        let (a, b) = (made_for(&cache, "vm-a", None), made_for(&cache, "../../etc", None));
+        let (alice, bob) = (made_for(&cache, "vm-a", Some(1000)), cache.store("vm-a", Some(1001)));
+        assert!(alice != a && alice != bob && alice.parent() == a.parent());
         assert!(a != b && b.starts_with(folder.path().join("compiled")));
         for (folder, age) in [(&a, 5000), (&b, 500), (&alice, 600)] {
             file(&folder.join("index"), 150, age);
@@ -338,7 +330,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
         let compiled = |client: &str, kib: usize, age: u64| {
-            let folder = cache.compiled(client, None).unwrap();
+            let folder = made_for(&cache, client, None);
             file(&folder.join("code"), kib, age);
             folder
         };
@@ -362,7 +354,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 400 << 20).unwrap();
         assert_eq!(cache.compiled_max(), 50 << 20);
-        let compiled = cache.compiled("vm-a", None).unwrap();
+        let compiled = made_for(&cache, "vm-a", None);
         let excess = || cache.excess(cache.compiled_bytes(&compiled, &[])?);
         assert_eq!(excess(), None);
         let code = std::fs::File::create(compiled.join("code")).unwrap();

@@ -21,9 +21,26 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 /// Bytes of a folder that has too much, that goes too deep, or that the server may not read.
 pub(super) const BEYOND: u64 = u64::MAX;
 /// Least bytes that a file or folder counts: empty ones fill a file system, too.
-const LEAST: u64 = 4096;
+pub(super) const LEAST: u64 = 4096;
 /// Most folders inside each other. The driver makes two.
 const MAX_DEPTH: usize = 64;
+
+/// Counts a file's disk space: all of it, or its part for each of its links.
+pub(super) type Counts = fn(&Metadata) -> u64;
+
+/// Counts all of a file's disk space, as its writers may use it.
+pub(super) fn whole(facts: &Metadata) -> u64 {
+    // Blocks, not bytes: a million small files fill a disk, too.
+    LEAST.max(facts.blocks() * 512)
+}
+
+/// Counts a file that lies in several folders once in all.
+pub(super) fn part(facts: &Metadata) -> u64 {
+    match facts.is_dir() {
+        true => whole(facts),
+        false => LEAST.max(facts.blocks() * 512 / facts.nlink().max(1)),
+    }
+}
 
 /// Disk space of a file or folder, and the last use of a file in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,9 +52,8 @@ pub(super) struct Measured {
 impl Measured {
     const NOTHING: Self = Self { bytes: 0, used: SystemTime::UNIX_EPOCH };
 
-    pub(super) fn add(&mut self, facts: &Metadata) {
-        // Blocks, not bytes: a million small files fill a disk, too.
-        self.bytes = self.bytes.saturating_add(LEAST.max(facts.blocks() * 512));
+    pub(super) fn add(&mut self, facts: &Metadata, counts: Counts) {
+        self.bytes = self.bytes.saturating_add(counts(facts));
         if !facts.is_dir() {
             // Most file systems note a read at least once a day. Listing a folder is no use of it.
             let times = [facts.modified(), facts.accessed()].into_iter().flatten();
@@ -48,20 +64,20 @@ impl Measured {
     /// Returns the measure of a single file.
     pub(super) fn of_file(facts: &Metadata) -> Self {
         let mut found = Self::NOTHING;
-        found.add(facts);
+        found.add(facts, whole);
         found
     }
 }
 
 /// A folder that needs no right of its own: its mode cannot keep its owner out.
-struct Folder(OwnedFd);
+pub(super) struct Folder(pub(super) OwnedFd);
 
 impl Folder {
-    fn at(path: &Path) -> io::Result<Self> {
+    pub(super) fn at(path: &Path) -> io::Result<Self> {
         Self::below(AT_FDCWD, path.as_os_str())
     }
 
-    fn below(parent: impl AsFd, name: &OsStr) -> io::Result<Self> {
+    pub(super) fn below(parent: impl AsFd, name: &OsStr) -> io::Result<Self> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Ok(Self(openat(parent, name, flags, Mode::empty())?))
     }
@@ -74,6 +90,14 @@ impl Folder {
     /// Lists the entries; the standard library looks at each one from a descriptor, too.
     fn list(&self) -> io::Result<ReadDir> {
         std::fs::read_dir(self.path())
+    }
+
+    /// As [`Folder::list`], also if its owner, this process's user, took the right away.
+    pub(super) fn entries(&self) -> io::Result<ReadDir> {
+        match self.listed()? {
+            Some(entries) => Ok(entries),
+            None => self.unlock().and_then(|()| self.list()),
+        }
     }
 
     /// As [`Folder::list`]; `None`: its owner, this process's user, took the right away.
@@ -95,7 +119,7 @@ impl Folder {
 }
 
 /// Returns `None` instead of the error of an entry that was deleted or replaced meanwhile.
-fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+pub(super) fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),
         Err(e)
@@ -113,7 +137,7 @@ fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
 /// Measures a folder with all that is in it, up to `most` bytes; more are [`BEYOND`].
 ///
 /// So is a folder of this process's user that it may not list: its owner took the right away.
-pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
+pub(super) fn measured(path: &Path, most: u64, counts: Counts) -> io::Result<Measured> {
     let mut found = Measured { bytes: LEAST, ..Measured::NOTHING };
     let folder = Folder::at(path)?;
     let Some(entries) = folder.listed()? else { return Ok(Measured { bytes: BEYOND, ..found }) };
@@ -126,7 +150,7 @@ pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
             continue;
         };
         let Some(facts) = still_there(entry.metadata())? else { continue };
-        found.add(&facts);
+        found.add(&facts, counts);
         if found.bytes > most || depth >= MAX_DEPTH {
             return Ok(Measured { bytes: BEYOND, ..found });
         }
@@ -155,7 +179,7 @@ pub(super) fn kept(process: u32, folder: &Path, seen: &mut HashSet<u64>) -> io::
             Err(e) => e.raw_os_error() == Some(Errno::ENAMETOOLONG as i32) && Some(facts.dev()) == device,
         };
         if inside && facts.is_file() && facts.nlink() == 0 && seen.insert(facts.ino()) {
-            bytes = bytes.saturating_add(LEAST.max(facts.blocks() * 512));
+            bytes = bytes.saturating_add(whole(&facts));
         }
     }
     Ok(bytes)
@@ -251,7 +275,7 @@ fn empty_one(gone: &Folder, name: &OsStr, left: &mut Vec<OsString>) -> io::Resul
     }
 }
 
-fn unlink(folder: &Folder, name: &OsStr, how: UnlinkatFlags) -> io::Result<()> {
+pub(super) fn unlink(folder: &Folder, name: &OsStr, how: UnlinkatFlags) -> io::Result<()> {
     Ok(unlinkat(&folder.0, name, how)?)
 }
 
@@ -291,7 +315,7 @@ mod tests {
         for (depth, seen) in [(3, true), (60, true), (100, false), (3000, false)] {
             let folder = root.path().join("folder");
             deep(&folder, depth, 1 << 20);
-            let found = measured(&folder, 1 << 30).unwrap().bytes;
+            let found = measured(&folder, 1 << 30, whole).unwrap().bytes;
             match seen {
                 true => assert!((1 << 20..2 << 20).contains(&found), "{depth}: {found}"),
                 false => assert_eq!(found, BEYOND, "{depth}"),
@@ -312,7 +336,7 @@ mod tests {
             std::fs::write(folder.join("inner/innermost/code"), vec![1; 1 << 20]).unwrap();
             let locked = root.path().join(locked);
             std::fs::set_permissions(&locked, Permissions::from_mode(mode)).unwrap();
-            let found = measured(&folder, 1 << 30).unwrap().bytes;
+            let found = measured(&folder, 1 << 30, whole).unwrap().bytes;
             assert!(found == BEYOND || root_reads_all && found > 1 << 20, "{mode:o}: {found}");
             delete(root.path(), &folder);
         }
@@ -326,8 +350,8 @@ mod tests {
             std::fs::create_dir_all(folder.join(format!("{n}"))).unwrap();
             std::fs::write(folder.join(format!("{n}-file")), b"").unwrap();
         }
-        assert!(measured(&folder, 1 << 30).unwrap().bytes >= 400 * LEAST);
-        assert_eq!(measured(&folder, 300 * LEAST).unwrap().bytes, BEYOND);
+        assert!(measured(&folder, 1 << 30, whole).unwrap().bytes >= 400 * LEAST);
+        assert_eq!(measured(&folder, 300 * LEAST, whole).unwrap().bytes, BEYOND);
         delete(root.path(), &folder);
     }
 
@@ -362,10 +386,10 @@ mod tests {
         symlink(&other, folder.join("link")).unwrap();
         symlink(other.join("kept"), folder.join("file")).unwrap();
         nix::unistd::mkfifo(&folder.join("pipe"), Mode::S_IRWXU).unwrap();
-        assert!(measured(&folder, 1 << 30).unwrap().bytes < 100 * KIB);
+        assert!(measured(&folder, 1 << 30, whole).unwrap().bytes < 100 * KIB);
         delete(root.path(), &folder);
         assert!(other.join("kept").exists());
         symlink(&other, &folder).unwrap();
-        assert!(measured(&folder, 1 << 30).is_err(), "a link in a folder's place is none");
+        assert!(measured(&folder, 1 << 30, whole).is_err(), "a link in a folder's place is none");
     }
 }

@@ -140,12 +140,11 @@ keys! {
         resume_grace: Duration = "60s", GRACE, live;
         /// Disk space for modules and code that the driver compiled from PTX; 0: none.
         cache_max: u64 = "8GiB", SIZE;
-        /// Compiled code of leases for several users: "on" keeps it, for all users of the client
-        /// together; "off" keeps none, since a user could change it for the others.
+        /// Compiled code of leases for several users: "off" keeps it for each user apart; "on", for
+        /// all users of the client together, so that a user could change it for the others.
         ///
-        /// With "off", the driver compiles PTX at each start. Leases of one user have their own
-        /// code always.
-        share_compiled: bool = "on", SWITCH;
+        /// Leases of one user have their own code always.
+        share_compiled: bool = "off", SWITCH;
 
         "Leases that are not used";
 

@@ -67,11 +67,15 @@ impl Supervisor {
         if !worker.unadmitted.enter(number, peer.ip(), self.0.clock.now()) {
             return Err((AdoptError::Busy, socket));
         }
+        let user = preface.uid.get();
         let preface = preface.to_bytes().to_vec();
         match worker.orders.commands.try_send(Command::Adopt { socket, number, preface, peer }) {
             Ok(()) => {
                 if lane == 0 {
                     worker.peer = Some(peer);
+                }
+                if worker.own_code {
+                    worker.code_of.get_or_insert(user);
                 }
                 state.changed(id);
                 Ok(())

@@ -82,6 +82,7 @@ struct Attendance<'a> {
     told_to_end: bool,
     said_end: bool,
     said_ready: bool,
+    lent_code: bool,
     received: Received,
     images: ImageDesk,
     records: Pace,
@@ -157,6 +158,7 @@ impl Supervisor {
             told_to_end: false,
             said_end: false,
             said_ready: false,
+            lent_code: false,
             received: Received { since: Instant::now(), packets: 0, paused: None },
             images: ImageDesk::new(self, id),
             records: Pace::default(),
@@ -195,6 +197,7 @@ impl Supervisor {
                         Command::Leave => {
                             while let Ok(command) = commands.try_recv() {
                                 task.write_record();
+                                task.lend_code().await;
                                 send_socket(channel, command, ends, task.told_to_end, deadline).await?;
                             }
                             return Ok(End::Left);
@@ -205,6 +208,7 @@ impl Supervisor {
                 () = sleep_until(next_second), if task.received.paused.is_some() => task.received.paused = None,
                 Some(command) = commands.recv() => {
                     task.write_record();
+                    task.lend_code().await;
                     send_socket(channel, command, ends, task.told_to_end, deadline).await?;
                 }
                 // Last, so that a worker that sends much delays nothing above.
@@ -240,6 +244,13 @@ impl Attendance<'_> {
     fn write_record(&mut self) {
         self.supervisor.write_record(self.id);
         self.records.written(Instant::now());
+    }
+
+    /// Lends its user's compiled code to a worker that gets its first connection.
+    async fn lend_code(&mut self) {
+        if !std::mem::replace(&mut self.lent_code, true) {
+            self.supervisor.lend_code(self.id).await;
+        }
     }
 
     async fn on_exit(&mut self) {

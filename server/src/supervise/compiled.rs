@@ -1,31 +1,50 @@
-//! Disk space of compiled code, which workers write: the supervisor deletes a folder that has too
-//! much, and ends its workers if their drivers would not have written that.
+//! Compiled code, which workers write: each gets its user's, and what is new stays for later ones.
+//!
+//! The supervisor deletes a folder that has too much, and ends its workers if their drivers would
+//! not have written that.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::exit::stop;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor};
-use super::worker::{Phase, Worker, hex};
+use super::worker::{Phase, Worker, WorkerRecord, hex};
 use crate::cache::Cache;
 use crate::lease::Lease;
 
-/// Returns the user whose compiled code is apart from that of the client's other users.
+/// Time that a program waits for the code that its user's earlier programs compiled.
+const LEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Returns the user whose lease it is, who shares compiled code with no other.
 pub(super) fn owner(lease: &Lease) -> Option<u32> {
     (!lease.user.is_empty()).then_some(lease.uid)
 }
 
 impl State {
+    /// Returns the folder where a worker's driver keeps compiled code; `None`: its lease is gone.
+    ///
+    /// Workers of an earlier release wrote into a store.
+    pub(super) fn code_folder(&self, cache: &Cache, worker: &Worker) -> Option<PathBuf> {
+        match worker.own_code {
+            true => Some(cache.of_worker(&hex(&worker.id))),
+            false => {
+                let known = self.leases.get(&worker.lease)?;
+                Some(cache.store(&worker.client, owner(&known.lease)))
+            }
+        }
+    }
+
     /// Returns the folders of compiled code that live workers write, each with these workers and
     /// their processes.
     fn writers(&self, cache: &Cache) -> HashMap<PathBuf, (Vec<WorkerId>, Vec<u32>)> {
         let mut folders: HashMap<_, (Vec<_>, Vec<_>)> = HashMap::new();
         for (id, worker) in &self.workers {
-            let (Some(pid), Some(known)) = (worker.pid, self.leases.get(&worker.lease)) else { continue };
-            let folder = cache.compiled_place(&worker.client, owner(&known.lease));
+            let (Some(pid), Some(folder)) = (worker.pid, self.code_folder(cache, worker)) else { continue };
             let (ids, pids) = folders.entry(folder).or_default();
             ids.push(*id);
             pids.push(pid);
@@ -64,6 +83,61 @@ impl State {
 }
 
 impl Supervisor {
+    /// Returns the bytes of compiled code that a worker's driver may keep.
+    pub(super) fn code_max(&self, worker: &WorkerRecord) -> Option<u64> {
+        let cache = self.0.options.cache.as_ref()?;
+        Some(if worker.own_code { cache.added_max() } else { cache.compiled_max() })
+    }
+
+    /// Gives a worker what its user's earlier programs compiled, before its program reaches it.
+    pub(super) async fn lend_code(&self, id: &WorkerId) {
+        let Some(cache) = self.0.options.cache.clone() else { return };
+        let (user, client) = match self.state().workers.get(id) {
+            Some(Worker { book: WorkerRecord { code_of: Some(user), client, .. }, .. }) => {
+                (*user, client.clone())
+            }
+            _ => return,
+        };
+        let folder = cache.of_worker(&hex(id));
+        let shown = folder.display().to_string();
+        let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder));
+        let lent = timeout(LEND_TIMEOUT, lending).await;
+        if let Ok(Ok(Err(e))) = lent {
+            warn!("cache {shown}: compiled code cannot be linked: {e}; its program may compile again");
+        }
+    }
+
+    /// Keeps what an exited worker's driver compiled, for the next programs of its user.
+    pub(super) fn take_code_back(&self, worker: &WorkerRecord) {
+        let Some(cache) = self.0.options.cache.clone().filter(|_| worker.own_code) else { return };
+        let (folder, client, user) =
+            (cache.of_worker(&hex(&worker.id)), worker.client.clone(), worker.code_of);
+        tokio::task::spawn_blocking(move || match user {
+            Some(user) => cache.take_back(&client, user, &folder),
+            None => cache.delete(&folder),
+        });
+    }
+
+    /// Deletes compiled code that no worker may use any longer.
+    ///
+    /// `first`: also that of workers that an earlier server left and that have exited since.
+    pub fn drop_unused_code(&self, first: bool) {
+        let Some(cache) = &self.0.options.cache else { return };
+        // Before the workers, since a new one is in the table before its folder exists.
+        let doubtful = cache.doubtful(first);
+        let used = {
+            let state = self.state();
+            let mut used: HashSet<_> =
+                state.workers.values().filter_map(|worker| state.code_folder(cache, worker)).collect();
+            for left in &state.left {
+                used.insert(cache.of_worker(&hex(&left.book.id)));
+                used.insert(cache.store(&left.book.client, None));
+            }
+            used
+        };
+        cache.drop_unused(doubtful, &used);
+    }
+
     /// Deletes folders with too much compiled code, and ends the workers that exceeded their bound.
     ///
     /// It waits for the disk. Returns `true` if the others have too much together.

@@ -119,6 +119,7 @@ impl Supervisor {
         }
         drop(state);
         self.cgroups().remove(&worker.client, &worker_id);
+        self.take_code_back(&worker);
         match pause {
             Some(pause) => warn!(
                 gpusession_worker = worker_id,

@@ -87,6 +87,12 @@ pub struct WorkerRecord {
     /// Bytes of compiled code that its driver keeps at most; 0: none, or unknown.
     #[serde(default)]
     pub(super) compiled_max: u64,
+    /// Its driver keeps compiled code in a folder of the worker's own.
+    #[serde(default)]
+    pub(super) own_code: bool,
+    /// User whose compiled code that is; none before the first connection.
+    #[serde(default)]
+    pub(super) code_of: Option<u32>,
 }
 
 #[cfg(test)]

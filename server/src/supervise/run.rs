@@ -109,6 +109,8 @@ impl Supervisor {
             ended_because: None,
             held: Vec::new(),
             compiled_max: options.cache.as_ref().map_or(0, |cache| cache.compiled_max()),
+            own_code: options.cache.as_ref().is_some_and(|c| !c.shares() || owner(&entry.lease).is_some()),
+            code_of: None,
         };
         state.workers.insert(
             id,
@@ -200,18 +202,17 @@ impl Supervisor {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
         // The driver shows the worker its lease's GPUs only, in the lease's order.
-        let (gpus, client, user, bounds) = {
+        let (gpus, client, code, bounds) = {
             let state = self.state();
             let gone = "it was stopped before it started";
             let (_, bounds) = state.bounds(id).ok_or(gone)?;
             let worker = state.workers.get(id).ok_or(gone)?;
-            let lease = state.leases.get(&worker.lease).map(|known| &known.lease);
-            let user = lease.and_then(owner);
-            (worker.gpus.join(","), worker.client.clone(), user, bounds)
+            let code = self.0.options.cache.as_ref().and_then(|cache| state.code_folder(cache, worker));
+            (worker.gpus.join(","), worker.client.clone(), code.zip(self.code_max(worker)), bounds)
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
         let cache = self.0.options.cache.as_ref();
-        match cache.and_then(|cache| Some((cache.compiled(&client, user)?, cache.compiled_max()))) {
+        match code.filter(|(folder, _)| cache.is_some_and(|cache| cache.create(folder).is_some())) {
             Some((folder, most)) => variables.extend([
                 ("CUDA_CACHE_PATH".into(), folder.into()),
                 ("CUDA_CACHE_MAXSIZE".into(), most.to_string().into()),

@@ -193,7 +193,11 @@ async fn too_much_compiled_code_ends_its_writers_alone() {
     for vm in [&mut excessive, &mut other] {
         let lease = vm.allocate(10.0).await.unwrap();
         let (lane, said) = server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true);
-        assert_eq!(said["environment"]["CUDA_CACHE_MAXSIZE"], (1 << 20).to_string(), "half of its share");
+        assert_eq!(
+            said["environment"]["CUDA_CACHE_MAXSIZE"],
+            (512 << 10).to_string(),
+            "a quarter of its share"
+        );
         lanes.push(lane);
         folders.push(std::path::PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap()));
     }

@@ -3,6 +3,7 @@
 
 mod administration;
 mod audit;
+mod compiled;
 mod fences;
 mod garbage;
 mod health;

@@ -171,6 +171,9 @@ async fn programs_outlive_the_server() {
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
     let (_id, mut lane, said) = program(&server, &mut vm, &lease.id).await;
+    let own = std::path::PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap());
+    std::fs::create_dir_all(own.join("a/b")).unwrap();
+    std::fs::write(own.join("a/b/code"), "compiled").unwrap();
     let granted = vm.take(&lease.id).await.unwrap();
     let data = server.data.clone();
     for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
@@ -205,6 +208,11 @@ async fn programs_outlive_the_server() {
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
     eventually("it is off the books", async || worker_row(&server, &said).is_null()).await;
+    eventually("its folder is gone", async || !own.exists()).await;
+    let next = server.again(&vm).await.take(&lease.id).await.unwrap();
+    let (_lane, later) = server.adopt(&next.id, 0, true);
+    let code = later["environment"]["CUDA_CACHE_PATH"].as_str().unwrap().to_owned() + "/a/b/code";
+    assert_eq!(std::fs::read_to_string(code).unwrap(), "compiled", "its user's next program has its code");
     let mut records = server.json(&["accounting"]);
     records = records["records"].take();
     let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();

@@ -335,6 +335,11 @@ impl Server {
 
     /// Returns the preface of a lane's next connection, as a grant for a worker makes it.
     pub fn preface(&self, worker: &[u8], lane: u16, tls: bool) -> Preface {
+        self.preface_of(1000, worker, lane, tls)
+    }
+
+    /// As [`Self::preface`], of a program of this user.
+    pub fn preface_of(&self, uid: u32, worker: &[u8], lane: u16, tls: bool) -> Preface {
         let id: [u8; 16] = worker.try_into().expect("an id");
         let hex: String = worker.iter().map(|byte| format!("{byte:02x}")).collect();
         let lease = self.workers().into_iter().find(|w| w["worker"] == hex).map(|w| w["lease"].clone());
@@ -342,12 +347,16 @@ impl Server {
         let state: serde_json::Value = serde_json::from_slice(&state).expect("JSON");
         let key = lease.map_or([0; 32], |lease| ticket_key(&state, &lease).expect("the lease's key"));
         let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
-        Preface::new(id, &Key::new(&key, &id, 1000), lane, attempt, if tls { FLAG_TLS } else { 0 })
+        Preface::new(id, &Key::new(&key, &id, uid), lane, attempt, if tls { FLAG_TLS } else { 0 })
     }
 
     /// Opens a data connection to a worker, and reads the fake worker's line.
     pub fn adopt(&self, worker: &[u8], lane: u16, tls: bool) -> (TcpStream, serde_json::Value) {
-        let preface = self.preface(worker, lane, tls);
+        self.adopt_with(&self.preface(worker, lane, tls))
+    }
+
+    /// As [`Self::adopt`], with this preface.
+    pub fn adopt_with(&self, preface: &Preface) -> (TcpStream, serde_json::Value) {
         let mut socket = self.data_connection(preface.as_bytes());
         let mut line = Vec::new();
         let mut byte = [0];

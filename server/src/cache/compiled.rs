@@ -1,0 +1,266 @@
+//! Code that the driver compiled: a store for each user, and a folder for each worker.
+//!
+//! The driver believes what it finds, so no user's worker may write what another's reads. A worker
+//! starts before its user is known, and may write one folder alone. So the server links the user's
+//! code into that folder before the program's first bytes arrive, and takes back what is new at the
+//! worker's end.
+//!
+//! The driver looks at each compilation whether the file is there, two folders deep, and needs no
+//! entry of its index. So each worker has an index of its own.
+
+use std::collections::HashSet;
+use std::ffi::{OsStr, OsString};
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, renameat};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, linkat};
+use tracing::{debug, warn};
+
+use super::files::{made, name_of, paths};
+use super::tree::{Folder, Measured, still_there, unlink};
+use super::{COMPILED, Cache, absent};
+
+/// Most files of a user's store.
+const MOST_FILES: usize = 1 << 14;
+
+/// A file of compiled code, two folders deep.
+struct Found<'a> {
+    /// Names of the folders, the outer one first.
+    place: [&'a OsStr; 2],
+    folder: &'a Folder,
+    name: &'a OsStr,
+    facts: &'a Metadata,
+}
+
+impl Cache {
+    /// Returns whether the users of a client share compiled code.
+    pub fn shares(&self) -> bool {
+        self.shares
+    }
+
+    /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`); `None` if it cannot.
+    pub fn create(&self, folder: &Path) -> Option<()> {
+        made(folder)
+            .inspect_err(|e| {
+                warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
+            })
+            .ok()
+    }
+
+    /// Returns the folder that all users of a client share, or the store of one user.
+    pub fn store(&self, client: &str, user: Option<u32>) -> PathBuf {
+        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
+        self.folder.join(COMPILED).join(name_of(client) + &user)
+    }
+
+    /// Returns the folder of a worker of this server.
+    pub fn of_worker(&self, worker: &str) -> PathBuf {
+        self.folder.join(COMPILED).join(format!("{}.{worker}", self.server))
+    }
+
+    /// Links a user's compiled code into the folder of a worker.
+    pub fn lend(&self, client: &str, user: u32, folder: &Path) -> io::Result<()> {
+        let Some(store) = still_there(Folder::at(&self.store(client, Some(user))))? else { return Ok(()) };
+        let worker = Folder::at(folder)?;
+        each_file(&store, |file| {
+            let to = folder_in(&worker, file.place)?;
+            match linkat(&file.folder.0, file.name, &to.0, file.name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::EEXIST | Errno::ENOENT | Errno::EMLINK) => Ok(true),
+                Err(e) => Err(e.into()),
+            }
+        })
+    }
+
+    /// Moves new compiled code of an exited worker into its user's store, and deletes its folder.
+    pub fn take_back(&self, client: &str, user: u32, folder: &Path) {
+        let store = self.store(client, Some(user));
+        if let Err(e) = self.moved(folder, &store).or_else(absent) {
+            warn!("cache {}: not kept: {e}; its user's programs compile again", folder.display());
+        }
+        self.delete(folder);
+    }
+
+    fn moved(&self, folder: &Path, store: &Path) -> io::Result<()> {
+        let worker = Folder::at(folder)?;
+        let (mut files, mut bytes, mut to) = (0, 0, None);
+        each_file(&worker, |file| {
+            // The store has, or had, what has another link.
+            if file.facts.nlink() > 1 {
+                return Ok(true);
+            }
+            (files, bytes) = (files + 1, Measured::of_file(file.facts).bytes.saturating_add(bytes));
+            if files > MOST_FILES || bytes > self.compiled_max() {
+                return Ok(false);
+            }
+            if to.is_none() {
+                made(store)?;
+                to = Some(Folder::at(store)?);
+            }
+            let Some(to) = &to else { return Ok(false) };
+            renameat(&file.folder.0, file.name, &folder_in(to, file.place)?.0, file.name)?;
+            Ok(true)
+        })?;
+        to.map_or(Ok(()), |store| self.bound(&store))
+    }
+
+    /// Deletes the least recently used files until a store is within its bounds.
+    fn bound(&self, store: &Folder) -> io::Result<()> {
+        let mut all: Vec<(SystemTime, u64, [OsString; 2], OsString)> = Vec::new();
+        each_file(store, |file| {
+            let Measured { bytes, used } = Measured::of_file(file.facts);
+            all.push((used, bytes, file.place.map(OsStr::to_owned), file.name.to_owned()));
+            Ok(true)
+        })?;
+        all.sort();
+        let mut bytes: u64 = all.iter().map(|(_, bytes, ..)| bytes).sum();
+        let mut files = all.len();
+        for (_, freed, [outer, inner], name) in all {
+            if files <= MOST_FILES && bytes <= self.compiled_max() {
+                break;
+            }
+            let folder = Folder::below(&Folder::below(&store.0, &outer)?.0, &inner)?;
+            still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?;
+            (files, bytes) = (files - 1, bytes.saturating_sub(freed));
+        }
+        Ok(())
+    }
+
+    /// Lists folders of compiled code that no worker may need: those that a client's users share,
+    /// where they may not, and with `left` those of this server's workers.
+    pub fn doubtful(&self, left: bool) -> Vec<PathBuf> {
+        let mine = format!("{}.", self.server);
+        let doubtful = |name: &str| match name.contains(['-', '.']) {
+            false => !self.shares,
+            true => left && name.starts_with(&mine),
+        };
+        let mut all = paths(&self.folder.join(COMPILED));
+        all.retain(|path| path.file_name().and_then(OsStr::to_str).is_some_and(doubtful));
+        all
+    }
+
+    /// Deletes those of the doubtful folders that are not in use.
+    pub fn drop_unused(&self, doubtful: Vec<PathBuf>, used: &HashSet<PathBuf>) {
+        for path in doubtful.into_iter().filter(|path| !used.contains(path)) {
+            debug!("cache {}: of no use any longer: deleted", path.display());
+            self.delete(&path);
+        }
+    }
+}
+
+/// Calls `act` for each regular file that lies two folders deep, as long as it returns `true`.
+///
+/// Others are none of the driver's code.
+fn each_file(top: &Folder, mut act: impl FnMut(&Found) -> io::Result<bool>) -> io::Result<()> {
+    for outer in top.entries()? {
+        let outer = outer?.file_name();
+        let Some(folder) = still_there(Folder::below(&top.0, &outer))? else { continue };
+        for inner in folder.entries()? {
+            let inner = inner?.file_name();
+            let Some(folder) = still_there(Folder::below(&folder.0, &inner))? else { continue };
+            for entry in folder.entries()? {
+                let entry = entry?;
+                let Some(facts) = still_there(entry.metadata())?.filter(Metadata::is_file) else { continue };
+                let (place, name) = ([&*outer, &*inner], entry.file_name());
+                if !act(&Found { place, folder: &folder, name: &name, facts: &facts })? {
+                    return Ok(());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Opens the folder at a place, and creates it if it is absent.
+fn folder_in(top: &Folder, place: [&OsStr; 2]) -> io::Result<Folder> {
+    let inside = |parent: &Folder, name| match mkdirat(&parent.0, name, Mode::S_IRWXU) {
+        Ok(()) | Err(Errno::EEXIST) => Folder::below(&parent.0, name),
+        Err(e) => Err(e.into()),
+    };
+    inside(&inside(top, place[0])?, place[1])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::clock::wall;
+
+    const KIB: u64 = 1024;
+
+    /// Writes code of this age into a worker's folder.
+    fn code(folder: &Path, name: &str, kib: u64, age: u64) {
+        let path = folder.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, vec![1; (kib * KIB) as usize]).unwrap();
+        let then = wall() - Duration::from_secs(age);
+        let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
+        std::fs::File::open(path).unwrap().set_times(times).unwrap();
+    }
+
+    fn cache(folder: &tempfile::TempDir) -> Cache {
+        Cache::at(folder.path().into(), 800 * KIB).unwrap()
+    }
+
+    #[test]
+    fn a_store_keeps_the_latest_code_within_its_bound() {
+        let root = tempfile::tempdir().unwrap();
+        let cache = cache(&root);
+        let store = cache.store("vm-1", Some(1000));
+        let has = |name: &str| store.join(name).exists();
+        for (n, (name, age)) in [("a/b/1", 300), ("a/b/2", 100), ("c/d/3", 200)].into_iter().enumerate() {
+            let worker = cache.of_worker(&n.to_string());
+            code(&worker, name, 40, age);
+            cache.take_back("vm-1", 1000, &worker);
+            assert!(!worker.exists());
+        }
+        assert!(!has("a/b/1") && has("a/b/2") && has("c/d/3"), "100 KiB at most");
+        // A worker gives no more than that, either.
+        let worker = cache.of_worker("many");
+        (0..8).for_each(|n| code(&worker, &format!("e/f/{n}"), 40, 0));
+        cache.take_back("vm-1", 1000, &worker);
+        let kept = (0..8).filter(|n| has(&format!("e/f/{n}"))).count();
+        assert_eq!(kept, 2);
+    }
+
+    #[test]
+    fn code_of_many_workers_counts_once_and_goes_to_none_of_them_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let cache = cache(&root);
+        let first = cache.of_worker("first");
+        code(&first, "a/b/code", 80, 10);
+        cache.take_back("vm-1", 1000, &first);
+        let workers: Vec<_> = (0..20).map(|n| cache.of_worker(&n.to_string())).collect();
+        for worker in &workers {
+            cache.create(worker).unwrap();
+            cache.lend("vm-1", 1000, worker).unwrap();
+            // Again, as after an upgrade of the server.
+            cache.lend("vm-1", 1000, worker).unwrap();
+            assert_eq!(cache.compiled_bytes(worker, &[]), Some((80 + 3 * 4) * KIB), "all of it");
+        }
+        cache.trim(wall());
+        assert!(workers.iter().all(|worker| worker.join("a/b/code").exists()), "there is room");
+        workers.iter().for_each(|worker| cache.take_back("vm-1", 1000, worker));
+        assert!(cache.store("vm-1", Some(1000)).join("a/b/code").exists());
+    }
+
+    #[test]
+    fn a_mode_keeps_no_code_from_the_store() {
+        use std::os::unix::fs::PermissionsExt;
+        let root = tempfile::tempdir().unwrap();
+        let cache = cache(&root);
+        let worker = cache.of_worker("first");
+        code(&worker, "a/b/code", 4, 0);
+        for locked in ["a/b", "a", ""] {
+            std::fs::set_permissions(worker.join(locked), std::fs::Permissions::from_mode(0o0)).unwrap();
+        }
+        cache.take_back("vm-1", 1000, &worker);
+        assert!(!worker.exists() && cache.store("vm-1", Some(1000)).join("a/b/code").exists());
+    }
+}
