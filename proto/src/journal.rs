@@ -74,6 +74,11 @@ events! {
         "Workers of the server @GPUSESSION_SERVER@ keep rights that they do not need: @GPUSESSION_REASON@.\n\
          A program that takes over its worker then reaches what the server's user can reach, such as the pool's key.\n\
          Enable what is missing, set isolation = \"require\", and restart the server; `gpuserver check-isolation` shows the result.";
+    /// The driver gave device memory that still had bytes of another process.
+    MemoryLeft = 0x67f223c8fff04baeb18c37f9a3557ebb: SERVER, "Memory of a GPU was not cleared", "gpuserver.toml(5)",
+        "A worker for @GPUSESSION_CLIENT@ got device memory from the driver that had bytes of an earlier process: @GPUSESSION_REASON@.\n\
+         Programs of this client may have read such bytes. Give clients that must not read each other's data GPUs of their own,\n\
+         and report the version of the driver to NVIDIA; `gpuserver status` shows it.";
     /// A GPU server does not answer.
     ServerLost = 0x6ff34f01d228494abdf676921495ecad: CLIENT, "A GPU server does not answer", "gpusession-status(1)",
         "The server @GPUSESSION_SERVER@ does not answer: @GPUSESSION_REASON@. Programs on its GPUs wait for 60 seconds.\n\

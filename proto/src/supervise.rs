@@ -219,6 +219,10 @@ pub struct Start {
     pub images: bool,
     /// Whether to initialise the driver before a client connects (not under MPS).
     pub warm: bool,
+    /// Whether a warm worker reads a sample of the GPUs' memory, and reports
+    /// [`FromWorker::Sampled`].
+    #[serde(default)]
+    pub verify_memory: bool,
     /// Whether the worker is a client of NVIDIA's MPS.
     ///
     /// It then fails if the driver does not find the daemon. Before it exits, it reports
@@ -426,6 +430,15 @@ pub enum FromWorker {
         /// Length of the image.
         bytes: u64,
     },
+    /// The worker has read memory of a GPU that it never wrote; precedes [`FromWorker::Ready`].
+    Sampled {
+        /// Index in [`Start::devices`].
+        device: u32,
+        /// Number of bytes that it read.
+        bytes: u64,
+        /// Number of them that the driver had not cleared.
+        left: u64,
+    },
     /// A message of a later release, which the receiver ignores.
     #[serde(other)]
     Unknown,
@@ -486,6 +499,7 @@ mod tests {
             require_tls: true,
             images: false,
             warm: false,
+            verify_memory: false,
             mps: true,
             resume_grace_s: 60,
             staging_bytes: STAGING,
@@ -552,6 +566,7 @@ mod tests {
             FromWorker::Sealed { ticket: vec![10; 64] },
             FromWorker::ImageWanted { serial: 1800, hash: [11; 32] },
             FromWorker::ImageOffered { serial: 1900, hash: [12; 32], bytes: 1950 },
+            FromWorker::Sampled { device: 1, bytes: 2000, left: 2050 },
         ];
         (to, from)
     }

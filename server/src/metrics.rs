@@ -22,6 +22,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::pool::Pool;
+use crate::supervise::Sampled;
 
 /// Most connections at a time; the listener's queue holds further ones.
 const MAX_CONNECTIONS: usize = 16;
@@ -69,6 +70,16 @@ const RESUMES: Metric = Metric(
     "gpusession_resumes_total",
     "counter",
     "Returns of programs after a broken connection since the server started",
+);
+const SAMPLED: Metric = Metric(
+    "gpusession_gpu_sampled_bytes_total",
+    "counter",
+    "Device memory that new workers looked at since the server started",
+);
+const LEFT: Metric = Metric(
+    "gpusession_gpu_left_bytes_total",
+    "counter",
+    "Bytes of the sampled memory that the driver had not cleared",
 );
 const INTERRUPTED: Metric =
     Metric("gpusession_programs_interrupted", "gauge", "Programs that are without a connection now");
@@ -184,6 +195,10 @@ async fn text(pool: &Pool) -> String {
     };
     out.add(server, ENDED_LEASES, of_client(|t| t.leases as f64));
     out.add(server, ENDED_PROGRAMS, of_client(|t| t.programs as f64));
+    let sampled = pool.supervisor().sampled();
+    let of = |count: fn(&Sampled) -> u64| sampled.iter().map(move |(gpu, s)| (of_gpu(gpu), count(s) as f64));
+    out.add(server, SAMPLED, of(|s| s.bytes));
+    out.add(server, LEFT, of(|s| s.left));
     out.add(server, RESUMES, [(vec![], pool.supervisor().resumes() as f64)]);
     let measured = pool.endpoints().counts().into_iter();
     out.add(server, MEASUREMENTS, measured.map(|(client, n)| (vec![("client", client)], n as f64)));

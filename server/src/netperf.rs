@@ -210,6 +210,7 @@ impl Endpoints {
             require_tls: encrypted,
             images: false,
             warm: false,
+            verify_memory: false,
             mps: false,
             resume_grace_s: if resumes { RETURN_SECONDS } else { 0 },
             staging_bytes: 0,

@@ -115,6 +115,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         driver: host.driver.clone(),
         cache: cache.clone(),
         warm_workers: config.warm_workers,
+        verify_memory: config.scrub,
         idle_exit: config.worker_idle_exit,
         isolation: isolation.clone(),
         mps: host.mps,

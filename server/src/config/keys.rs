@@ -16,7 +16,7 @@ use ipnet::IpNet;
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
     GRACE, ISOLATION, LOCAL, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED, OVERCOMMIT,
-    PART_OF_MEMORY, PATH_OR_NONE, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
+    PART_OF_MEMORY, PATH_OR_NONE, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SCRUB, SHARING, SIZE, SWITCH,
 };
 use super::origin::ConfigError;
 use super::reader::{
@@ -127,6 +127,12 @@ keys! {
         /// The rights are files, sockets, processes and rare system calls.
         /// `gpuserver check-isolation` shows which ones this host allows.
         isolation: Isolation = "require", ISOLATION;
+        /// Look whether the driver has cleared memory that it gives: "off"; with "verify", each
+        /// worker reads a sample before a program gets the worker.
+        ///
+        /// A sample has at most 64 MiB of each GPU and takes 0.1 s. Bytes that are left go to the
+        /// journal and the metrics. Workers under MPS do not look.
+        scrub: bool = "off", SCRUB;
         /// Number of workers kept ready for each lease.
         ///
         /// The number is 0 to 64.

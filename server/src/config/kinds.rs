@@ -65,6 +65,10 @@ pub(super) const SWITCH: Kind<bool> = Kind {
     read: |v| one_of(v, &["on", "off"], &[]).map(|word| word == "on"),
     show: |on| if *on { "on" } else { "off" }.into(),
 };
+pub(super) const SCRUB: Kind<bool> = Kind {
+    read: |v| one_of(v, &["off", "verify"], &[]).map(|word| word == "verify"),
+    show: |verify| if *verify { "verify" } else { "off" }.into(),
+};
 pub(super) const NETWORKS: Kind<Vec<IpNet>> =
     Kind { read: |v| texts(v)?.into_iter().map(network).collect(), show: |networks| list(networks) };
 pub(super) const LOCAL: Kind<String> =

@@ -53,7 +53,7 @@ impl Supervisor {
 
     #[expect(clippy::too_many_lines, reason = "one `match` over the messages")]
     fn on_message(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
-        let State { workers, leases, .. } = state;
+        let State { workers, leases, sampled, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };
         let mut lease = leases.get_mut(&worker.lease);
         let now = self.0.clock.now();
@@ -118,6 +118,25 @@ impl Supervisor {
             FromWorker::Outage { ms, over: false } => {
                 worker.interrupted = Some(now.saturating_sub(Duration::from_millis(ms)));
             }
+            // A program that has taken over its worker comes later.
+            FromWorker::Sampled { device, bytes, left } if worker.phase == Phase::Starting => {
+                let Some(gpu) = worker.gpus.get(device as usize) else { return };
+                let sum = sampled.entry(gpu.clone()).or_default();
+                sum.bytes = sum.bytes.saturating_add(bytes);
+                sum.left = sum.left.saturating_add(left);
+                if left > 0 {
+                    warn!(
+                        message_id = journal::Event::MemoryLeft.id(),
+                        gpusession_worker = hex(id),
+                        gpusession_lease = worker.lease,
+                        gpusession_client = worker.client,
+                        gpusession_reason = format!("{left} of {bytes} bytes of GPU {gpu} are not zero"),
+                        "GPU {gpu}: memory is not cleared: {left} of {bytes} bytes that no one wrote for worker {} are not zero; give mutually hostile clients GPUs of their own",
+                        hex(id)
+                    );
+                }
+            }
+            FromWorker::Sampled { .. } => {}
             FromWorker::Outage { ms, over: true } => {
                 worker.interrupted = None;
                 worker.interruptions = worker.interruptions.saturating_add(1);

@@ -27,7 +27,7 @@ use self::run::Origin;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
 use self::supervisor::{Inner, LeaseState, State, ledger, staging};
-pub use self::supervisor::{Options, Supervisor};
+pub use self::supervisor::{Options, Sampled, Supervisor};
 pub use self::take::{AssignedWorker, DRIVER_ENVIRONMENT};
 use self::unadmitted::Unadmitted;
 use self::worker::{Changes, Command, Worker, orders};

@@ -124,6 +124,7 @@ mod tests {
             driver: "/nowhere".into(),
             cache: None,
             warm_workers: 0,
+            verify_memory: false,
             idle_exit: Duration::ZERO,
             isolation: Decision::off(""),
             mps: None,

@@ -73,6 +73,7 @@ impl Supervisor {
             images: options.cache.is_some(),
             // Under MPS a context takes one of the server's places.
             warm: !entry.lease.mps,
+            verify_memory: options.verify_memory,
             mps: entry.lease.mps,
             resume_grace_s: entry.limits.resume_grace().as_secs() as u32,
             staging_bytes: staging(&entry.limits),

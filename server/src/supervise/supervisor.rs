@@ -1,6 +1,6 @@
 //! State of the supervisor, and access to it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,6 +40,8 @@ pub struct Options {
     pub cache: Option<Cache>,
     /// Ready workers per lease.
     pub warm_workers: u32,
+    /// Whether workers look if the driver cleared the memory that it gives.
+    pub verify_memory: bool,
     /// Time without use after which a lease keeps only one ready worker.
     pub idle_exit: Duration,
     /// Isolation of workers, which never changes while the server runs.
@@ -48,6 +50,15 @@ pub struct Options {
     pub mps: Option<crate::mps::Settings>,
     /// Control groups of workers.
     pub cgroups: Cgroups,
+}
+
+/// Device memory that workers have looked at before programs got it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sampled {
+    /// Bytes that they read.
+    pub bytes: u64,
+    /// Bytes of these that the driver had not cleared.
+    pub left: u64,
 }
 
 pub(super) struct LeaseState {
@@ -76,6 +87,8 @@ pub(super) struct State {
     /// Recently exited workers: process id, GPUs, time of the exit.
     pub(super) ended: Vec<(u32, Vec<String>, Moment)>,
     pub(super) farewells: Farewells,
+    /// Memory that workers have looked at, by GPU.
+    pub(super) sampled: BTreeMap<String, Sampled>,
     pub(super) closing: bool,
     /// When running programs were last noted for accounting, in minutes.
     pub(super) noted: u64,
@@ -143,6 +156,11 @@ impl Supervisor {
     /// Returns how often programs came back after a broken connection.
     pub fn resumes(&self) -> u64 {
         self.0.resumes.load(Ordering::Relaxed)
+    }
+
+    /// Returns what workers found in memory of GPUs that the driver gave them.
+    pub fn sampled(&self) -> BTreeMap<String, Sampled> {
+        self.state().sampled.clone()
     }
 
     /// Returns how isolated this server's workers are.

@@ -20,6 +20,8 @@
 //! * `...busy...`: under MPS, workers stop in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //! * `...boasting...`: a program makes its worker report its isolation again.
+//! * `...remnant...`: workers find 5 bytes in memory of the first GPU; a program makes its worker
+//!   report one more.
 //! * `...eager...`: a program makes its worker report again that it is ready.
 //! * `...heirs...`: a program's worker exits, and processes that it started keep sending in its
 //!   place.
@@ -184,6 +186,10 @@ fn serve() {
                 if s.isolation != Isolation::Off {
                     tell(&FromWorker::Contained { lacking: Vec::new() });
                 }
+                let sampled = |left| tell(&FromWorker::Sampled { device: 0, bytes: 64 << 20, left });
+                if s.verify_memory {
+                    sampled(if s.driver.contains("remnant") { 5 } else { 0 });
+                }
                 tell(&FromWorker::Ready {
                     fingerprint: *blake3::hash(&s.worker).as_bytes(),
                     cuda_version: 13000,
@@ -224,6 +230,9 @@ fn serve() {
                     contexts: if s.driver.contains("contexts") { 40 } else { 1 },
                     idle_usec: 0,
                 }));
+                if s.driver.contains("remnant") {
+                    tell(&FromWorker::Sampled { device: 0, bytes: 1, left: 1 });
+                }
                 if s.driver.contains("boasting") {
                     tell(&FromWorker::Contained { lacking: vec!["nothing".into()] });
                 }

@@ -599,7 +599,8 @@ fn http(address: &str, request: &str) -> String {
 
 #[tokio::test]
 async fn prometheus_reads_what_is_leased() {
-    let mut server = Server::prepare("libcuda.so.1", "metrics_listen = \"127.0.0.1:0\"").await;
+    let keys = "metrics_listen = \"127.0.0.1:0\"\nscrub = \"verify\"\nwarm_workers = 1";
+    let mut server = Server::prepare("remnant-libcuda.so.1", keys).await;
     server.run_into("journal").await;
     let journal = std::fs::read_to_string(server.path("journal")).unwrap();
     let address =
@@ -616,6 +617,18 @@ async fn prometheus_reads_what_is_leased() {
     })
     .await;
     let text = get("/metrics");
+    // Both workers looked before their programs came; the program's worker may not say more.
+    let of_first = "{server=\"s1\",gpu=\"GPU-00000000-0000-0000-0000-000000000000\"}";
+    eventually("two workers have looked", async || {
+        let text = get("/metrics");
+        text.contains(&format!("gpusession_gpu_sampled_bytes_total{of_first} {}\n", 128 << 20))
+            && text.contains(&format!("gpusession_gpu_left_bytes_total{of_first} 10\n"))
+    })
+    .await;
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(journal.contains("memory is not cleared: 5 of 67108864 bytes"), "{journal}");
+    let warnings = server.json(&["status"])["server"]["warnings"].to_string();
+    assert!(warnings.contains("did not clear 10 of 134217728 bytes"), "{warnings}");
     assert!(text.contains("gpusession_resumes_total{server=\"s1\"} 0\n"), "{text}");
     assert!(text.contains("gpusession_programs_interrupted{server=\"s1\"} 0\n"), "{text}");
     server.adopt(&worker.id, 0, true);

@@ -147,6 +147,8 @@ functions! {
     cuCtxGetStreamPriorityRange(*mut i32, *mut i32);
     cuThreadExchangeStreamCaptureMode(*mut i32);
     cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAlloc_v2(*mut Address, usize);
+    cuMemFree_v2(Address);
     cuMemAddressReserve(*mut Address, usize, usize, Address, u64);
     cuMemAddressFree(Address, usize);
     cuMemCreate(*mut u64, usize, *const c_void, u64);
@@ -166,6 +168,7 @@ functions! {
     cuMemHostGetDevicePointer_v2(*mut Address, *mut c_void, u32);
     cuMemsetD8Async(Address, u8, usize, Handle);
     cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
+    cuMemcpyDtoH_v2(*mut c_void, Address, usize);
     cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
     cuMemcpy3DAsync_v2(*const c_void, Handle);
     cuStreamCreateWithPriority(*mut Handle, u32, i32);

@@ -32,6 +32,7 @@ mod probe;
 mod quota;
 mod replies;
 mod reports;
+mod scrub;
 mod serve;
 mod session;
 mod small_downloads;

@@ -27,6 +27,7 @@ use crate::driver::{Driver, check, check_connected};
 use crate::ops::share;
 use crate::output::Output;
 use crate::quota::Quota;
+use crate::scrub;
 use crate::session::Session;
 use crate::supervise::Supervisor;
 
@@ -181,6 +182,11 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         true => Some(warm(driver, &start, supervisor, lacking.clone())?),
         false => None,
     };
+    if let Some(contexts) = contexts.as_ref().filter(|_| start.verify_memory) {
+        for sampled in scrub::sample(driver, contexts) {
+            supervisor.report(&sampled);
+        }
+    }
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
     supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {

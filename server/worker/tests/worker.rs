@@ -36,6 +36,34 @@ const INVALID_IMAGE: i32 = 200;
 const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 
+/// Returns what a worker says about the memory of its GPU: bytes that it read and found.
+fn sampled(driver: &[(&'static str, &str)], verify_memory: bool) -> Option<(u64, u64)> {
+    let driver = driver.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+    let worker =
+        Worker::start_with(&Machine::new(), &Options { driver, verify_memory, ..Options::default() });
+    worker.told().iter().find_map(|message| match message {
+        FromWorker::Sampled { device: 0, bytes, left } => Some((*bytes, *left)),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_worker_finds_what_another_process_left_in_memory() {
+    const DIRTY: (&str, &str) = ("SIMGPU_POISON", "0xa5");
+    let (bytes, left) = sampled(&[DIRTY], true).unwrap();
+    assert!(bytes >= 2 * MIB && left == bytes, "{left} of {bytes}");
+    let (bytes, left) = sampled(&[], true).unwrap();
+    assert!(bytes >= 2 * MIB && left == 0, "cleared memory: {left} of {bytes}");
+    assert_eq!(sampled(&[DIRTY], false), None, "nobody asked");
+}
+
+#[test]
+fn a_worker_leaves_memory_to_others_when_it_is_short() {
+    let (bytes, _) = sampled(&[("SIMGPU_MEMORY", "200MiB")], true).unwrap();
+    assert!((2 * MIB..=200 * MIB / 16).contains(&bytes), "{bytes}");
+    assert_eq!(sampled(&[("SIMGPU_MEMORY", "30MiB")], true), None);
+}
+
 /// Returns bytes that differ at every place.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);

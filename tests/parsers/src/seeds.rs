@@ -98,6 +98,7 @@ pub fn supervision() -> Vec<Vec<u8>> {
         require_tls: true,
         images: true,
         warm: true,
+        verify_memory: true,
         mps: false,
         resume_grace_s: 60,
         staging_bytes: 1 << 28,

@@ -112,6 +112,8 @@ pub struct Options {
     pub context_bytes: u64,
     pub warm: bool,
     pub mps: bool,
+    /// Whether the worker reads a sample of the card's memory before it is ready.
+    pub verify_memory: bool,
     /// Seconds for which the worker waits for a lost client.
     pub resume_grace_s: u32,
     /// Folder of the images that the supervisor keeps.
@@ -128,6 +130,7 @@ impl Default for Options {
             context_bytes: 0,
             warm: true,
             mps: false,
+            verify_memory: false,
             resume_grace_s: 0,
             images: None,
             driver: Vec::new(),
@@ -293,6 +296,7 @@ impl Worker {
             require_tls: options.require_tls,
             images: options.images.is_some(),
             warm: options.warm,
+            verify_memory: options.verify_memory,
             mps: options.mps,
             resume_grace_s: options.resume_grace_s,
             staging_bytes: gpusession_proto::supervise::STAGING,
@@ -376,6 +380,11 @@ impl Worker {
         };
         self.told.push(message.clone());
         Some(message)
+    }
+
+    /// Returns what the worker has said up to now.
+    pub fn told(&self) -> &[FromWorker] {
+        &self.told
     }
 
     /// Waits until the worker sends a message that `wanted` accepts.

@@ -72,6 +72,7 @@ impl Site {
             driver: machine.driver(),
             cache: Cache::at(folder.path().join("cache"), 1 << 30),
             warm_workers,
+            verify_memory: false,
             idle_exit: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,

@@ -13,7 +13,7 @@ use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::registry::GpuUse;
 use crate::starter::link::users;
-use crate::supervise::{WorkerView, hex};
+use crate::supervise::{Sampled, WorkerView, hex};
 use crate::threads::{self, Thread};
 
 /// Output of `gpuserver status`.
@@ -185,6 +185,12 @@ fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
     let mut warnings: Vec<_> = pool.ending(unix).iter().map(|e| e.warning(unix)).collect();
     if !pool.audit().works() {
         warnings.push("the audit trail cannot be written; the journal has the reason".into());
+    }
+    for (gpu, Sampled { bytes, left }) in pool.supervisor().sampled() {
+        if left > 0 {
+            warnings
+                .push(format!("{gpu}: the driver did not clear {left} of {bytes} bytes; see security.md"));
+        }
     }
     warnings
 }
