@@ -89,7 +89,7 @@ impl Cache {
     fn moved(&self, folder: &Path, store: &Path) -> io::Result<()> {
         let worker = Folder::at(folder)?;
         let (mut files, mut bytes, mut to) = (0, 0, None);
-        each_file(&worker, |file| {
+        let done = each_file(&worker, |file| {
             // The store has, or had, what has another link.
             if file.facts.nlink() > 1 {
                 return Ok(true);
@@ -105,8 +105,9 @@ impl Cache {
             let Some(to) = &to else { return Ok(false) };
             renameat(&file.folder.0, file.name, &folder_in(to, file.place)?.0, file.name)?;
             Ok(true)
-        })?;
-        to.map_or(Ok(()), |store| self.bound(&store))
+        });
+        // Whatever stopped it, the store may have grown.
+        to.map_or(Ok(()), |store| self.bound(&store)).and(done)
     }
 
     /// Deletes the least recently used files until a store is within its bounds.
@@ -189,6 +190,7 @@ fn folder_in(top: &Folder, place: [&OsStr; 2]) -> io::Result<Folder> {
 mod tests {
     use std::time::Duration;
 
+    use super::super::tree::tests::unprivileged;
     use super::*;
     use crate::clock::wall;
 
@@ -251,16 +253,36 @@ mod tests {
     }
 
     #[test]
-    fn a_mode_keeps_no_code_from_the_store() {
-        use std::os::unix::fs::PermissionsExt;
+    fn a_store_is_within_its_bound_also_after_an_error() {
         let root = tempfile::tempdir().unwrap();
         let cache = cache(&root);
+        let store = cache.store("vm-1", Some(1000));
+        (0..4).for_each(|n| code(&store, &format!("c/d/{n}"), 40, 0));
+        std::fs::write(store.join("a"), "in a folder's place").unwrap();
         let worker = cache.of_worker("first");
         code(&worker, "a/b/code", 4, 0);
-        for locked in ["a/b", "a", ""] {
-            std::fs::set_permissions(worker.join(locked), std::fs::Permissions::from_mode(0o0)).unwrap();
-        }
-        cache.take_back("vm-1", 1000, &worker);
-        assert!(!worker.exists() && cache.store("vm-1", Some(1000)).join("a/b/code").exists());
+        assert!(cache.moved(&worker, &store).is_err());
+        let kept = (0..4).filter(|n| store.join(format!("c/d/{n}")).exists()).count();
+        assert_eq!(kept, 2, "100 KiB at most");
+    }
+
+    #[test]
+    fn a_mode_keeps_no_code_from_the_store() {
+        use std::os::unix::fs::PermissionsExt;
+        unprivileged(|| {
+            let root = tempfile::tempdir().unwrap();
+            let cache = cache(&root);
+            for mode in [0o0, 0o400] {
+                let worker = cache.of_worker("first");
+                let name = format!("a/b/{mode}");
+                code(&worker, &name, 4, 0);
+                for locked in ["a/b", "a", ""] {
+                    let mode = std::fs::Permissions::from_mode(mode);
+                    std::fs::set_permissions(worker.join(locked), mode).unwrap();
+                }
+                cache.take_back("vm-1", 1000, &worker);
+                assert!(!worker.exists() && cache.store("vm-1", Some(1000)).join(name).exists());
+            }
+        });
     }
 }

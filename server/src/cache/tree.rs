@@ -92,29 +92,30 @@ impl Folder {
         std::fs::read_dir(self.path())
     }
 
-    /// As [`Folder::list`], also if its owner, this process's user, took the right away.
+    /// As [`Folder::list`], also if its owner, this process's user, took a right away.
     pub(super) fn entries(&self) -> io::Result<ReadDir> {
-        match self.listed()? {
-            Some(entries) => Ok(entries),
-            None => self.unlock().and_then(|()| self.list()),
-        }
+        // A folder may be listed without the right to look at its entries.
+        self.unlock().and_then(|()| self.list())
     }
 
-    /// As [`Folder::list`]; `None`: its owner, this process's user, took the right away.
-    fn listed(&self) -> io::Result<Option<ReadDir>> {
-        match self.list() {
-            Ok(entries) => Ok(Some(entries)),
+    /// Returns `None` if its owner, this process's user, took away the right to what was asked.
+    fn unless_locked<T>(&self, asked: io::Result<T>) -> io::Result<Option<T>> {
+        match asked {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
                 let owner = nix::sys::stat::fstat(&self.0)?.st_uid;
                 if owner == nix::unistd::geteuid().as_raw() { Ok(None) } else { Err(e) }
             }
-            Err(e) => Err(e),
+            asked => asked.map(Some),
         }
     }
 
     /// Gives the owner all rights.
     fn unlock(&self) -> io::Result<()> {
-        std::fs::set_permissions(self.path(), Permissions::from_mode(0o700))
+        let mode = Mode::from_bits_truncate(nix::sys::stat::fstat(&self.0)?.st_mode);
+        match mode.contains(Mode::S_IRWXU) {
+            true => Ok(()),
+            false => std::fs::set_permissions(self.path(), Permissions::from_mode(0o700)),
+        }
     }
 }
 
@@ -136,30 +137,39 @@ pub(super) fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
 
 /// Measures a folder with all that is in it, up to `most` bytes; more are [`BEYOND`].
 ///
-/// So is a folder of this process's user that it may not list: its owner took the right away.
+/// So is a folder of this process's user that it may not look into: its owner took the right away.
 pub(super) fn measured(path: &Path, most: u64, counts: Counts) -> io::Result<Measured> {
     let mut found = Measured { bytes: LEAST, ..Measured::NOTHING };
+    let all = measure(path, most, counts, &mut found)?;
+    Ok(if all.is_some() { found } else { Measured { bytes: BEYOND, ..found } })
+}
+
+/// Measures all of a folder; `None` if that is too much, too deep or locked.
+fn measure(path: &Path, most: u64, counts: Counts, found: &mut Measured) -> io::Result<Option<()>> {
     let folder = Folder::at(path)?;
-    let Some(entries) = folder.listed()? else { return Ok(Measured { bytes: BEYOND, ..found }) };
+    let Some(entries) = folder.unless_locked(folder.list())? else { return Ok(None) };
     let mut open = vec![(folder, entries)];
     loop {
         let depth = open.len();
-        let Some((folder, entries)) = open.last_mut() else { return Ok(found) };
+        let Some((folder, entries)) = open.last_mut() else { return Ok(Some(())) };
         let Some(entry) = entries.next().transpose()? else {
             open.pop();
             continue;
         };
-        let Some(facts) = still_there(entry.metadata())? else { continue };
+        let Some(facts) = folder.unless_locked(still_there(entry.metadata()))? else { return Ok(None) };
+        let Some(facts) = facts else { continue };
         found.add(&facts, counts);
         if found.bytes > most || depth >= MAX_DEPTH {
-            return Ok(Measured { bytes: BEYOND, ..found });
+            return Ok(None);
         }
-        if facts.is_dir()
-            && let Some(inner) = still_there(Folder::below(&folder.0, &entry.file_name()))?
-        {
-            let Some(entries) = inner.listed()? else { return Ok(Measured { bytes: BEYOND, ..found }) };
-            open.push((inner, entries));
+        if !facts.is_dir() {
+            continue;
         }
+        let inner = folder.unless_locked(still_there(Folder::below(&folder.0, &entry.file_name())))?;
+        let Some(inner) = inner else { return Ok(None) };
+        let Some(inner) = inner else { continue };
+        let Some(entries) = inner.unless_locked(inner.list())? else { return Ok(None) };
+        open.push((inner, entries));
     }
 }
 
@@ -280,7 +290,7 @@ pub(super) fn unlink(folder: &Folder, name: &OsStr, how: UnlinkatFlags) -> io::R
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -295,6 +305,22 @@ mod tests {
         empty(&gone).unwrap();
         assert!(!folder.exists());
         assert_eq!(std::fs::read_dir(&gone).unwrap().count(), 0, "nothing is left");
+    }
+
+    /// Acts as a user from whom a mode can keep something: it keeps nothing from root.
+    pub fn unprivileged(act: impl FnOnce() + Send) {
+        const NOBODY: nix::libc::uid_t = 65534;
+        std::thread::scope(|scope| {
+            let acts = scope.spawn(|| {
+                if nix::unistd::geteuid().is_root() {
+                    // SAFETY: it reads no memory, and changes the user of this thread alone.
+                    let changed = unsafe { nix::libc::syscall(nix::libc::SYS_setresuid, -1, NOBODY, -1) };
+                    assert_eq!(changed, 0);
+                }
+                act();
+            });
+            acts.join().unwrap();
+        });
     }
 
     /// Makes folders inside each other, beyond the longest path, with a file in the last one.
@@ -326,18 +352,21 @@ mod tests {
 
     #[test]
     fn a_mode_hides_nothing_and_keeps_nothing() {
+        modes_hide_and_keep_nothing(false);
+        unprivileged(|| modes_hide_and_keep_nothing(true));
+    }
+
+    fn modes_hide_and_keep_nothing(heeds_modes: bool) {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("folder");
-        let root_reads_all = nix::unistd::geteuid().is_root();
-        for (locked, mode) in
-            [("folder", 0o0), ("folder/inner", 0o0), ("folder/inner", 0o400), ("folder/inner", 0o100)]
-        {
+        let modes = ["folder", "folder/inner"].into_iter().flat_map(|f| [0o0, 0o100, 0o400].map(|m| (f, m)));
+        for (locked, mode) in modes {
             std::fs::create_dir_all(folder.join("inner/innermost")).unwrap();
             std::fs::write(folder.join("inner/innermost/code"), vec![1; 1 << 20]).unwrap();
             let locked = root.path().join(locked);
             std::fs::set_permissions(&locked, Permissions::from_mode(mode)).unwrap();
             let found = measured(&folder, 1 << 30, whole).unwrap().bytes;
-            assert!(found == BEYOND || root_reads_all && found > 1 << 20, "{mode:o}: {found}");
+            assert!(found == BEYOND || !heeds_modes && found > 1 << 20, "{mode:o}: {found}");
             delete(root.path(), &folder);
         }
     }
