@@ -143,7 +143,8 @@ impl Supervisor {
         let Queues { commands, tells, ends } = queues;
         // A worker under MPS does not outlive its server, so an earlier server left none.
         let mps = start.as_ref().is_some_and(|start| start.mps);
-        let client = self.state().workers.get(id).map(|w| w.client.clone()).unwrap_or_default();
+        let known = self.state().workers.get(id).map(|w| (w.client.clone(), w.code_of.is_some()));
+        let (client, lent_code) = known.unwrap_or_default();
         let mut task = Attendance {
             supervisor: self,
             id,
@@ -158,7 +159,8 @@ impl Supervisor {
             told_to_end: false,
             said_end: false,
             said_ready: false,
-            lent_code: false,
+            // An earlier server did: what the worker's driver has deleted since does not come back.
+            lent_code: lent_code && start.is_none(),
             received: Received { since: Instant::now(), packets: 0, paused: None },
             images: ImageDesk::new(self, id),
             records: Pace::default(),

@@ -212,7 +212,13 @@ async fn programs_outlive_the_server() {
     let next = server.again(&vm).await.take(&lease.id).await.unwrap();
     let (_lane, later) = server.adopt(&next.id, 0, true);
     let code = later["environment"]["CUDA_CACHE_PATH"].as_str().unwrap().to_owned() + "/a/b/code";
-    assert_eq!(std::fs::read_to_string(code).unwrap(), "compiled", "its user's next program has its code");
+    assert_eq!(std::fs::read_to_string(&code).unwrap(), "compiled", "its user's next program has its code");
+    // The driver deletes code that it used least; it does not come back with a connection.
+    std::fs::remove_file(&code).unwrap();
+    assert_eq!(server.signal(Signal::SIGUSR2).code(), Some(0));
+    systemd.run(&mut server).await;
+    server.adopt(&next.id, 1, true);
+    assert!(!std::path::Path::new(&code).exists(), "it came back");
     let mut records = server.json(&["accounting"]);
     records = records["records"].take();
     let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();
