@@ -8,13 +8,13 @@
 //! The driver looks at each compilation whether the file is there, two folders deep, and needs no
 //! entry of its index. So each worker has an index of its own.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, renameat};
@@ -23,10 +23,10 @@ use nix::unistd::{UnlinkatFlags, linkat};
 use tracing::{debug, warn};
 
 use super::files::{made, name_of, paths};
-use super::tree::{Folder, Measured, still_there, unlink};
+use super::tree::{Folder, Measured, remove_empty, still_there, unlink};
 use super::{COMPILED, Cache, absent};
 
-/// Most files of a user's store.
+/// Most files of a user's store, and folders that hold them.
 const MOST_FILES: usize = 1 << 14;
 
 /// A file of compiled code, two folders deep.
@@ -64,11 +64,14 @@ impl Cache {
         self.folder.join(COMPILED).join(format!("{}.{worker}", self.server))
     }
 
-    /// Links a user's compiled code into the folder of a worker.
-    pub fn lend(&self, client: &str, user: u32, folder: &Path) -> io::Result<()> {
+    /// Links a user's compiled code into the folder of a worker, as much as it can `until` then.
+    pub fn lend(&self, client: &str, user: u32, folder: &Path, until: Instant) -> io::Result<()> {
         let Some(store) = still_there(Folder::at(&self.store(client, Some(user))))? else { return Ok(()) };
         let worker = Folder::at(folder)?;
         each_file(&store, |file| {
+            if Instant::now() >= until {
+                return Ok(false);
+            }
             let to = folder_in(&worker, file.place)?;
             match linkat(&file.folder.0, file.name, &to.0, file.name, AtFlags::empty()) {
                 Ok(()) | Err(Errno::EEXIST | Errno::ENOENT | Errno::EMLINK) => Ok(true),
@@ -103,7 +106,10 @@ impl Cache {
                 to = Some(Folder::at(store)?);
             }
             let Some(to) = &to else { return Ok(false) };
-            renameat(&file.folder.0, file.name, &folder_in(to, file.place)?.0, file.name)?;
+            let moved =
+                |()| Ok(renameat(&file.folder.0, file.name, &folder_in(to, file.place)?.0, file.name)?);
+            // The end of another worker may delete an empty folder in between.
+            moved(()).or_else(|e| absent(e).and_then(moved))?;
             Ok(true)
         });
         // Whatever stopped it, the store may have grown.
@@ -119,15 +125,25 @@ impl Cache {
             Ok(true)
         })?;
         all.sort();
+        let mut places: HashMap<[OsString; 2], usize> = HashMap::new();
+        all.iter().for_each(|(_, _, place, _)| *places.entry(place.clone()).or_default() += 1);
         let mut bytes: u64 = all.iter().map(|(_, bytes, ..)| bytes).sum();
         let mut files = all.len();
-        for (_, freed, [outer, inner], name) in all {
-            if files <= MOST_FILES && bytes <= self.compiled_max() {
+        for (_, freed, place, name) in all {
+            if files + places.len() <= MOST_FILES && bytes <= self.compiled_max() {
                 break;
             }
-            let folder = Folder::below(&Folder::below(&store.0, &outer)?.0, &inner)?;
-            still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?;
+            let outer = Folder::below(&store.0, &place[0])?;
+            still_there(unlink(&Folder::below(&outer.0, &place[1])?, &name, UnlinkatFlags::NoRemoveDir))?;
             (files, bytes) = (files - 1, bytes.saturating_sub(freed));
+            if let Some(left) = places.get_mut(&place) {
+                *left -= 1;
+                if *left == 0 {
+                    places.remove(&place);
+                    remove_empty(&outer, &place[1])?;
+                    remove_empty(store, &place[0])?;
+                }
+            }
         }
         Ok(())
     }
@@ -206,6 +222,10 @@ mod tests {
         std::fs::File::open(path).unwrap().set_times(times).unwrap();
     }
 
+    fn far() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
     fn cache(folder: &tempfile::TempDir) -> Cache {
         Cache::at(folder.path().into(), 800 * KIB).unwrap()
     }
@@ -223,6 +243,12 @@ mod tests {
             assert!(!worker.exists());
         }
         assert!(!has("a/b/1") && has("a/b/2") && has("c/d/3"), "100 KiB at most");
+        let latest = cache.of_worker("latest");
+        code(&latest, "c/e/4", 40, 0);
+        cache.take_back("vm-1", 1000, &latest);
+        code(&latest, "c/f/5", 40, 0);
+        cache.take_back("vm-1", 1000, &latest);
+        assert!(has("c/e/4") && has("c/f/5") && !has("c/d") && !has("a"), "emptied folders go");
         // A worker gives no more than that, either.
         let worker = cache.of_worker("many");
         (0..8).for_each(|n| code(&worker, &format!("e/f/{n}"), 40, 0));
@@ -241,9 +267,11 @@ mod tests {
         let workers: Vec<_> = (0..20).map(|n| cache.of_worker(&n.to_string())).collect();
         for worker in &workers {
             cache.create(worker).unwrap();
-            cache.lend("vm-1", 1000, worker).unwrap();
+            cache.lend("vm-1", 1000, worker, Instant::now()).unwrap();
+            assert!(!worker.join("a").exists(), "no time is left");
+            cache.lend("vm-1", 1000, worker, far()).unwrap();
             // Again, as after an upgrade of the server.
-            cache.lend("vm-1", 1000, worker).unwrap();
+            cache.lend("vm-1", 1000, worker, far()).unwrap();
             assert_eq!(cache.compiled_bytes(worker, &[]), Some((80 + 3 * 4) * KIB), "all of it");
         }
         cache.trim(wall());

@@ -279,7 +279,12 @@ fn empty_one(gone: &Folder, name: &OsStr, left: &mut Vec<OsString>) -> io::Resul
             None => drop(still_there(unlink(&folder, &name, UnlinkatFlags::NoRemoveDir))?),
         }
     }
-    match unlink(gone, name, UnlinkatFlags::RemoveDir) {
+    remove_empty(gone, name)
+}
+
+/// Removes a folder, unless something is in it.
+pub(super) fn remove_empty(parent: &Folder, name: &OsStr) -> io::Result<()> {
+    match unlink(parent, name, UnlinkatFlags::RemoveDir) {
         Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
         removed => still_there(removed).map(drop),
     }

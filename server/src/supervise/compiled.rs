@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 use tracing::{info, warn};
@@ -100,7 +100,9 @@ impl Supervisor {
         };
         let folder = cache.of_worker(&hex(id));
         let shown = folder.display().to_string();
-        let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder));
+        // The program goes on without a disk that hangs; linking stops at the same time.
+        let until = Instant::now() + LEND_TIMEOUT;
+        let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder, until));
         let lent = timeout(LEND_TIMEOUT, lending).await;
         if let Ok(Ok(Err(e))) = lent {
             warn!("cache {shown}: compiled code cannot be linked: {e}; its program may compile again");
