@@ -60,8 +60,8 @@ impl Cache {
     }
 
     /// Returns the folder of a worker of this server.
-    pub fn of_worker(&self, worker: &str) -> PathBuf {
-        self.folder.join(COMPILED).join(format!("{}.{worker}", self.server))
+    pub fn of_worker(&self, client: &str, worker: &str) -> PathBuf {
+        self.folder.join(COMPILED).join(format!("{}.{}.{worker}", name_of(client), self.server))
     }
 
     /// Links a user's compiled code into the folder of a worker, as much as it can `until` then.
@@ -120,7 +120,7 @@ impl Cache {
     fn bound(&self, store: &Folder) -> io::Result<()> {
         let mut all: Vec<(SystemTime, u64, [OsString; 2], OsString)> = Vec::new();
         each_file(store, |file| {
-            let Measured { bytes, used } = Measured::of_file(file.facts);
+            let Measured { bytes, used, .. } = Measured::of_file(file.facts);
             all.push((used, bytes, file.place.map(OsStr::to_owned), file.name.to_owned()));
             Ok(true)
         })?;
@@ -151,10 +151,10 @@ impl Cache {
     /// Lists folders of compiled code that no worker may need: those that a client's users share,
     /// where they may not, and with `left` those of this server's workers.
     pub fn doubtful(&self, left: bool) -> Vec<PathBuf> {
-        let mine = format!("{}.", self.server);
+        let mine = format!(".{}.", self.server);
         let doubtful = |name: &str| match name.contains(['-', '.']) {
             false => !self.shares,
-            true => left && name.starts_with(&mine),
+            true => left && name.contains(&mine),
         };
         let mut all = paths(&self.folder.join(COMPILED));
         all.retain(|path| path.file_name().and_then(OsStr::to_str).is_some_and(doubtful));
@@ -168,6 +168,12 @@ impl Cache {
             self.delete(&path);
         }
     }
+}
+
+/// Returns the name of the client whose folder of compiled code it is.
+pub(super) fn client_of(path: &Path) -> &str {
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    name.split(['-', '.']).next().unwrap_or_default()
 }
 
 /// Calls `act` for each regular file that lies two folders deep, as long as it returns `true`.
@@ -237,20 +243,20 @@ mod tests {
         let store = cache.store("vm-1", Some(1000));
         let has = |name: &str| store.join(name).exists();
         for (n, (name, age)) in [("a/b/1", 300), ("a/b/2", 100), ("c/d/3", 200)].into_iter().enumerate() {
-            let worker = cache.of_worker(&n.to_string());
+            let worker = cache.of_worker("vm-1", &n.to_string());
             code(&worker, name, 40, age);
             cache.take_back("vm-1", 1000, &worker);
             assert!(!worker.exists());
         }
         assert!(!has("a/b/1") && has("a/b/2") && has("c/d/3"), "100 KiB at most");
-        let latest = cache.of_worker("latest");
+        let latest = cache.of_worker("vm-1", "latest");
         code(&latest, "c/e/4", 40, 0);
         cache.take_back("vm-1", 1000, &latest);
         code(&latest, "c/f/5", 40, 0);
         cache.take_back("vm-1", 1000, &latest);
         assert!(has("c/e/4") && has("c/f/5") && !has("c/d") && !has("a"), "emptied folders go");
         // A worker gives no more than that, either.
-        let worker = cache.of_worker("many");
+        let worker = cache.of_worker("vm-1", "many");
         (0..8).for_each(|n| code(&worker, &format!("e/f/{n}"), 40, 0));
         cache.take_back("vm-1", 1000, &worker);
         let kept = (0..8).filter(|n| has(&format!("e/f/{n}"))).count();
@@ -261,10 +267,10 @@ mod tests {
     fn code_of_many_workers_counts_once_and_goes_to_none_of_them_alone() {
         let root = tempfile::tempdir().unwrap();
         let cache = cache(&root);
-        let first = cache.of_worker("first");
+        let first = cache.of_worker("vm-1", "first");
         code(&first, "a/b/code", 80, 10);
         cache.take_back("vm-1", 1000, &first);
-        let workers: Vec<_> = (0..20).map(|n| cache.of_worker(&n.to_string())).collect();
+        let workers: Vec<_> = (0..20).map(|n| cache.of_worker("vm-1", &n.to_string())).collect();
         for worker in &workers {
             cache.create(worker).unwrap();
             cache.lend("vm-1", 1000, worker, Instant::now()).unwrap();
@@ -272,7 +278,9 @@ mod tests {
             cache.lend("vm-1", 1000, worker, far()).unwrap();
             // Again, as after an upgrade of the server.
             cache.lend("vm-1", 1000, worker, far()).unwrap();
-            assert_eq!(cache.compiled_bytes(worker, &[]), Some((80 + 3 * 4) * KIB), "all of it");
+            let size = cache.compiled_bytes(worker, &[]).unwrap();
+            assert_eq!(size.bytes, (80 + 3 * 4) * KIB, "all of it");
+            assert!(size.part < size.bytes - 30 * KIB, "some of it");
         }
         cache.trim(wall());
         assert!(workers.iter().all(|worker| worker.join("a/b/code").exists()), "there is room");
@@ -287,7 +295,7 @@ mod tests {
         let store = cache.store("vm-1", Some(1000));
         (0..4).for_each(|n| code(&store, &format!("c/d/{n}"), 40, 0));
         std::fs::write(store.join("a"), "in a folder's place").unwrap();
-        let worker = cache.of_worker("first");
+        let worker = cache.of_worker("vm-1", "first");
         code(&worker, "a/b/code", 4, 0);
         assert!(cache.moved(&worker, &store).is_err());
         let kept = (0..4).filter(|n| store.join(format!("c/d/{n}")).exists()).count();
@@ -301,7 +309,7 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             let cache = cache(&root);
             for mode in [0o0, 0o400] {
-                let worker = cache.of_worker("first");
+                let worker = cache.of_worker("vm-1", "first");
                 let name = format!("a/b/{mode}");
                 code(&worker, &name, 4, 0);
                 for locked in ["a/b", "a", ""] {

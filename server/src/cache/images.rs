@@ -110,7 +110,7 @@ impl Images {
             let client = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
             for path in paths(&folder) {
                 let Ok(facts) = path.symlink_metadata() else { continue };
-                let Measured { bytes, used } = Measured::of_file(&facts);
+                let Measured { bytes, used, .. } = Measured::of_file(&facts);
                 let name = path.file_name().unwrap_or_default().as_encoded_bytes();
                 let hash = data_encoding::HEXLOWER.decode(name).ok();
                 let Some(hash) = hash.and_then(|hash| Hash::try_from(hash).ok()) else {
@@ -135,7 +135,7 @@ impl Images {
         let whole = state.known.iter().filter(|(_, known)| known.whole);
         let entry = |(key, known): (&(String, Hash), &Known)| Entry {
             path: self.file(key),
-            found: Measured { bytes: known.bytes, used: known.used },
+            found: Measured { bytes: known.bytes, part: known.bytes, used: known.used },
         };
         whole.map(entry).collect()
     }

@@ -8,7 +8,7 @@
 //! one for compiled files, unless they share.
 
 use std::cmp::Reverse;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,9 +16,10 @@ use std::time::{Duration, SystemTime};
 
 use tracing::{debug, warn};
 
+use self::compiled::client_of;
 use self::files::{Entry, leaves_room, made, name_of, paths};
 pub use self::images::{Images, Incoming};
-use self::tree::{BEYOND, Counts, LEAST, Measured, kept, part, whole};
+use self::tree::{BEYOND, LEAST, Measured, kept};
 use crate::clock::wall;
 use crate::config::{Config, Origin};
 
@@ -44,6 +45,15 @@ const MOST_COMPILED: u64 = 1 << 30;
 pub const TRIM_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval at which folders are measured that live workers write.
 pub const MEASURE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Disk space of a folder of compiled code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// All of it.
+    pub bytes: u64,
+    /// As `bytes`, with its part of each file that lies in several folders.
+    pub part: u64,
+}
 
 /// Folder of the cache, its limit in bytes, and its images.
 #[derive(Debug, Clone)]
@@ -137,9 +147,9 @@ impl Cache {
 
     /// Measures a folder of compiled code, with what its writers deleted and keep open; `None`: it
     /// is gone.
-    pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<u64> {
+    pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<Size> {
         let most = self.share().saturating_mul(2);
-        let bytes = measured(folder, most, whole)?.bytes;
+        let found = measured(folder, most)?;
         // The kernel names files by paths without links.
         let named = folder.canonicalize().ok()?;
         let mut seen = HashSet::new();
@@ -149,18 +159,22 @@ impl Cache {
                 0
             })
         });
-        let bytes = kept.fold(bytes, u64::saturating_add);
-        Some(if bytes > most { BEYOND } else { bytes })
+        let kept = kept.fold(0, u64::saturating_add);
+        let (bytes, part) = (found.bytes.saturating_add(kept), found.part.saturating_add(kept));
+        Some(Size { bytes: if bytes > most { BEYOND } else { bytes }, part })
     }
 
-    /// Returns why this is too much compiled code for a folder, or `None` if it is not.
+    /// Returns why this is too much compiled code for a folder, or for those of a client's workers;
+    /// `None` if it is not.
     ///
     /// The driver keeps to [`Self::compiled_max`], so that only a worker that its client has taken
     /// over fills more.
     pub fn excess(&self, bytes: u64) -> Option<String> {
         let share = self.share();
         match bytes {
-            BEYOND => Some(format!("more than {} MiB of compiled code", share >> 19)),
+            _ if bytes > share.saturating_mul(2) => {
+                Some(format!("more than {} MiB of compiled code", share >> 19))
+            }
             _ if bytes > share && !leaves_room(&self.folder, 0) => {
                 Some(format!("{} MiB of compiled code on a disk that is nearly full", bytes >> 20))
             }
@@ -183,7 +197,8 @@ impl Cache {
     /// Deletes what is too large, then the least recently used entries until the rest fits the
     /// limit.
     ///
-    /// An image is an entry, and so is a whole folder of compiled files.
+    /// An image is an entry, and so is a whole folder of compiled files. Those of clients that have
+    /// more than their share go first.
     pub fn trim(&self, now: SystemTime) {
         if let Err(e) = tree::empty(&self.folder.join(GONE)).or_else(absent) {
             warn!("cache {}: not emptied: {e}; delete it by hand", self.folder.join(GONE).display());
@@ -192,15 +207,24 @@ impl Cache {
         self.images.scan(now);
         let mut kept = self.images.entries();
         let compiled = paths(&self.folder.join(COMPILED)).into_iter();
-        let compiled = compiled.filter_map(|path| Some(Entry { found: measured(&path, most, part)?, path }));
+        let compiled = compiled.filter_map(|path| Some(Entry { found: measured(&path, most)?, path }));
         // An empty folder has nothing to give, and its worker may fill it soon.
-        kept.extend(compiled.filter(|entry| entry.found.bytes > LEAST.min(self.max)));
+        let compiled: Vec<_> = compiled.filter(|entry| entry.found.bytes > LEAST.min(self.max)).collect();
+        let mut of_clients: HashMap<String, u64> = HashMap::new();
+        for Entry { path, found } in compiled.iter().filter(|entry| entry.found.bytes != BEYOND) {
+            let sum = of_clients.entry(client_of(path).to_owned()).or_default();
+            *sum = sum.saturating_add(found.part);
+        }
+        kept.extend(compiled);
         let share = self.share();
+        let within = |entry: &Entry| {
+            let sum = of_clients.get(client_of(&entry.path)).copied().unwrap_or_default();
+            sum.max(entry.found.part) <= share
+        };
         // A worker sets times at will: the future counts as now, and what exceeds its share goes
         // first.
-        let order = |Measured { bytes, used }| (bytes <= share, used.min(now), Reverse(bytes));
-        kept.sort_by_key(|entry| order(entry.found));
-        let sum = |total: u64, entry: &Entry| total.saturating_add(entry.found.bytes);
+        kept.sort_by_cached_key(|e| (within(e), e.found.used.min(now), Reverse(e.found.part)));
+        let sum = |total: u64, entry: &Entry| total.saturating_add(entry.found.part);
         let mut total = kept.iter().filter(|entry| entry.found.bytes != BEYOND).fold(0, sum);
         for Entry { path, found } in kept {
             if found.bytes != BEYOND && total <= self.max {
@@ -208,7 +232,7 @@ impl Cache {
             }
             debug!("cache {}: least recently used, {} bytes: deleted", path.display(), found.bytes);
             self.delete(&path);
-            total = total.saturating_sub(if found.bytes == BEYOND { 0 } else { found.bytes });
+            total = total.saturating_sub(if found.bytes == BEYOND { 0 } else { found.part });
         }
         self.images.scan(now);
         let images: u64 = self.images.entries().iter().map(|entry| entry.found.bytes).sum();
@@ -221,9 +245,9 @@ fn absent(e: io::Error) -> io::Result<()> {
 }
 
 /// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
-fn measured(path: &Path, most: u64, counts: Counts) -> Option<Measured> {
+fn measured(path: &Path, most: u64) -> Option<Measured> {
     let found = path.symlink_metadata().and_then(|facts| match facts.is_dir() {
-        true => tree::measured(path, most, counts),
+        true => tree::measured(path, most),
         false => Ok(Measured::of_file(&facts)),
     });
     match found {
@@ -350,12 +374,28 @@ mod tests {
     }
 
     #[test]
+    fn many_folders_of_a_client_are_not_many_shares() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 400 * KIB).unwrap();
+        let filled = |folder: PathBuf, kib: usize, age: u64| {
+            cache.create(&folder).unwrap();
+            file(&folder.join("code"), kib, age);
+            folder
+        };
+        let others = ["b", "c", "d"].map(|client| filled(cache.store(client, Some(1000)), 70, 100));
+        let many: Vec<_> = (0..4).map(|n| filled(cache.of_worker("a", &n.to_string()), 70, 0)).collect();
+        cache.trim(wall());
+        assert!(others.iter().all(|folder| folder.exists()), "others lose nothing");
+        assert!(many.iter().filter(|folder| folder.exists()).count() < 3);
+    }
+
+    #[test]
     fn a_folder_beyond_twice_its_share_is_in_excess() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 400 << 20).unwrap();
         assert_eq!(cache.compiled_max(), 50 << 20);
         let compiled = made_for(&cache, "vm-a", None);
-        let excess = || cache.excess(cache.compiled_bytes(&compiled, &[])?);
+        let excess = || cache.excess(cache.compiled_bytes(&compiled, &[])?.bytes);
         assert_eq!(excess(), None);
         let code = std::fs::File::create(compiled.join("code")).unwrap();
         let fill = |mib: i64| {

@@ -25,35 +25,29 @@ pub(super) const LEAST: u64 = 4096;
 /// Most folders inside each other. The driver makes two.
 const MAX_DEPTH: usize = 64;
 
-/// Counts a file's disk space: all of it, or its part for each of its links.
-pub(super) type Counts = fn(&Metadata) -> u64;
-
-/// Counts all of a file's disk space, as its writers may use it.
-pub(super) fn whole(facts: &Metadata) -> u64 {
+/// Returns the disk space of a file or folder.
+fn whole(facts: &Metadata) -> u64 {
     // Blocks, not bytes: a million small files fill a disk, too.
     LEAST.max(facts.blocks() * 512)
-}
-
-/// Counts a file that lies in several folders once in all.
-pub(super) fn part(facts: &Metadata) -> u64 {
-    match facts.is_dir() {
-        true => whole(facts),
-        false => LEAST.max(facts.blocks() * 512 / facts.nlink().max(1)),
-    }
 }
 
 /// Disk space of a file or folder, and the last use of a file in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Measured {
+    /// All of it, as its writers may use it.
     pub(super) bytes: u64,
+    /// As `bytes`, with its part of each file that lies in several folders.
+    pub(super) part: u64,
     pub(super) used: SystemTime,
 }
 
 impl Measured {
-    const NOTHING: Self = Self { bytes: 0, used: SystemTime::UNIX_EPOCH };
+    const NOTHING: Self = Self { bytes: 0, part: 0, used: SystemTime::UNIX_EPOCH };
 
-    pub(super) fn add(&mut self, facts: &Metadata, counts: Counts) {
-        self.bytes = self.bytes.saturating_add(counts(facts));
+    pub(super) fn add(&mut self, facts: &Metadata) {
+        self.bytes = self.bytes.saturating_add(whole(facts));
+        let links = if facts.is_dir() { 1 } else { facts.nlink().max(1) };
+        self.part = self.part.saturating_add(whole(facts) / links);
         if !facts.is_dir() {
             // Most file systems note a read at least once a day. Listing a folder is no use of it.
             let times = [facts.modified(), facts.accessed()].into_iter().flatten();
@@ -64,7 +58,7 @@ impl Measured {
     /// Returns the measure of a single file.
     pub(super) fn of_file(facts: &Metadata) -> Self {
         let mut found = Self::NOTHING;
-        found.add(facts, whole);
+        found.add(facts);
         found
     }
 }
@@ -138,14 +132,14 @@ pub(super) fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
 /// Measures a folder with all that is in it, up to `most` bytes; more are [`BEYOND`].
 ///
 /// So is a folder of this process's user that it may not look into: its owner took the right away.
-pub(super) fn measured(path: &Path, most: u64, counts: Counts) -> io::Result<Measured> {
-    let mut found = Measured { bytes: LEAST, ..Measured::NOTHING };
-    let all = measure(path, most, counts, &mut found)?;
+pub(super) fn measured(path: &Path, most: u64) -> io::Result<Measured> {
+    let mut found = Measured { bytes: LEAST, part: LEAST, ..Measured::NOTHING };
+    let all = measure(path, most, &mut found)?;
     Ok(if all.is_some() { found } else { Measured { bytes: BEYOND, ..found } })
 }
 
 /// Measures all of a folder; `None` if that is too much, too deep or locked.
-fn measure(path: &Path, most: u64, counts: Counts, found: &mut Measured) -> io::Result<Option<()>> {
+fn measure(path: &Path, most: u64, found: &mut Measured) -> io::Result<Option<()>> {
     let folder = Folder::at(path)?;
     let Some(entries) = folder.unless_locked(folder.list())? else { return Ok(None) };
     let mut open = vec![(folder, entries)];
@@ -158,7 +152,7 @@ fn measure(path: &Path, most: u64, counts: Counts, found: &mut Measured) -> io::
         };
         let Some(facts) = folder.unless_locked(still_there(entry.metadata()))? else { return Ok(None) };
         let Some(facts) = facts else { continue };
-        found.add(&facts, counts);
+        found.add(&facts);
         if found.bytes > most || depth >= MAX_DEPTH {
             return Ok(None);
         }
@@ -346,7 +340,7 @@ pub(super) mod tests {
         for (depth, seen) in [(3, true), (60, true), (100, false), (3000, false)] {
             let folder = root.path().join("folder");
             deep(&folder, depth, 1 << 20);
-            let found = measured(&folder, 1 << 30, whole).unwrap().bytes;
+            let found = measured(&folder, 1 << 30).unwrap().bytes;
             match seen {
                 true => assert!((1 << 20..2 << 20).contains(&found), "{depth}: {found}"),
                 false => assert_eq!(found, BEYOND, "{depth}"),
@@ -370,7 +364,7 @@ pub(super) mod tests {
             std::fs::write(folder.join("inner/innermost/code"), vec![1; 1 << 20]).unwrap();
             let locked = root.path().join(locked);
             std::fs::set_permissions(&locked, Permissions::from_mode(mode)).unwrap();
-            let found = measured(&folder, 1 << 30, whole).unwrap().bytes;
+            let found = measured(&folder, 1 << 30).unwrap().bytes;
             assert!(found == BEYOND || !heeds_modes && found > 1 << 20, "{mode:o}: {found}");
             delete(root.path(), &folder);
         }
@@ -384,8 +378,8 @@ pub(super) mod tests {
             std::fs::create_dir_all(folder.join(format!("{n}"))).unwrap();
             std::fs::write(folder.join(format!("{n}-file")), b"").unwrap();
         }
-        assert!(measured(&folder, 1 << 30, whole).unwrap().bytes >= 400 * LEAST);
-        assert_eq!(measured(&folder, 300 * LEAST, whole).unwrap().bytes, BEYOND);
+        assert!(measured(&folder, 1 << 30).unwrap().bytes >= 400 * LEAST);
+        assert_eq!(measured(&folder, 300 * LEAST).unwrap().bytes, BEYOND);
         delete(root.path(), &folder);
     }
 
@@ -420,10 +414,10 @@ pub(super) mod tests {
         symlink(&other, folder.join("link")).unwrap();
         symlink(other.join("kept"), folder.join("file")).unwrap();
         nix::unistd::mkfifo(&folder.join("pipe"), Mode::S_IRWXU).unwrap();
-        assert!(measured(&folder, 1 << 30, whole).unwrap().bytes < 100 * KIB);
+        assert!(measured(&folder, 1 << 30).unwrap().bytes < 100 * KIB);
         delete(root.path(), &folder);
         assert!(other.join("kept").exists());
         symlink(&other, &folder).unwrap();
-        assert!(measured(&folder, 1 << 30, whole).is_err(), "a link in a folder's place is none");
+        assert!(measured(&folder, 1 << 30).is_err(), "a link in a folder's place is none");
     }
 }

@@ -25,13 +25,21 @@ pub(super) fn owner(lease: &Lease) -> Option<u32> {
     (!lease.user.is_empty()).then_some(lease.uid)
 }
 
+/// A folder of compiled code that live workers write.
+#[derive(Default)]
+struct Written {
+    client: String,
+    ids: Vec<WorkerId>,
+    pids: Vec<u32>,
+}
+
 impl State {
     /// Returns the folder where a worker's driver keeps compiled code; `None`: its lease is gone.
     ///
     /// Workers of an earlier release wrote into a store.
     pub(super) fn code_folder(&self, cache: &Cache, worker: &Worker) -> Option<PathBuf> {
         match worker.own_code {
-            true => Some(cache.of_worker(&hex(&worker.id))),
+            true => Some(cache.of_worker(&worker.client, &hex(&worker.id))),
             false => {
                 let known = self.leases.get(&worker.lease)?;
                 Some(cache.store(&worker.client, owner(&known.lease)))
@@ -39,15 +47,15 @@ impl State {
         }
     }
 
-    /// Returns the folders of compiled code that live workers write, each with these workers and
-    /// their processes.
-    fn writers(&self, cache: &Cache) -> HashMap<PathBuf, (Vec<WorkerId>, Vec<u32>)> {
-        let mut folders: HashMap<_, (Vec<_>, Vec<_>)> = HashMap::new();
+    /// Returns the folders of compiled code that live workers write.
+    fn written(&self, cache: &Cache) -> HashMap<PathBuf, Written> {
+        let mut folders: HashMap<_, Written> = HashMap::new();
         for (id, worker) in &self.workers {
             let (Some(pid), Some(folder)) = (worker.pid, self.code_folder(cache, worker)) else { continue };
-            let (ids, pids) = folders.entry(folder).or_default();
-            ids.push(*id);
-            pids.push(pid);
+            let written = folders.entry(folder).or_default();
+            written.client.clone_from(&worker.client);
+            written.ids.push(*id);
+            written.pids.push(pid);
         }
         folders
     }
@@ -69,7 +77,7 @@ impl State {
                 gpusession_worker = hex(id),
                 gpusession_lease = worker.lease,
                 gpusession_client = worker.client,
-                "worker {}: its client's folder has {excess}; killed",
+                "worker {}: its client's programs have {excess}; killed",
                 hex(id)
             );
             if let Some(lease) = leases.get_mut(&worker.lease) {
@@ -98,7 +106,7 @@ impl Supervisor {
             }
             _ => return,
         };
-        let folder = cache.of_worker(&hex(id));
+        let folder = cache.of_worker(&client, &hex(id));
         let shown = folder.display().to_string();
         // The program goes on without a disk that hangs; linking stops at the same time.
         let until = Instant::now() + LEND_TIMEOUT;
@@ -112,8 +120,8 @@ impl Supervisor {
     /// Keeps what an exited worker's driver compiled, for the next programs of its user.
     pub(super) fn take_code_back(&self, worker: &WorkerRecord) {
         let Some(cache) = self.0.options.cache.clone().filter(|_| worker.own_code) else { return };
-        let (folder, client, user) =
-            (cache.of_worker(&hex(&worker.id)), worker.client.clone(), worker.code_of);
+        let (client, user) = (worker.client.clone(), worker.code_of);
+        let folder = cache.of_worker(&client, &hex(&worker.id));
         tokio::task::spawn_blocking(move || match user {
             Some(user) => cache.take_back(&client, user, &folder),
             None => cache.delete(&folder),
@@ -132,7 +140,7 @@ impl Supervisor {
             let mut used: HashSet<_> =
                 state.workers.values().filter_map(|worker| state.code_folder(cache, worker)).collect();
             for left in &state.left {
-                used.insert(cache.of_worker(&hex(&left.book.id)));
+                used.insert(cache.of_worker(&left.book.client, &hex(&left.book.id)));
                 used.insert(cache.store(&left.book.client, None));
             }
             used
@@ -142,21 +150,36 @@ impl Supervisor {
 
     /// Deletes folders with too much compiled code, and ends the workers that exceeded their bound.
     ///
+    /// The folders of a client's workers have the bound of one together, too.
     /// It waits for the disk. Returns `true` if the others have too much together.
     pub fn bound_compiled(&self) -> bool {
         let Some(cache) = &self.0.options.cache else { return false };
-        let writers = self.state().writers(cache);
-        let mut total: u64 = 0;
+        let written = self.state().written(cache);
+        let mut clients: HashMap<String, Vec<(u64, PathBuf, Vec<WorkerId>)>> = HashMap::new();
+        let stop = |folder: &Path, ids: &[WorkerId], excess: &str| {
+            self.state().stop_writers(folder, ids, excess, cache.compiled_max());
+            cache.delete(folder);
+        };
         // The lock is free while the folders are measured.
-        for (folder, (ids, pids)) in writers {
-            let Some(bytes) = cache.compiled_bytes(&folder, &pids) else { continue };
-            match cache.excess(bytes) {
-                Some(excess) => {
-                    self.state().stop_writers(&folder, &ids, &excess, cache.compiled_max());
-                    cache.delete(&folder);
-                }
-                None => total = total.saturating_add(bytes),
+        for (folder, Written { client, ids, pids }) in written {
+            let Some(size) = cache.compiled_bytes(&folder, &pids) else { continue };
+            match cache.excess(size.bytes) {
+                Some(excess) => stop(&folder, &ids, &excess),
+                None => clients.entry(client).or_default().push((size.part, folder, ids)),
             }
+        }
+        let mut total: u64 = 0;
+        for mut folders in clients.into_values() {
+            folders.sort();
+            let mut sum: u64 = folders.iter().map(|(bytes, ..)| bytes).sum();
+            // The largest first: a client's other programs may have written little.
+            while let Some(excess) = cache.excess(sum)
+                && let Some((bytes, folder, ids)) = folders.pop()
+            {
+                stop(&folder, &ids, &excess);
+                sum -= bytes;
+            }
+            total = total.saturating_add(sum);
         }
         total > cache.max()
     }

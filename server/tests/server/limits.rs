@@ -220,6 +220,30 @@ async fn too_much_compiled_code_ends_its_writers_alone() {
 }
 
 #[tokio::test]
+async fn a_clients_workers_have_no_more_compiled_code_than_one_may() {
+    let mut server = Server::prepare("libcuda.so.1", "cache_max = \"8MiB\"").await;
+    server.run_into("journal").await;
+    let (mut excessive, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
+    let lease = excessive.allocate(10.0).await.unwrap().id;
+    let beside = other.allocate(10.0).await.unwrap().id;
+    let mut lanes = Vec::new();
+    for (exceeds, mib) in [(false, 3), (true, 1), (true, 3)] {
+        let (vm, lease) = if exceeds { (&mut excessive, &lease) } else { (&mut other, &beside) };
+        let (lane, said) = server.adopt(&vm.take(lease).await.unwrap().id, 0, true);
+        let folder = std::path::PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap());
+        std::fs::write(folder.join("code"), vec![1; mib << 20]).unwrap();
+        lanes.push(lane);
+    }
+    assert!(rest(&mut lanes[2]).is_empty(), "the largest writer ended");
+    assert_eq!(server.workers().iter().filter(|w| w["state"] == "active").count(), 2, "others continue");
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(
+        journal.contains("its client's programs have more than 4 MiB of compiled code; killed"),
+        "{journal}"
+    );
+}
+
+#[tokio::test]
 async fn compiled_code_that_a_worker_deletes_and_keeps_open_ends_it() {
     let mut server = Server::prepare("libcuda-hidden.so.1", "cache_max = \"8MiB\"").await;
     server.run_into("journal").await;
