@@ -130,8 +130,8 @@ keys! {
         /// Look whether the driver has cleared memory that it gives: "off"; with "verify", each
         /// worker reads a sample before a program gets the worker.
         ///
-        /// A sample has at most 64 MiB of each GPU and takes 0.1 s. Bytes that are left go to the
-        /// journal and the metrics. Workers under MPS do not look.
+        /// A sample has 2 MiB of each GPU. Bytes that are left go to the journal and the metrics.
+        /// Workers under MPS do not look.
         scrub: bool = "off", SCRUB;
         /// Number of workers kept ready for each lease.
         ///

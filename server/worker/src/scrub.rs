@@ -4,36 +4,31 @@
 //! `scrub = "verify"`, a worker takes a sample of each GPU and reads it before it writes any,
 //! and before a program can reach the worker.
 
-use std::time::{Duration, Instant};
-
 use gpusession_proto::supervise::FromWorker;
 
 use crate::contexts::Contexts;
 use crate::driver::{Address, Driver, Handle, Status, check, status};
 
-/// Most bytes of a GPU's sample.
-const SAMPLE: usize = 64 << 20;
-/// Divisor of a GPU's free memory for its sample: others may want the rest meanwhile.
-const PART: usize = 16;
-/// Bytes of one copy.
-const PIECE: usize = 2 << 20;
-/// Time for the samples of all GPUs, after which no copy begins.
-const SAMPLE_TIMEOUT: Duration = Duration::from_millis(100);
+/// Bytes of a GPU's sample.
+///
+/// That is the driver's unit of device memory. More could take what another lease of the GPU is
+/// about to allocate within its own limit.
+const SAMPLE: usize = 2 << 20;
+/// Least free memory of a GPU for each byte of its sample: others may want the rest meanwhile.
+const FREE: usize = 16;
 
 /// Reads a sample of each of the lease's GPUs; one that has too little memory free has none.
 pub fn sample(driver: &Driver, contexts: &Contexts) -> Vec<FromWorker> {
     let devices = (0..).map_while(|device| Some((device, contexts.primary(device).ok()?)));
-    let devices: Vec<_> = devices.collect();
-    let time = SAMPLE_TIMEOUT / devices.len().max(1) as u32;
-    let sampled = devices.into_iter().filter_map(|(device, context)| {
-        let (bytes, left) = sample_of(driver, context, Instant::now() + time).ok()?;
-        Some(FromWorker::Sampled { device, bytes, left })
+    let sampled = devices.filter_map(|(device, context)| {
+        let left = sample_of(driver, context).ok()?;
+        Some(FromWorker::Sampled { device, bytes: SAMPLE as u64, left })
     });
     sampled.collect()
 }
 
-/// Returns the bytes that it read, and how many of them are not zero.
-fn sample_of(driver: &Driver, context: Handle, until: Instant) -> Result<(u64, u64), Status> {
+/// Returns how many bytes of a sample are not zero.
+fn sample_of(driver: &Driver, context: Handle) -> Result<u64, Status> {
     let call = &driver.call;
     // SAFETY: the lease's primary context, which the worker keeps.
     check(unsafe { (call.cuCtxPushCurrent_v2)(context) })?;
@@ -41,38 +36,22 @@ fn sample_of(driver: &Driver, context: Handle, until: Instant) -> Result<(u64, u
         let (mut free, mut total) = (0, 0);
         // SAFETY: the out pointers are valid.
         check(unsafe { (call.cuMemGetInfo_v2)(&mut free, &mut total) })?;
-        let size = SAMPLE.min(free / PART) / PIECE * PIECE;
-        if size == 0 {
+        if free / FREE < SAMPLE {
             return Err(status::OUT_OF_MEMORY);
         }
         let mut sample: Address = 0;
         // SAFETY: the out pointer is valid.
-        check(unsafe { (call.cuMemAlloc_v2)(&mut sample, size) })?;
-        let found = read_all(driver, sample, size, until);
-        // SAFETY: allocated above; each copy from it is complete.
+        check(unsafe { (call.cuMemAlloc_v2)(&mut sample, SAMPLE) })?;
+        let mut bytes = vec![0u8; SAMPLE];
+        // SAFETY: both sides have `SAMPLE` bytes.
+        let copied = check(unsafe { (call.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), sample, SAMPLE) });
+        // SAFETY: allocated above; the copy from it is complete.
         unsafe { (call.cuMemFree_v2)(sample) };
-        found
+        copied.map(|_| bytes.iter().filter(|byte| **byte != 0).count() as u64)
     };
     let found = read();
     let mut popped = std::ptr::null_mut();
     // SAFETY: pushed above; the out pointer is valid.
     unsafe { (call.cuCtxPopCurrent_v2)(&mut popped) };
     found
-}
-
-fn read_all(driver: &Driver, sample: Address, size: usize, until: Instant) -> Result<(u64, u64), Status> {
-    let mut piece = vec![0u8; PIECE];
-    let (mut bytes, mut left) = (0, 0);
-    for at in (0..size).step_by(PIECE) {
-        if Instant::now() >= until {
-            break;
-        }
-        // SAFETY: both sides have `PIECE` bytes, since `size` is a multiple of it.
-        check(unsafe {
-            (driver.call.cuMemcpyDtoH_v2)(piece.as_mut_ptr().cast(), sample + at as Address, PIECE)
-        })?;
-        bytes += PIECE as u64;
-        left += piece.iter().filter(|byte| **byte != 0).count() as u64;
-    }
-    Ok((bytes, left))
 }
