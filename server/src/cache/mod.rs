@@ -20,8 +20,9 @@ use self::compiled::client_of;
 use self::files::{Entry, leaves_room, made, name_of, paths};
 pub use self::images::{Images, Incoming};
 use self::tree::{BEYOND, LEAST, Measured, kept};
-use crate::clock::wall;
+use crate::clock::{self, Random, wall};
 use crate::config::{Config, Origin};
+use crate::store::{self, StoreError};
 
 mod compiled;
 mod files;
@@ -69,10 +70,10 @@ pub struct Cache {
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
-    pub fn open(config: &Config) -> Option<Self> {
-        let cache = Self::at(Self::present_folder(config), config.cache_max)?;
-        let server = name_of(&config.state_dir.to_string_lossy());
-        Some(Self { shares: config.share_compiled, server, ..cache })
+    pub fn open(config: &Config, random: &dyn Random) -> Result<Option<Self>, StoreError> {
+        let Some(cache) = Self::at(Self::present_folder(config), config.cache_max) else { return Ok(None) };
+        let server = server_name(&config.state_dir, random)?;
+        Ok(Some(Self { shares: config.share_compiled, server, ..cache }))
     }
 
     fn present_folder(config: &Config) -> PathBuf {
@@ -240,6 +241,21 @@ impl Cache {
     }
 }
 
+/// Returns the name of a state directory's server, which the first start draws.
+///
+/// Servers in containers may share a cache, and have state at the same path.
+fn server_name(state_dir: &Path, random: &dyn Random) -> Result<String, StoreError> {
+    let file = state_dir.join("cache.json");
+    let known: Option<String> = store::read(&file)?;
+    known.map_or_else(
+        || {
+            let name = data_encoding::HEXLOWER.encode(&clock::bytes::<16>(random));
+            store::write(&file, &name).map(|()| name)
+        },
+        Ok,
+    )
+}
+
 fn absent(e: io::Error) -> io::Result<()> {
     if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }
 }
@@ -319,6 +335,15 @@ mod tests {
         cache.trim(wall());
         assert!(image("vm-a", 1).exists() && !image("vm-b", 2).exists() && image("vm-a", 2).exists());
         assert!(image("vm-c", 1).exists() && image("vm-c", 2).exists());
+    }
+
+    #[test]
+    fn a_server_keeps_its_name_and_no_other_has_it() {
+        use crate::clock::SystemRandom;
+        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [first, second] = folders.each_ref().map(|f| server_name(f.path(), &SystemRandom).unwrap());
+        assert!(first != second && first.len() == 32);
+        assert_eq!(server_name(folders[0].path(), &SystemRandom).unwrap(), first);
     }
 
     #[test]
