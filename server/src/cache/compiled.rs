@@ -112,7 +112,7 @@ impl Cache {
             moved(()).or_else(|e| absent(e).and_then(moved))?;
             Ok(true)
         });
-        // Whatever stopped it, the store may have grown.
+        // Also after an error, the store may have grown.
         to.map_or(Ok(()), |store| self.bound(&store)).and(done)
     }
 
@@ -168,12 +168,6 @@ impl Cache {
             self.delete(&path);
         }
     }
-}
-
-/// Returns the name of the client whose folder of compiled code it is.
-pub(super) fn client_of(path: &Path) -> &str {
-    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
-    name.split(['-', '.']).next().unwrap_or_default()
 }
 
 /// Calls `act` for each regular file that lies two folders deep, as long as it returns `true`.

@@ -1,5 +1,6 @@
 //! The cache's files and folders: their names, and the room for them.
 
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,12 @@ pub(super) fn name_of(client: &str) -> String {
     let mut name = blake3::hash(client.as_bytes()).to_hex().to_string();
     name.truncate(32);
     name
+}
+
+/// Returns the name of the client whose folder of compiled code it is.
+pub(super) fn client_of(path: &Path) -> &str {
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    name.split(['-', '.']).next().unwrap_or_default()
 }
 
 /// Lists a folder; an absent one is empty.

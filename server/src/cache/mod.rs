@@ -16,8 +16,7 @@ use std::time::{Duration, SystemTime};
 
 use tracing::{debug, warn};
 
-use self::compiled::client_of;
-use self::files::{Entry, leaves_room, made, name_of, paths};
+use self::files::{Entry, client_of, leaves_room, made, paths};
 pub use self::images::{Images, Incoming};
 use self::tree::{BEYOND, LEAST, Measured, kept};
 use crate::clock::{self, Random, wall};
@@ -198,8 +197,8 @@ impl Cache {
     /// Deletes what is too large, then the least recently used entries until the rest fits the
     /// limit.
     ///
-    /// An image is an entry, and so is a whole folder of compiled files. Those of clients that have
-    /// more than their share go first.
+    /// An image is an entry, and so is a whole folder of compiled files. A client with more than
+    /// its share loses these first.
     pub fn trim(&self, now: SystemTime) {
         if let Err(e) = tree::empty(&self.folder.join(GONE)).or_else(absent) {
             warn!("cache {}: not emptied: {e}; delete it by hand", self.folder.join(GONE).display());
@@ -279,6 +278,7 @@ fn measured(path: &Path, most: u64) -> Option<Measured> {
 
 #[cfg(test)]
 mod tests {
+    use super::files::name_of;
     use super::*;
 
     const KIB: u64 = 1024;

@@ -108,7 +108,7 @@ impl Supervisor {
         };
         let folder = cache.of_worker(&client, &hex(id));
         let shown = folder.display().to_string();
-        // The program goes on without a disk that hangs; linking stops at the same time.
+        // The program waits no longer for a slow disk, and linking stops at the same time.
         let until = Instant::now() + LEND_TIMEOUT;
         let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder, until));
         let lent = timeout(LEND_TIMEOUT, lending).await;
