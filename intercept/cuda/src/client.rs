@@ -722,8 +722,8 @@ mod tests {
                     assert!(client.ask_long(op::GRAPH_ADD, &body).is_ok());
                 });
             }
-            // One of them may wait in the worker for the other thread. The last frame may find no room
-            // in the socket.
+            // One of them may wait in the worker for the other thread. The last frame may find
+            // no room in the socket.
             while client.link.position() < before + 3 {
                 std::thread::yield_now();
             }
