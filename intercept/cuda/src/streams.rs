@@ -453,6 +453,8 @@ pub fn end(capture: &Arc<Capture>) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use gpusession_link::lanes::HostRange;
 
     use super::*;
@@ -520,8 +522,12 @@ mod tests {
         assert!(program.frames().is_empty(), "the last synchronization covered it");
     }
 
+    /// Held by tests that create default streams of threads: each ends those of ended threads.
+    static OWN_STREAMS: Mutex<()> = Mutex::new(());
+
     #[test]
     fn handle_means_a_stream_of_the_current_context() {
+        let _alone = OWN_STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
         let program = Program::new();
         let find = |stream: u64, default| {
             meant(program.client, stream as *mut c_void, default).map(|(_, stream)| stream.handle)
@@ -540,6 +546,7 @@ mod tests {
 
     #[test]
     fn default_stream_of_an_ended_thread_is_destroyed_before_the_next_one() {
+        let _alone = OWN_STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
         let program = Program::new();
         let (client, ctx) = (program.client, program.ctx);
         let own = || meant(client, std::ptr::null_mut(), Default::PerThread).unwrap().1.handle;

@@ -32,7 +32,7 @@ pub fn frames() -> Vec<Vec<u8>> {
     w.finish();
     let (mut changed, mut listed) = (Vec::new(), Vec::new());
     changes::push(&mut changed, 4096, b"changed");
-    changes::push_differing(&mut changed, 0, &[0; 300], &[[0; 99].as_slice(), &[1; 201]].concat());
+    changes::push(&mut changed, 96, &[[0; 3].as_slice(), &[1; 201]].concat());
     let mut w = Writer::new(&mut listed, &header);
     w.words(&changed);
     w.finish();
