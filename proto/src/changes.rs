@@ -22,8 +22,10 @@ const UNIT: usize = 4;
 const WORD: usize = 8;
 /// Changes with this many bytes between them are no neighbours.
 const APART: u64 = 64;
-/// Most words that wait; further ones count as data.
+/// Most words that wait; further ones count as data, unless they count up.
 const MOST_WORDS: usize = 1024;
+/// Most words that wait, with those that count up.
+const MOST_COUNTING: usize = 2 * MOST_WORDS;
 /// Longest run of which each word can be a flag; of a longer one, the first and the last can.
 const MOST_FLAGS: usize = 1024;
 /// Most collections of changes for one upload.
@@ -84,6 +86,10 @@ pub struct Words {
     end: Option<(u64, u64)>,
     /// Key of the latest change, if it is a word.
     latest: Option<(u64, usize)>,
+    /// Whether the present collection is the last one, although each one before found words.
+    last: bool,
+    /// Region, place and earlier bytes of words that have counted up in the last collection.
+    late: Vec<(u64, usize, Vec<u8>)>,
 }
 
 /// Bytes of one aligned word.
@@ -101,11 +107,13 @@ impl Words {
     /// repetition.
     ///
     /// A program may write data and then a flag while `collect` is between both. The collection
-    /// then finds the flag only, and the next one the data.
+    /// then finds the flag only, and the next one the data. Behind the last collection comes none,
+    /// so words that count up there are left to the next upload ([`Self::forget_late`]).
     pub fn collected<E>(mut collect: impl FnMut(&mut Self, bool) -> Result<(), E>) -> Result<Self, E> {
         let mut words = Self::default();
         for collection in 0..MOST_COLLECTIONS {
             (words.grew, words.end, words.latest) = (false, None, None);
+            words.last = collection + 1 == MOST_COLLECTIONS;
             collect(&mut words, collection > 0)?;
             if !words.grew {
                 break;
@@ -150,7 +158,12 @@ impl Words {
     /// Keeps a word; `false` if there are too many.
     fn keep(&mut self, block: &Block<'_>, at: Range<usize>, alone: bool, counts: bool) -> bool {
         let key = (block.region, (block.address + at.start) / WORD * WORD);
-        let full = self.found.len() >= MOST_WORDS;
+        if self.last && counts {
+            self.late.push((block.region, block.offset as usize + at.start, block.old[at].to_vec()));
+            self.latest = self.found.contains_key(&key).then_some(key);
+            return true;
+        }
+        let full = self.found.len() >= if counts { MOST_COUNTING } else { MOST_WORDS };
         let bytes = block.offset + at.start as u64..block.offset + at.end as u64;
         if let Some(word) = self.found.get_mut(&key) {
             word.bytes = word.bytes.start.min(bytes.start)..word.bytes.end.max(bytes.end);
@@ -164,6 +177,17 @@ impl Words {
         self.latest = Some(key);
         self.grew = true;
         true
+    }
+
+    /// Gives a region's known bytes back what they were before the last collection, for its words.
+    ///
+    /// So the next upload finds these changes. It precedes the words' way to the other side.
+    pub fn forget_late(&self, region: u64, known: &mut [u8]) {
+        for (_, place, earlier) in self.late.iter().filter(|(id, ..)| *id == region) {
+            if let Some(known) = known.get_mut(*place..place + earlier.len()) {
+                known.copy_from_slice(earlier);
+            }
+        }
     }
 
     /// Returns the places of the words by region, in the order in which the other side must see
@@ -347,10 +371,55 @@ mod tests {
                 Ok::<_, Infallible>(())
             });
             let Ok(words) = words;
+            words.forget_late(1, &mut self.known);
             let mut body = Vec::new();
             words.in_order().iter().for_each(|(_, places)| push_places(&mut body, &self.known, places));
             parts(&body).iter().for_each(|(offset, bytes)| self.get(*offset as usize, bytes));
         }
+    }
+
+    #[test]
+    fn flag_never_precedes_its_data_however_often_the_program_writes() {
+        const SECOND: usize = BLOCK / 8;
+        for (data, flag) in [(60, SECOND + 60), (SECOND + 60, 60)] {
+            let writes: Vec<Write> =
+                (1..10).flat_map(|n| [(data..data + 1, n + 256 * n * n), (flag..flag + 1, n)]).collect();
+            // In each collection: nothing, both writes before the first read or the second, or one
+            // before each.
+            const CHOICES: [[usize; 2]; 4] = [[0, 0], [2, 0], [0, 2], [1, 1]];
+            for pattern in 0..1u32 << (2 * MOST_COLLECTIONS) {
+                let count = |read: usize| {
+                    let choice = pattern.checked_shr(read as u32 / 2 * 2).unwrap_or(0) & 3;
+                    CHOICES[choice as usize][read % 2]
+                };
+                // A flag that grows by more between two reads is none that `Words` knows.
+                let seen = |c: usize| (0..=2 * c + usize::from(flag > data)).map(count).sum::<usize>() / 2;
+                if (0..MOST_COLLECTIONS).any(|c| seen(c) > c.checked_sub(1).map_or(0, seen) + 1) {
+                    continue;
+                }
+                let (here, known, there) = (vec![0; 2 * BLOCK], vec![0; 2 * BLOCK], vec![0; 2 * BLOCK]);
+                let mut model = Model { here, known, there, writes: writes.iter(), flag, data: &[data] };
+                let mut read = 0;
+                model.upload(|| {
+                    read += 1;
+                    count(read - 1)
+                });
+                model.write(writes.len());
+                model.data = &[];
+                model.upload(|| 0);
+                assert_eq!(model.here, model.there, "{pattern:b}");
+            }
+        }
+    }
+
+    #[test]
+    fn flag_stays_behind_more_words_than_wait() {
+        let (old, mut new) = ([0u8; 32 * BLOCK], [0u8; 32 * BLOCK]);
+        new.iter_mut().step_by(64).for_each(|byte| *byte = 9);
+        let last = new.len() - 64;
+        new[last] = 1;
+        let (_, words) = split(0, &old, &new);
+        assert_eq!(words.last(), Some(&(last..last + 4)));
     }
 
     /// Tries every way in which the program's writes can fall between the reads of one upload.

@@ -38,6 +38,9 @@ enum Reading {
     Promised,
     /// The program may have unmapped the memory: an unreadable part counts as unchanged.
     Guarded,
+    /// As [`Self::Guarded`], without a call of the program: all counts as unchanged if a sandbox
+    /// forbids to look.
+    Unasked,
 }
 
 impl Reading {
@@ -45,10 +48,11 @@ impl Reading {
     fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
         #[cfg(test)]
         tests::program_writes();
-        if self == Self::Guarded {
+        if self != Self::Promised {
             match read_guarded(address, to) {
                 Ok(read) => return read == to.len() && to != known,
                 Err(Errno::EFAULT) => return false,
+                Err(_) if self == Self::Unasked => return false,
                 // A sandbox forbids the call.
                 Err(_) => {}
             }
@@ -67,7 +71,7 @@ impl Reading {
     /// Returns `true` if memory of the program is readable and equals `known`; a larger part at a
     /// time costs less.
     fn all_equal(self, address: usize, known: &[u8]) -> bool {
-        let mut now = vec![0; if self == Self::Guarded { known.len() } else { 0 }];
+        let mut now = vec![0; if self == Self::Promised { 0 } else { known.len() }];
         !now.is_empty() && read_guarded(address, &mut now) == Ok(known.len()) && now == known
     }
 }
@@ -396,7 +400,7 @@ impl<'a> Part<'a> {
     /// The program may have unmapped registered memory.
     fn beside_wait(region: &'a Region) -> Self {
         let own = !region.pageable && region.there == region.base as u64;
-        let reading = if own { Reading::Promised } else { Reading::Guarded };
+        let reading = if own { Reading::Promised } else { Reading::Unasked };
         Self { reading, ..Self::whole(region) }
     }
 }
@@ -412,6 +416,9 @@ fn upload_parts(parts: &[Part<'_>]) -> Result {
         let mut parts = parts.iter().filter(watched);
         parts.try_for_each(|part| part.region.collect(part.blocks.clone(), part.reading, words))
     })?;
+    for Part { region, .. } in parts {
+        words.forget_late(region.id, &mut lock(&region.shadow));
+    }
     for (id, places) in words.in_order() {
         let Some(part) = parts.iter().find(|part| part.region.id == id) else { continue };
         let mut body = Vec::new();

@@ -70,6 +70,9 @@ impl Mirrors {
             }
             Ok::<_, Infallible>(())
         });
+        for InHost { region, shadow, .. } in &regions {
+            words.forget_late(*region, &mut shadow.lock());
+        }
         for (id, places) in words.in_order() {
             let Some(InHost { shadow, .. }) = regions.iter().find(|r| r.region == id) else { continue };
             let mut body = Vec::new();
