@@ -100,7 +100,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     let _gpus_are_ours = lock_gpus(&config, &host.gpus)?;
     // Before the test of isolation, which looks whether workers reach the images.
-    let cache = Cache::open(&config, random.as_ref())?;
+    let cache = Cache::open(&config, random.as_ref());
     let images = Cache::images_of(&config);
     let isolation = tokio::select! {
         decided = isolation::settle(&config, &images, &host.worker, &host.driver, &host.gpus) => decided?,

@@ -133,14 +133,20 @@ impl Cache {
             if files + places.len() <= MOST_FILES && bytes <= self.compiled_max() {
                 break;
             }
-            let outer = Folder::below(&store.0, &place[0])?;
-            still_there(unlink(&Folder::below(&outer.0, &place[1])?, &name, UnlinkatFlags::NoRemoveDir))?;
+            // The ends of other workers delete, too.
+            if let Some(outer) = still_there(Folder::below(&store.0, &place[0]))?
+                && let Some(inner) = still_there(Folder::below(&outer.0, &place[1]))?
+            {
+                still_there(unlink(&inner, &name, UnlinkatFlags::NoRemoveDir))?;
+            }
             (files, bytes) = (files - 1, bytes.saturating_sub(freed));
             if let Some(left) = places.get_mut(&place) {
                 *left -= 1;
                 if *left == 0 {
                     places.remove(&place);
-                    remove_empty(&outer, &place[1])?;
+                    if let Some(outer) = still_there(Folder::below(&store.0, &place[0]))? {
+                        remove_empty(&outer, &place[1])?;
+                    }
                     remove_empty(store, &place[0])?;
                 }
             }

@@ -21,7 +21,7 @@ pub use self::images::{Images, Incoming};
 use self::tree::{BEYOND, LEAST, Measured, kept};
 use crate::clock::{self, Random, wall};
 use crate::config::{Config, Origin};
-use crate::store::{self, StoreError};
+use crate::store;
 
 mod compiled;
 mod files;
@@ -53,6 +53,8 @@ pub struct Size {
     pub bytes: u64,
     /// As `bytes`, with its part of each file that lies in several folders.
     pub part: u64,
+    /// Of these, files that its writers deleted, or the server, and that they keep open.
+    pub kept: u64,
 }
 
 /// Folder of the cache, its limit in bytes, and its images.
@@ -69,10 +71,10 @@ pub struct Cache {
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
-    pub fn open(config: &Config, random: &dyn Random) -> Result<Option<Self>, StoreError> {
-        let Some(cache) = Self::at(Self::present_folder(config), config.cache_max) else { return Ok(None) };
-        let server = server_name(&config.state_dir, random)?;
-        Ok(Some(Self { shares: config.share_compiled, server, ..cache }))
+    pub fn open(config: &Config, random: &dyn Random) -> Option<Self> {
+        let cache = Self::at(Self::present_folder(config), config.cache_max)?;
+        let server = server_name(&config.state_dir, random);
+        Some(Self { shares: config.share_compiled, server, ..cache })
     }
 
     fn present_folder(config: &Config) -> PathBuf {
@@ -146,12 +148,18 @@ impl Cache {
     }
 
     /// Measures a folder of compiled code, with what its writers deleted and keep open; `None`: it
-    /// is gone.
+    /// cannot be measured.
+    ///
+    /// Writers of a folder that is gone may keep files that the server deletes.
     pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<Size> {
         let most = self.share().saturating_mul(2);
-        let found = measured(folder, most)?;
+        let gone = self.folder.join(GONE);
+        let (found, named) = match folder.exists() {
+            true => (measured(folder, most)?, folder),
+            false => (Measured::NOTHING, &*gone),
+        };
         // The kernel names files by paths without links.
-        let named = folder.canonicalize().ok()?;
+        let named = named.canonicalize().ok()?;
         let mut seen = HashSet::new();
         let kept = writers.iter().map(|writer| {
             kept(*writer, &named, &mut seen).unwrap_or_else(|e| {
@@ -161,14 +169,14 @@ impl Cache {
         });
         let kept = kept.fold(0, u64::saturating_add);
         let (bytes, part) = (found.bytes.saturating_add(kept), found.part.saturating_add(kept));
-        Some(Size { bytes: if bytes > most { BEYOND } else { bytes }, part })
+        Some(Size { bytes: if bytes > most { BEYOND } else { bytes }, part, kept })
     }
 
     /// Returns why this is too much compiled code for a folder, or for those of a client's workers;
     /// `None` if it is not.
     ///
     /// The driver keeps to [`Self::compiled_max`], so that only a worker that its client has taken
-    /// over fills more.
+    /// over fills a folder with more; many honest ones may together.
     pub fn excess(&self, bytes: u64) -> Option<String> {
         let share = self.share();
         match bytes {
@@ -242,17 +250,21 @@ impl Cache {
 
 /// Returns the name of a state directory's server, which the first start draws.
 ///
-/// Servers in containers may share a cache, and have state at the same path.
-fn server_name(state_dir: &Path, random: &dyn Random) -> Result<String, StoreError> {
+/// Servers in containers may share a cache, and have state at the same path. If no name can be
+/// kept, the next start has another one, and folders of this one go as those of any server.
+fn server_name(state_dir: &Path, random: &dyn Random) -> String {
     let file = state_dir.join("cache.json");
-    let known: Option<String> = store::read(&file)?;
-    known.map_or_else(
-        || {
-            let name = data_encoding::HEXLOWER.encode(&clock::bytes::<16>(random));
-            store::write(&file, &name).map(|()| name)
-        },
-        Ok,
-    )
+    match store::read::<Option<String>>(&file) {
+        Ok(Some(name)) if name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit()) => return name,
+        Ok(None) => {}
+        Ok(Some(_)) => warn!("{}: holds no name of 32 hex digits; drawing another", file.display()),
+        Err(e) => warn!("name of this server in the cache: {e}; drawing another"),
+    }
+    let name = data_encoding::HEXLOWER.encode(&clock::bytes::<16>(random));
+    if let Err(e) = store::write(&file, &name) {
+        warn!("name of this server in the cache: not kept: {e}; the next start draws another");
+    }
+    name
 }
 
 fn absent(e: io::Error) -> io::Result<()> {
@@ -341,9 +353,9 @@ mod tests {
     fn a_server_keeps_its_name_and_no_other_has_it() {
         use crate::clock::SystemRandom;
         let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-        let [first, second] = folders.each_ref().map(|f| server_name(f.path(), &SystemRandom).unwrap());
+        let [first, second] = folders.each_ref().map(|f| server_name(f.path(), &SystemRandom));
         assert!(first != second && first.len() == 32);
-        assert_eq!(server_name(folders[0].path(), &SystemRandom).unwrap(), first);
+        assert_eq!(server_name(folders[0].path(), &SystemRandom), first);
     }
 
     #[test]

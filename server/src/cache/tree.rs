@@ -42,7 +42,7 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    const NOTHING: Self = Self { bytes: 0, part: 0, used: SystemTime::UNIX_EPOCH };
+    pub(super) const NOTHING: Self = Self { bytes: 0, part: 0, used: SystemTime::UNIX_EPOCH };
 
     pub(super) fn add(&mut self, facts: &Metadata) {
         self.bytes = self.bytes.saturating_add(whole(facts));

@@ -150,12 +150,13 @@ impl Supervisor {
 
     /// Deletes folders with too much compiled code, and ends the workers that exceeded their bound.
     ///
-    /// The folders of a client's workers have the bound of one together, too.
+    /// The folders of a client's workers have the bound of one together, too. Many honest drivers
+    /// may exceed that, so this ends only workers that keep deleted files open.
     /// It waits for the disk. Returns `true` if the others have too much together.
     pub fn bound_compiled(&self) -> bool {
         let Some(cache) = &self.0.options.cache else { return false };
         let written = self.state().written(cache);
-        let mut clients: HashMap<String, Vec<(u64, PathBuf, Vec<WorkerId>)>> = HashMap::new();
+        let mut clients: HashMap<_, Vec<_>> = HashMap::new();
         let stop = |folder: &Path, ids: &[WorkerId], excess: &str| {
             self.state().stop_writers(folder, ids, excess, cache.compiled_max());
             cache.delete(folder);
@@ -165,7 +166,7 @@ impl Supervisor {
             let Some(size) = cache.compiled_bytes(&folder, &pids) else { continue };
             match cache.excess(size.bytes) {
                 Some(excess) => stop(&folder, &ids, &excess),
-                None => clients.entry(client).or_default().push((size.part, folder, ids)),
+                None => clients.entry(client).or_default().push((size.part, size.kept, folder, ids)),
             }
         }
         let mut total: u64 = 0;
@@ -174,9 +175,14 @@ impl Supervisor {
             let mut sum: u64 = folders.iter().map(|(bytes, ..)| bytes).sum();
             // The largest first: a client's other programs may have written little.
             while let Some(excess) = cache.excess(sum)
-                && let Some((bytes, folder, ids)) = folders.pop()
+                && let Some((bytes, kept, folder, ids)) = folders.pop()
             {
-                stop(&folder, &ids, &excess);
+                if kept > 0 {
+                    stop(&folder, &ids, &excess);
+                } else {
+                    info!("cache {}: its client's programs have {excess}; deleted", folder.display());
+                    cache.delete(&folder);
+                }
                 sum -= bytes;
             }
             total = total.saturating_add(sum);
