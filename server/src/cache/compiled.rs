@@ -26,8 +26,9 @@ use super::files::{made, name_of, paths};
 use super::tree::{Folder, Measured, remove_empty, still_there, unlink};
 use super::{COMPILED, Cache, absent};
 
-/// Most files of a user's store, and folders that hold them.
-const MOST_FILES: usize = 1 << 14;
+/// Most files of a user's store, and folders that hold them: each start of a program links them,
+/// and the server looks at them each second while it runs.
+const MOST_FILES: usize = 1 << 12;
 
 /// A file of compiled code, two folders deep.
 struct Found<'a> {
