@@ -447,10 +447,10 @@ mod tests {
     #[test]
     fn flag_never_precedes_its_data_however_the_program_writes_meanwhile() {
         const SECOND: usize = BLOCK / 8;
-        for flag in [0, 40, SECOND - 1, SECOND, SECOND + 20, 2 * SECOND - 1] {
+        for flag in [0, 40, SECOND - 1, SECOND, 2 * SECOND - 1] {
             let one = || flag..flag + 1;
             // Dense or sparse data beside the flag or elsewhere, also in both blocks.
-            for first in [flag + 1, 8, SECOND - 4, SECOND + 100] {
+            for first in [flag + 1, 8, SECOND - 4] {
                 let run = first..(first + 9).min(2 * SECOND);
                 if run.is_empty() || run.contains(&flag) {
                     continue;
