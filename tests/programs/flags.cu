@@ -96,6 +96,7 @@ template <typename Wait> static void awaited(const char *name, Wait wait) {
         CHECK(wait(exchange.stream));
         exchange.check(1);
     });
+    // The other thread waits by then; nothing shows when its wait begins.
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     exchange.ask(1);
     waiter.join();

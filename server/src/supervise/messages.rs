@@ -131,7 +131,7 @@ impl Supervisor {
                         gpusession_lease = worker.lease,
                         gpusession_client = worker.client,
                         gpusession_reason = format!("{left} of {bytes} bytes of GPU {gpu} are not zero"),
-                        "GPU {gpu}: memory is not cleared: {left} of {bytes} bytes that no one wrote for worker {} are not zero; give mutually hostile clients GPUs of their own",
+                        "GPU {gpu}: the driver did not clear memory: {left} of {bytes} bytes that worker {} got are not zero; give mutually hostile clients GPUs of their own",
                         hex(id)
                     );
                 }

@@ -626,7 +626,7 @@ async fn prometheus_reads_what_is_leased() {
     })
     .await;
     let journal = std::fs::read_to_string(server.path("journal")).unwrap();
-    assert!(journal.contains("memory is not cleared: 5 of 67108864 bytes"), "{journal}");
+    assert!(journal.contains("the driver did not clear memory: 5 of 67108864 bytes"), "{journal}");
     let warnings = server.json(&["status"])["server"]["warnings"].to_string();
     assert!(warnings.contains("did not clear 10 of 134217728 bytes"), "{warnings}");
     assert!(text.contains("gpusession_resumes_total{server=\"s1\"} 0\n"), "{text}");

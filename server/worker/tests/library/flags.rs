@@ -171,7 +171,7 @@ pub fn sets_flags_while_a_thread_waits() {
             while !waiting.load(Ordering::SeqCst) {
                 std::thread::yield_now();
             }
-            // The thread's own upload has come too early then.
+            // The thread uploads once as its wait begins; nothing shows when that is over.
             std::thread::sleep(Duration::from_millis(100));
             exchange.ask(1);
         });
