@@ -20,9 +20,7 @@ fn main() {
     for (name, class) in gpusession_calls::calls() {
         let Class::Generated { op, params, .. } = class else { continue };
         let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
-        writeln!(types, "    pub {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", "))
-            .unwrap();
-        writeln!(loads, "            {name}: function(symbols, c\"{name}\"),").unwrap();
+        member(&mut types, &mut loads, name, &arguments.join(", "));
         if name.contains("Memset") || name.contains("Memcpy") {
             works.push(op.to_string());
         }
@@ -45,12 +43,12 @@ fn main() {
             takers.push(op.to_string());
         }
     }
-    let functions = format!(
-        "/// The driver's functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
-         impl Functions {{\n    /// # Safety\n    /// The symbols are those of a CUDA driver, which stays loaded.\n    \
-         pub unsafe fn load(symbols: &impl Symbols) -> Self {{\n        \
-         // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
-    );
+    let (mut called, mut called_loads) = (String::new(), String::new());
+    for (name, types) in gpusession_calls::driver_functions() {
+        member(&mut called, &mut called_loads, name, &types.join(", "));
+    }
+    let functions = structure("Called", "hand-written", &called, &called_loads)
+        + &structure("Replayed", "generated", &types, &loads);
     let replay = format!(
         "/// Replays one generated call of a context.\n#[allow(unused_mut, unused_variables)]\n\
          pub fn dispatch(session: &Session, op: u16, ctx: u64, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
@@ -72,6 +70,23 @@ fn main() {
     for (name, source) in [("functions.rs", functions), ("replay.rs", replay), ("calls.rs", calls)] {
         std::fs::write(out.join(name), source).expect("the output folder can be written");
     }
+}
+
+/// Adds a function of the driver to the fields of a structure, and to its loader.
+fn member(fields: &mut String, loads: &mut String, name: &str, arguments: &str) {
+    writeln!(fields, "    #[allow(missing_docs)] pub {name}: unsafe extern \"C\" fn({arguments}) -> Status,")
+        .unwrap();
+    writeln!(loads, "            {name}: function(symbols, c\"{name}\"),").unwrap();
+}
+
+/// Returns a structure of the driver's functions, and its loader.
+fn structure(name: &str, callers: &str, fields: &str, loads: &str) -> String {
+    format!(
+        "/// The driver's functions that {callers} code calls.\n#[allow(non_snake_case)]\npub struct {name} {{\n{fields}}}\n\n\
+         impl {name} {{\n    /// # Safety\n    /// The symbols are those of a CUDA driver, which stays loaded.\n    \
+         pub unsafe fn load(symbols: &impl Symbols) -> Self {{\n        \
+         // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
+    )
 }
 
 fn c_type(kind: Kind) -> String {

@@ -270,7 +270,7 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                     assert!(table.insert(name, class).is_none(), "calls.txt: {name} twice");
                 }
             }
-            "none" | "op" | "note" | "unordered" | "uncounted" => {}
+            "none" | "op" | "note" | "unordered" | "uncounted" | "driver" => {}
             number => {
                 let op: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
                 assert!(numbers.insert(op), "calls.txt: number {op} twice");
@@ -320,6 +320,27 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
         table.insert(name, Class::None(reason));
     }
     table
+}
+
+/// Returns the driver's functions that hand-written code of the worker calls.
+///
+/// Each has the Rust types of its parameters, of which `server/worker/src/driver.rs` has the names.
+///
+/// # Panics
+/// If a line has another form, a name that the driver does not export, or a name twice.
+pub fn driver_functions() -> BTreeMap<&'static str, Vec<&'static str>> {
+    let known = exported();
+    let mut functions = BTreeMap::new();
+    for line in lines().filter_map(|line| line.strip_prefix("driver ")) {
+        let (name, types) = line
+            .strip_suffix(')')
+            .and_then(|line| line.split_once('('))
+            .unwrap_or_else(|| panic!("calls.txt: {line:?}"));
+        assert!(known.contains(name), "calls.txt: the driver exports no {name}");
+        let types = types.split(',').map(str::trim).filter(|kind| !kind.is_empty()).collect();
+        assert!(functions.insert(name, types).is_none(), "calls.txt: function {name} twice");
+    }
+    functions
 }
 
 /// An operation that is no driver call of the same name.

@@ -298,7 +298,7 @@ fn an_idle_program_with_bulk_lanes_comes_back() {
         let before = relay.connections();
         relay.cut();
         // All lanes connect again without a call of the program.
-        let until = Instant::now() + gpusession_test_worker::PATIENCE;
+        let until = Instant::now() + gpusession_test_worker::TEST_TIMEOUT;
         while relay.connections() < before + 17 {
             assert!(Instant::now() < until, "{} of 17 connections", relay.connections() - before);
             std::thread::yield_now();

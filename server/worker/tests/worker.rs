@@ -22,8 +22,8 @@ use gpusession_proto::preface::{self, FLAG_TLS};
 use gpusession_proto::supervise::{ClientProcess, FromWorker, ToWorker};
 use gpusession_proto::ticket::Ticket;
 use gpusession_test_worker::{
-    CALLER, Client, KEY, LATER, MIB, Machine, Options, PATIENCE, REFUSED, Random, Raw, WINDOW, WINDOW_SIZE,
-    Worker, event, exists, frame, stream,
+    CALLER, Client, KEY, LATER, MIB, Machine, Options, REFUSED, Random, Raw, TEST_TIMEOUT, WINDOW,
+    WINDOW_SIZE, Worker, event, exists, frame, stream,
 };
 use nix::sys::resource::{Resource, getrlimit};
 use zerocopy::IntoBytes;
@@ -265,7 +265,7 @@ fn certificate_of(worker: &Worker) -> rustls::pki_types::CertificateDer<'static>
     let name = rustls::pki_types::ServerName::try_from("worker").expect("a name");
     let mut connection = rustls::ClientConnection::new(config, name).expect("a client");
     let mut socket = TcpStream::connect(worker.address).expect("a connection");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     socket.write_all(worker.preface(0, FLAG_TLS).as_bytes()).expect("a preface");
     while connection.is_handshaking() {
         connection.complete_io(&mut socket).expect("a handshake");
@@ -294,7 +294,7 @@ fn the_right_certificate_with_another_key_is_refused_by_the_client() {
     endpoint.addresses = vec![listener.local_addr().expect("its number").to_string()];
     let between = std::thread::spawn(move || {
         let (mut socket, _) = listener.accept().expect("the client");
-        socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         let mut preface = [0; preface::LEN];
         socket.read_exact(&mut preface).expect("a preface");
         let mut connection = rustls::ServerConnection::new(Arc::new(config)).expect("a server");
@@ -455,7 +455,7 @@ fn memory_of_a_client_that_is_gone_is_free_at_once() {
         assert!(watcher.memory().0 <= before - 512 * MIB, "one machine");
         let pid = first.pid();
         guest.close();
-        assert_eq!(first.ended_within(PATIENCE), "the client's process exited");
+        assert_eq!(first.ended_within(TEST_TIMEOUT), "the client's process exited");
         assert!(!exists(pid));
         assert_eq!(watcher.memory().0, before);
     }
@@ -516,7 +516,7 @@ fn workers_leave_nothing_behind_however_they_end() {
                             _ => guest.write(&[0xff; 64]),
                         }
                         worker.gone();
-                        assert!(ended.elapsed() < PATIENCE, "{:?}", ended.elapsed());
+                        assert!(ended.elapsed() < TEST_TIMEOUT, "{:?}", ended.elapsed());
                     }
                     pids
                 })
@@ -528,7 +528,7 @@ fn workers_leave_nothing_behind_however_they_end() {
     assert!(!pids.iter().any(|pid| exists(*pid)), "processes");
     assert_eq!(watching.memory().0, free, "device memory");
     // Meanwhile, other tests of this process open and close theirs.
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     while Instant::now() < end && (ours() > before.2 || shared() > before.1) {
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -9,7 +9,7 @@ use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Reader;
 
 use crate::answer::{Answer, Done, Failure};
-use crate::driver::{Functions, Handle, Status, check, status};
+use crate::driver::{Called, Handle, Status, check, status};
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
 use crate::objects::known::{Kind, Owner};
@@ -481,7 +481,7 @@ fn with_kernel(
 ///
 /// # Safety
 /// Both belong to the driver.
-pub unsafe fn function_in(call: &Functions, kernel: Handle, ctx: Handle, function: &mut Handle) -> Status {
+pub unsafe fn function_in(call: &Called, kernel: Handle, ctx: Handle, function: &mut Handle) -> Status {
     // SAFETY: the caller vouches for the handles, out pointers are valid, and a context that was
     // pushed is popped.
     unsafe {

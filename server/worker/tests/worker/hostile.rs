@@ -18,7 +18,7 @@ use crate::{
     send_chunk, works,
 };
 use gpusession_test_worker::{
-    KEY, MIB, Machine, PATIENCE, Random, Raw, WINDOW, Worker, event, exists, frame, frame_of, stream,
+    KEY, MIB, Machine, Random, Raw, TEST_TIMEOUT, WINDOW, Worker, event, exists, frame, frame_of, stream,
 };
 
 #[test]
@@ -95,7 +95,7 @@ fn garbage_before_admission_disturbs_no_client() {
     }
     // Garbage where a TLS handshake is due.
     let mut socket = TcpStream::connect(worker.address).expect("a connection");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     socket.write_all(worker.preface(0, FLAG_TLS).as_bytes()).expect("a preface");
     socket.write_all(&pattern(500, 4)).expect("garbage");
     worker.refusal();
@@ -741,7 +741,7 @@ fn a_client_that_does_not_read_cannot_keep_its_worker_from_ending() {
         let mut guest = worker.guest();
         ask_for_much(&mut guest, 1, 1000);
         // Waits until the answers have filled all buffers between the two.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let (mut unread, mut since) = (0, Instant::now());
         while unread == 0 || since.elapsed() < Duration::from_millis(200) {
             assert!(Instant::now() < deadline, "no answers");
