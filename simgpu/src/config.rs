@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::usage::DEVICES;
+/// Upper bound of the devices of a machine.
+pub const DEVICES: usize = 128;
 
 /// Policy for images that contain only machine code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,18 @@
 //! The one driver of the process.
 
+pub mod capture;
+pub mod checkpoint;
+pub mod context;
+pub mod device;
+pub mod graph;
+pub mod module;
+pub mod op;
+pub mod stream;
+pub mod submit;
+
 use crate::config::Config;
-use crate::context::{CONTEXTS, Context};
-use crate::device::Device;
+use crate::driver::context::{CONTEXTS, Context};
+use crate::driver::device::Device;
 use crate::errors::{INVALID_DEVICE, NOT_INITIALIZED, Result};
 use crate::memory::Space;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +49,7 @@ fn visible(list: Option<&str>, devices: u32) -> Vec<u32> {
     for entry in list.split(',').map(str::trim) {
         let found = match entry.parse::<u32>() {
             Ok(n) => (n < devices).then_some(n),
-            Err(_) if entry.len() > 4 => (0..devices).find(|i| crate::nvml::uuid_text(*i).starts_with(entry)),
+            Err(_) if entry.len() > 4 => (0..devices).find(|i| device::uuid_text(*i).starts_with(entry)),
             Err(_) => None,
         };
         match found {
@@ -76,7 +86,7 @@ pub fn init() -> Result {
         }
     });
     static SERVED: std::sync::Once = std::sync::Once::new();
-    SERVED.call_once(crate::checkpoint::serve);
+    SERVED.call_once(crate::driver::checkpoint::serve);
     Ok(())
 }
 
@@ -86,7 +96,7 @@ pub fn driver() -> Result<&'static Driver> {
         return Err(NOT_INITIALIZED);
     }
     // Host functions may not call the driver, except for waits and queries, which do not come here.
-    crate::submit::not_in_callback()?;
+    crate::driver::submit::not_in_callback()?;
     DRIVER.get().ok_or(NOT_INITIALIZED)
 }
 

@@ -3,11 +3,11 @@
 //! Only a few of their functions are ever called; the others return "not supported".
 //! `proto/calls/tables.txt` lists the tables, and the functions of this module behind their slots.
 
-use crate::context::{CONTEXTS, top};
+use crate::driver::context::{CONTEXTS, top};
+use crate::driver::module::Module;
 use crate::driver::{config, driver};
 use crate::entry::{guard, out, out_opt};
 use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
-use crate::module::Module;
 use crate::registry::handle;
 use std::sync::Arc;
 
@@ -60,10 +60,10 @@ unsafe extern "C" fn cudart_primary(ctx: *mut usize, device: i32) -> u32 {
 }
 
 unsafe fn load(module: *mut usize, image: *const u8) -> Result {
-    let ctx = crate::context::working()?;
+    let ctx = crate::driver::context::working()?;
     // SAFETY: the runtime gives a complete image and a place for the handle.
     unsafe {
-        let content = crate::module::compile_at(image).map_err(|e| e.0)?;
+        let content = crate::driver::module::compile_at(image).map_err(|e| e.0)?;
         out(module, handle(&Module::new(&ctx, Arc::new(content), None)?))
     }
 }
@@ -134,7 +134,7 @@ unsafe extern "C" fn tools_context_id(ctx: usize, id: *mut u64) -> u32 {
     })
 }
 
-fn storage_context(ctx: usize) -> Result<Arc<crate::context::Context>> {
+fn storage_context(ctx: usize) -> Result<Arc<crate::driver::context::Context>> {
     driver()?;
     if ctx == 0 || ctx == usize::MAX {
         top()?.ok_or(INVALID_CONTEXT)
@@ -219,7 +219,7 @@ unsafe extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64;
 /// cluster's number.
 unsafe extern "C" fn tpc_get(places: *mut *mut u8, clusters: *mut *mut u8) -> u32 {
     guard("TpcTopology[4]", || {
-        crate::context::current()?;
+        crate::driver::context::current()?;
         let n = (config().sms as usize / 2).max(1);
         // SAFETY: the buffers are as long as the loop; the caller vouches for its pointers.
         unsafe {

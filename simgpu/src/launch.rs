@@ -1,11 +1,11 @@
 //! Checks of a launch, and its parameters.
 
-use crate::context::Context;
-use crate::device::SHARED_PER_BLOCK;
 use crate::driver::config;
+use crate::driver::context::Context;
+use crate::driver::device::SHARED_PER_BLOCK;
+use crate::driver::module::{Function, function};
+use crate::driver::op::Launch;
 use crate::errors::{COOPERATIVE_LAUNCH_TOO_LARGE, INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, Result};
-use crate::module::{Function, function};
-use crate::op::Launch;
 use std::sync::Arc;
 
 /// Collects a kernel's parameters from either form of launch.

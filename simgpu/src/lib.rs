@@ -10,31 +10,22 @@
 
 pub mod abi;
 pub mod arena;
-pub mod capture;
-pub mod checkpoint;
 pub mod config;
-pub mod context;
-pub mod device;
 pub mod driver;
 pub mod entry;
 pub mod errors;
 pub mod export_tables;
 pub mod exports;
 pub mod fatbin;
-pub mod graph;
 pub mod ipc;
 pub mod launch;
 pub mod memory;
-pub mod module;
 pub mod nvml;
-pub mod op;
 pub mod pool;
 pub mod proc_address;
 pub mod ptx;
 pub mod registry;
 pub mod shared_pool;
-pub mod stream;
-pub mod submit;
 pub mod usage;
 
 /// The calls that are not simulated.

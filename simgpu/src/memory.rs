@@ -247,7 +247,7 @@ struct Inner {
 pub struct Saved {
     contents: Vec<(Arc<Backing>, Vec<u8>)>,
     /// Bytes that this process used on each card of the machine.
-    bytes: [u64; crate::usage::DEVICES],
+    bytes: [u64; crate::config::DEVICES],
 }
 
 /// Byte that fills device memory whose contents were moved out.

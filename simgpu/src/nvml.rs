@@ -4,8 +4,8 @@
 //! sees the whole machine: memory in use by all processes, and their faults (Xid).
 
 use crate::config::Config;
-use crate::device::{pci_id, uuid};
 use crate::driver::config;
+use crate::driver::device::{pci_id, uuid_text};
 use crate::usage::{ECC, Fault, Usage, XID};
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -92,12 +92,6 @@ unsafe fn text<'a>(from: *const c_char) -> Result<&'a str> {
     }
     // SAFETY: the program vouches for a C string.
     unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| INVALID_ARGUMENT)
-}
-
-/// Returns a device's UUID in the text form of `nvidia-smi`.
-pub fn uuid_text(ordinal: u32) -> String {
-    let hex: String = uuid(ordinal).iter().map(|b| format!("{b:02x}")).collect();
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 #[repr(C)]

@@ -3,7 +3,7 @@
 //! A small file holds one entry per process. The entry of an exited process does not count and is
 //! reused, so that a killed process leaves no trace.
 
-use crate::config::Config;
+use crate::config::{Config, DEVICES};
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -11,8 +11,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Upper bound of the devices of a machine.
-pub const DEVICES: usize = 128;
 /// Upper bound of the processes of a machine.
 const ENTRIES: usize = 2048;
 const WORDS: usize = 2 + DEVICES;

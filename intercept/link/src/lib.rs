@@ -5,7 +5,6 @@
 
 pub mod flight;
 pub mod grant;
-pub mod lanes;
 pub mod line;
 pub mod link;
 pub mod load;
@@ -21,4 +20,5 @@ pub mod transport;
 pub mod watched_memory;
 pub mod worker_end;
 
+pub use link::lanes;
 pub use link::{Events, Link, LinkLost, Reply};

@@ -22,8 +22,8 @@ use zerocopy::IntoBytes;
 
 use self::comeback::Interruption;
 use crate::flight::Ended;
-use crate::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::line::{Incoming, Line, Outgoing, Stop};
+use crate::link::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::outbox::Outbox;
 use crate::parts::Parts;
 use crate::resume::{self, SessionKey};
@@ -32,6 +32,7 @@ use crate::transport::{Transport, Wait, Watch};
 use crate::worker_end::ACKNOWLEDGED_EVERY;
 
 mod comeback;
+pub mod lanes;
 
 /// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
 const MAX_OUTBOX: usize = 4 << 20;

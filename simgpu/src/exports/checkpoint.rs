@@ -1,7 +1,7 @@
 //! Checkpoints of other processes.
 
 use super::out;
-use crate::checkpoint::{CHECKPOINT, LOCK, RESTORE, UNLOCK, ask, state};
+use crate::driver::checkpoint::{CHECKPOINT, LOCK, RESTORE, UNLOCK, ask, state};
 use crate::driver::driver;
 use crate::export;
 

@@ -1,14 +1,16 @@
 //! Contexts.
 
 use super::{out, out_opt};
-use crate::capture;
-use crate::context::{self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working};
-use crate::device::SHARED_OPTIN;
+use crate::driver::capture;
+use crate::driver::context::{
+    self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working,
+};
+use crate::driver::device::SHARED_OPTIN;
 use crate::driver::driver;
+use crate::driver::submit;
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
 use crate::registry::handle;
-use crate::submit;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

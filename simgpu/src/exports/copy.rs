@@ -2,14 +2,14 @@
 
 use super::{out_opt, read, slice};
 use crate::abi::{MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
-use crate::capture::{forbid_legacy, forbid_unsafe};
-use crate::context::{by_handle, working};
+use crate::driver::capture::{forbid_legacy, forbid_unsafe};
+use crate::driver::context::{by_handle, working};
 use crate::driver::driver;
+use crate::driver::op::{Copy, Fill, Op, Place, Side};
+use crate::driver::stream::Role;
+use crate::driver::submit::{self, any_place};
 use crate::errors::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::export;
-use crate::op::{Copy, Fill, Op, Place, Side};
-use crate::stream::Role;
-use crate::submit::{self, any_place};
 
 fn submit_copy(copy: Copy, stream: usize, per_thread: bool, wait: bool) -> Result {
     submit::copy(&submit::stream(stream, per_thread)?, copy, wait)

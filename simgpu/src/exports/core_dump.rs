@@ -1,7 +1,7 @@
 //! Attributes of core dumps, which no fault of this card writes.
 
 use super::{out, out_opt, read};
-use crate::context::current;
+use crate::driver::context::current;
 use crate::driver::driver;
 use crate::errors::{Error, INVALID_VALUE, NOT_PERMITTED, Result};
 use crate::export;

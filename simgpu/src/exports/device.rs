@@ -2,7 +2,7 @@
 
 use super::{out, slice, text};
 use crate::abi::DevProp;
-use crate::context::current;
+use crate::driver::context::current;
 use crate::driver::{self, config, driver};
 use crate::errors::{self, INVALID_DEVICE, INVALID_VALUE};
 use crate::export;
@@ -214,10 +214,10 @@ export! {
     }
 
     fn cuProfilerStart() {
-        crate::context::current().map(drop)
+        crate::driver::context::current().map(drop)
     }
 
     fn cuProfilerStop() {
-        crate::context::current().map(drop)
+        crate::driver::context::current().map(drop)
     }
 }

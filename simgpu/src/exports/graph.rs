@@ -2,13 +2,13 @@
 
 use super::{fill, out, out_opt, slice};
 use crate::abi::{GraphInstantiateParams, UpdateResult};
-use crate::context::working;
+use crate::driver::context::working;
 use crate::driver::driver;
+use crate::driver::graph::{EXECS, Exec, GRAPHS, Graph, Held, NODES, Node, USER_OBJECTS, UserObject};
+use crate::driver::submit::stream;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::graph::{EXECS, Exec, GRAPHS, Graph, Held, NODES, Node, USER_OBJECTS, UserObject};
 use crate::registry::handle;
-use crate::submit::stream;
 use std::collections::HashSet;
 use std::ffi::c_char;
 use std::sync::Arc;

@@ -1,14 +1,14 @@
 //! Green contexts: shares of the multiprocessors; their streams belong to the primary context.
 
 use super::{out, out_opt, read, slice};
-use crate::context::{CONTEXTS, Context, by_handle};
+use crate::driver::context::{CONTEXTS, Context, by_handle};
+use crate::driver::op::Op;
+use crate::driver::stream::{EVENTS, Recorded, Role, STREAMS, Stream};
+use crate::driver::submit;
 use crate::driver::{config, driver};
 use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_RESOURCE_CONFIGURATION, INVALID_VALUE, Result};
 use crate::export;
-use crate::op::Op;
 use crate::registry::{Registry, handle};
-use crate::stream::{EVENTS, Recorded, Role, STREAMS, Stream};
-use crate::submit;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -53,7 +53,7 @@ unsafe fn tell(to: *mut Resource, kind: u32, number: u32) -> Result {
 /// Records an event once all work of a context is complete.
 fn record(ctx: &Arc<Context>, event: usize) -> Result {
     let e = EVENTS.find(event).ok_or(INVALID_HANDLE)?;
-    crate::capture::forbid_context_sync(ctx)?;
+    crate::driver::capture::forbid_context_sync(ctx)?;
     ctx.synchronize()?;
     let time = Arc::new(OnceLock::new());
     if let Some(point) = submit::submit(&ctx.legacy(), Op::Record(time.clone()))? {
@@ -67,7 +67,7 @@ fn record(ctx: &Arc<Context>, event: usize) -> Result {
 /// Waits for an event in the call, so that all later work comes behind it.
 fn wait(ctx: &Arc<Context>, event: usize) -> Result {
     let e = EVENTS.find(event).ok_or(INVALID_HANDLE)?;
-    crate::capture::forbid_context_sync(ctx)?;
+    crate::driver::capture::forbid_context_sync(ctx)?;
     if let Some(recorded) = super::stream::recorded(&e)? {
         recorded.point.wait();
     }

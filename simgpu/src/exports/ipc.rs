@@ -1,14 +1,14 @@
 //! Legacy handles of memory and events.
 
 use super::{out, stream};
-use crate::context::working;
+use crate::driver::context::working;
+use crate::driver::stream::{EVENTS, Event, EventState};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::export;
 use crate::ipc::{Bytes, Counter, Handle, Subject};
 use crate::memory::Kind;
 use crate::registry::handle;
-use crate::stream::{EVENTS, Event, EventState};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;

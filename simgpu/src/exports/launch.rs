@@ -2,16 +2,16 @@
 
 use super::{out, slice};
 use crate::abi::LaunchConfig;
-use crate::context::{Context, working};
-use crate::device::THREADS_PER_SM;
 use crate::driver::config;
+use crate::driver::context::{Context, working};
+use crate::driver::device::THREADS_PER_SM;
+use crate::driver::module::{self, Function};
+use crate::driver::op::{Launch, Op};
+use crate::driver::stream::Stream;
+use crate::driver::submit;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::module::{self, Function};
-use crate::op::{Launch, Op};
 use crate::registry::handle;
-use crate::stream::Stream;
-use crate::submit;
 use std::sync::Arc;
 
 fn submit_launch(mut launch: Launch, s: &Arc<Stream>) -> Result {
@@ -121,7 +121,7 @@ export! {
         }
         let launch = Launch::new(&ctx, f, c.grid, c.block, c.shared, cooperative, params, extra)?;
         // The events happen when the kernel begins; in a capture its node is what others wait for.
-        if crate::capture::capturing(&s) {
+        if crate::driver::capture::capturing(&s) {
             submit_launch(launch, &s)?;
             return events.iter().try_for_each(|event| super::stream::record_on(event, &s));
         }
@@ -161,7 +161,7 @@ export! {
         if n <= 0 || threads <= 0 {
             return Err(INVALID_VALUE);
         }
-        let share = crate::device::SHARED_OPTIN / n as u32;
+        let share = crate::driver::device::SHARED_OPTIN / n as u32;
         out(bytes, share.saturating_sub(f.static_shared()).min(f.max_dynamic_shared()) as usize)
     }
 

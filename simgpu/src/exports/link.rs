@@ -2,7 +2,7 @@
 
 use super::module::log;
 use super::{out, out_opt, slice, text};
-use crate::context::working;
+use crate::driver::context::working;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;

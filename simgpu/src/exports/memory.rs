@@ -2,14 +2,14 @@
 
 use super::{out, out_opt, read, slice};
 use crate::arena::GRANULARITY;
-use crate::capture::forbid_unsafe;
-use crate::context::{CONTEXTS, current, working};
+use crate::driver::capture::forbid_unsafe;
+use crate::driver::context::{CONTEXTS, current, working};
+use crate::driver::submit;
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
 use crate::memory::{Allocation, Kind};
 use crate::registry::handle;
-use crate::submit;
 use std::sync::Arc;
 
 fn host_alloc(bytes: usize, flags: u32) -> Result<Arc<Allocation>> {
@@ -309,5 +309,5 @@ fn prefetch(at: u64, bytes: usize, stream: usize, per_thread: bool) -> Result {
     if !config().concurrent_managed {
         return Err(errors::INVALID_DEVICE);
     }
-    submit::submit(&submit::stream(stream, per_thread)?, crate::op::Op::Empty).map(drop)
+    submit::submit(&submit::stream(stream, per_thread)?, crate::driver::op::Op::Empty).map(drop)
 }

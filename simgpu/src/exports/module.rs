@@ -1,11 +1,13 @@
 //! Modules, libraries, kernels and functions.
 
 use super::{out, out_opt, text};
-use crate::context::working;
+use crate::driver::context::working;
+use crate::driver::module::{
+    self, Content, FUNCTIONS, Function, KERNELS, LIBRARIES, Library, MODULES, Module,
+};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
-use crate::module::{self, Content, FUNCTIONS, Function, KERNELS, LIBRARIES, Library, MODULES, Module};
 use crate::registry::handle;
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -135,10 +137,10 @@ fn param(h: usize, index: usize) -> Result<(u32, u32)> {
 fn kernel_function(
     h: usize,
     device: i32,
-) -> Result<(Arc<module::Kernel>, Arc<Function>, Arc<crate::context::Context>)> {
+) -> Result<(Arc<module::Kernel>, Arc<Function>, Arc<crate::driver::context::Context>)> {
     let k = KERNELS.get(h)?;
     let d = driver()?.device(device)?;
-    let ctx = match crate::context::top()? {
+    let ctx = match crate::driver::context::top()? {
         Some(c) if c.device == d.ordinal => c,
         _ => d.primary.clone(),
     };
@@ -169,7 +171,7 @@ export! {
         if m.library.is_some() {
             return Err(errors::NOT_PERMITTED);
         }
-        crate::capture::forbid_unsafe()?;
+        crate::driver::capture::forbid_unsafe()?;
         m.unload();
         Ok(())
     }

@@ -7,14 +7,14 @@ use crate::abi::{
     BatchMemOp, HostNodeParams, KernelNodeParams, KernelNodeParamsV2, MEMORY_DEVICE, MEMORY_HOST, Memcpy3D,
     MemsetNodeParams, NodeParams,
 };
-use crate::context::{CONTEXTS, by_handle, current};
+use crate::driver::context::{CONTEXTS, by_handle, current};
 use crate::driver::driver;
+use crate::driver::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
+use crate::driver::op::{Copy, Fill, Launch, Op, Place};
+use crate::driver::stream::EVENTS;
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
-use crate::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
-use crate::op::{Copy, Fill, Launch, Op, Place};
 use crate::registry::handle;
-use crate::stream::EVENTS;
 use std::sync::Arc;
 
 unsafe fn add(to: *mut usize, g: usize, deps: *const usize, n: usize, kind: NodeKind) -> Result {
@@ -36,7 +36,7 @@ unsafe fn kernel(p: *const KernelNodeParams, v2: Option<*const KernelNodeParamsV
         let h = if p.func == 0 { extra.map_or(0, |e| e.kern) } else { p.func };
         // A node can name the context of its kernel.
         if let Some(ctx) = extra.filter(|e| e.ctx != 0 && p.func == 0).and_then(|e| CONTEXTS.find(e.ctx)) {
-            let k = crate::module::KERNELS.get(h)?;
+            let k = crate::driver::module::KERNELS.get(h)?;
             let f = k.function(&ctx)?;
             return Ok(NodeKind::Kernel(launch(handle(&f), &p)?));
         }
@@ -284,7 +284,7 @@ unsafe fn of_its_context(p: *const NodeParams) -> Result {
             return Err(INVALID_VALUE);
         }
         let kernel = read((&raw const (*p).body).cast::<KernelNodeParamsV2>())?;
-        match crate::module::FUNCTIONS.find(kernel.base.func) {
+        match crate::driver::module::FUNCTIONS.find(kernel.base.func) {
             Some(f) if (*p).kind == 0 && kernel.ctx != 0 => {
                 let found = CONTEXTS.find(kernel.ctx).ok_or(INVALID_CONTEXT)?;
                 if handle(&found) == f.context { Ok(()) } else { Err(INVALID_CONTEXT) }
@@ -294,7 +294,7 @@ unsafe fn of_its_context(p: *const NodeParams) -> Result {
     }
 }
 
-fn kernel_node(h: usize) -> Result<Arc<crate::graph::Node>> {
+fn kernel_node(h: usize) -> Result<Arc<crate::driver::graph::Node>> {
     let n = node(h)?;
     if n.kind.lock().code() != 0 {
         return Err(INVALID_VALUE);
@@ -424,7 +424,7 @@ export! {
     fn cuGraphKernelNodeGetParams_v2(h: usize, p: *mut KernelNodeParamsV2) {
         let base = kernel_params(h)?;
         let f = get!(h, NodeKind::Kernel(l) => l.function.clone());
-        let kern = crate::module::kernel_of(&f).map_or(0, |k| handle(&k));
+        let kern = crate::driver::module::kernel_of(&f).map_or(0, |k| handle(&k));
         out(p, KernelNodeParamsV2 { base: KernelNodeParams { func: handle(&f), ..base }, kern, ctx: f.context })
     }
     fn cuGraphKernelNodeSetParams(h: usize, p: *const KernelNodeParams) { replace(h, kernel(p, None)?) }

@@ -2,17 +2,17 @@
 
 use super::{out, out_opt, slice};
 use crate::abi::BatchMemOp;
-use crate::capture::{self, forbid_unsafe};
-use crate::context::{CONTEXTS, working};
+use crate::driver::capture::{self, forbid_unsafe};
+use crate::driver::context::{CONTEXTS, working};
 use crate::driver::driver;
+use crate::driver::graph::{GRAPHS, NODES, Node, NodeKind};
+use crate::driver::op::Op;
+use crate::driver::stream::{EVENTS, Event, EventState, Recorded, Role, STREAMS, Stream};
+use crate::driver::submit::{self, stream, submit_after};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result};
 use crate::export;
-use crate::graph::{GRAPHS, NODES, Node, NodeKind};
 use crate::ipc::Counter;
-use crate::op::Op;
 use crate::registry::handle;
-use crate::stream::{EVENTS, Event, EventState, Recorded, Role, STREAMS, Stream};
-use crate::submit::{self, stream, submit_after};
 use std::cell::RefCell;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;

@@ -1,7 +1,7 @@
 //! Texture references: their properties. No simulated kernel reads a texture.
 
 use super::{out, out_opt, read};
-use crate::context::current;
+use crate::driver::context::current;
 use crate::driver::driver;
 use crate::errors::{INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::export;

@@ -3,7 +3,7 @@
 use super::{out, read, slice};
 use crate::abi::{AccessDesc, AllocationProp, Location};
 use crate::arena::GRANULARITY;
-use crate::context::working;
+use crate::driver::context::working;
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
@@ -80,7 +80,7 @@ export! {
 
     fn cuMemUnmap(at: u64, size: usize) {
         let d = driver()?;
-        if let Some(ctx) = crate::context::top()? {
+        if let Some(ctx) = crate::driver::context::top()? {
             ctx.synchronize()?;
         }
         d.space.unmap(at, size as u64)

@@ -6,7 +6,7 @@ use std::hash::{Hash, Hasher};
 use gpusession_proto::frame::{Reader, Writer};
 
 use super::*;
-use crate::lanes::{chunk_header, chunk_len};
+use crate::link::lanes::{chunk_header, chunk_len};
 use crate::log::frame_len;
 use crate::resume::{Fence, ack, frame};
 use crate::search::{Connection, Loss, Model, Net, search};

@@ -1,11 +1,11 @@
 //! Streams: queues of work, each served by its own thread while it has work.
 
-use crate::context::Life;
+use crate::driver::context::Life;
 use crate::driver::driver;
+use crate::driver::graph::Capturing;
+use crate::driver::op::Op;
 use crate::errors::{self, Error, Result};
-use crate::graph::Capturing;
 use crate::ipc::Counter;
-use crate::op::Op;
 use crate::registry::Registry;
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
@@ -212,7 +212,7 @@ pub struct Recorded {
 pub struct EventState {
     pub recorded: Option<Recorded>,
     /// A recording in a capture: the capture, and the nodes that precede the event.
-    pub captured: Option<(Arc<crate::graph::Capture>, Vec<Arc<crate::graph::Node>>)>,
+    pub captured: Option<(Arc<crate::driver::graph::Capture>, Vec<Arc<crate::driver::graph::Node>>)>,
 }
 
 pub struct Event {

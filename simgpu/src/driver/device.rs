@@ -1,7 +1,7 @@
 //! Devices and their attributes.
 
-use crate::context::Context;
 use crate::driver::config;
+use crate::driver::context::Context;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -24,6 +24,12 @@ pub fn uuid(ordinal: u32) -> [u8; 16] {
     let mut uuid = *b"simgpu\x40\x00\x80\x00gpu-00";
     uuid[15] = ordinal as u8;
     uuid
+}
+
+/// Returns a device's UUID in the text form of `nvidia-smi`.
+pub fn uuid_text(ordinal: u32) -> String {
+    let hex: String = uuid(ordinal).iter().map(|b| format!("{b:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 pub fn pci_id(ordinal: u32) -> String {
@@ -155,7 +161,7 @@ impl Device {
                 }
             }
             132 => 0,
-            133 => crate::checkpoint::under_mps().into(),
+            133 => crate::driver::checkpoint::under_mps().into(),
             135..=138 => 0,
             139 => 0x1eb8_10de,
             140 => 0,

@@ -1,11 +1,11 @@
 //! Turns a call into an entry of a stream, or into a node if the stream is capturing.
 
-use crate::context::{CONTEXTS, Context, current};
+use crate::driver::context::{CONTEXTS, Context, current};
+use crate::driver::graph;
+use crate::driver::op::{Copy, Op, Place};
+use crate::driver::stream::{Point, Role, STREAMS, Stream};
 use crate::errors::{INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, Result};
-use crate::graph;
-use crate::op::{Copy, Op, Place};
 use crate::registry::handle;
-use crate::stream::{Point, Role, STREAMS, Stream};
 use parking_lot::Mutex;
 use std::cell::Cell;
 use std::collections::BTreeSet;

@@ -1,10 +1,10 @@
 //! Contexts: the current one of each thread, and the objects that they own.
 
+use crate::driver::stream::{Point, Role, Stream};
 use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
 use crate::ptx::exec::Host;
 use crate::registry::{Registry, handle};
-use crate::stream::{Point, Role, Stream};
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -269,13 +269,13 @@ impl Context {
                 unsafe { destroy(me, key, value) };
             }
         }
-        for s in crate::stream::STREAMS.all().into_iter().filter(|s| s.context == me) {
-            let _ = crate::stream::STREAMS.remove(handle(&s));
+        for s in crate::driver::stream::STREAMS.all().into_iter().filter(|s| s.context == me) {
+            let _ = crate::driver::stream::STREAMS.remove(handle(&s));
         }
-        for e in crate::stream::EVENTS.all().into_iter().filter(|e| e.context == me) {
-            let _ = crate::stream::EVENTS.remove(handle(&e));
+        for e in crate::driver::stream::EVENTS.all().into_iter().filter(|e| e.context == me) {
+            let _ = crate::driver::stream::EVENTS.remove(handle(&e));
         }
-        crate::module::forget_context(me);
+        crate::driver::module::forget_context(me);
         for to in state.peers {
             if let Some(peer) = CONTEXTS.find(to) {
                 d.space.set_peer(self.device, peer.device, false);

@@ -1,18 +1,18 @@
 //! Graphs and the nodes they are made of.
 
 use crate::driver::config;
+use crate::driver::op::{Copy, Fill, Launch, Op};
+use crate::driver::stream::{EVENTS, Point, Random, Recorded, Stream};
+use crate::driver::submit;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::memory::Allocation;
-use crate::op::{Copy, Fill, Launch, Op};
 use crate::registry::{Registry, handle};
-use crate::stream::{EVENTS, Point, Random, Recorded, Stream};
-use crate::submit;
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-pub use crate::capture::{
+pub use crate::driver::capture::{
     Capture, Capturing, capture_op, capturing, forbid_legacy, forbid_sync, forbid_unsafe,
 };
 

@@ -1,13 +1,13 @@
 //! Entries of a stream, which are also the nodes of a graph.
 
 use crate::driver::driver;
+use crate::driver::module::Function;
+use crate::driver::stream::Stream;
 use crate::errors::{self, Error, INVALID_VALUE, Result};
 use crate::ipc::Counter;
 use crate::memory::{Allocation, Piece};
-use crate::module::Function;
 use crate::pool;
 use crate::ptx::exec::{Env, Fault, next_grid_id};
-use crate::stream::Stream;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -112,7 +112,7 @@ impl Op {
             Op::Copy(copy) => copy.run(),
             Op::Fill(fill) => fill.run(),
             Op::Host { func, data } => {
-                let _inside = crate::submit::in_callback();
+                let _inside = crate::driver::submit::in_callback();
                 // SAFETY: the program gave this function for this purpose.
                 unsafe { std::mem::transmute::<usize, unsafe extern "C" fn(usize)>(*func)(*data) };
                 Ok(())
@@ -179,7 +179,7 @@ impl Op {
 }
 
 fn call_back(func: usize, stream: usize, status: u32, data: usize) {
-    let _inside = crate::submit::in_callback();
+    let _inside = crate::driver::submit::in_callback();
     // SAFETY: the program gave this function for this purpose.
     unsafe {
         std::mem::transmute::<usize, unsafe extern "C" fn(usize, u32, usize)>(func)(stream, status, data)

@@ -1,15 +1,15 @@
 //! Stream capture: records streams into graphs, and refuses calls that are unsafe meanwhile.
 
-use crate::context::{Context, thread_id};
+use crate::driver::context::{Context, thread_id};
+use crate::driver::graph::{GRAPHS, Graph, Node, NodeKind};
+use crate::driver::op::Op;
+use crate::driver::stream::{Event, Role, Stream};
 use crate::errors::{
     ILLEGAL_STATE, INVALID_VALUE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_MERGE, STREAM_CAPTURE_UNJOINED, STREAM_CAPTURE_UNMATCHED,
     STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD,
 };
-use crate::graph::{GRAPHS, Graph, Node, NodeKind};
-use crate::op::Op;
 use crate::registry::handle;
-use crate::stream::{Event, Role, Stream};
 use parking_lot::Mutex;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -103,7 +103,7 @@ pub fn forbid_sync(s: &Arc<Stream>) -> Result {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     if s.role == Role::Legacy {
-        forbid_legacy(&crate::submit::context_of(s)?)?;
+        forbid_legacy(&crate::driver::submit::context_of(s)?)?;
     }
     forbid_unsafe()
 }

@@ -1,8 +1,8 @@
 //! Modules, libraries, kernels and functions.
 
 use crate::config::CubinPolicy;
-use crate::context::Context;
-use crate::device::{BLOCKS_PER_SM, SHARED_OPTIN, SHARED_PER_BLOCK, THREADS_PER_SM};
+use crate::driver::context::Context;
+use crate::driver::device::{BLOCKS_PER_SM, SHARED_OPTIN, SHARED_PER_BLOCK, THREADS_PER_SM};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::fatbin::{self, Image};
