@@ -116,7 +116,8 @@ test-unit:
 	$(CARGO) build --locked --workspace --bins --lib --examples
 	@export GPUSESSION_ARTEFACTS=built NEXTEST_TEST_THREADS=$${NEXTEST_TEST_THREADS:-$$(($$(nproc) * 3 / 2))}; \
 	if $(CARGO) nextest --version >/dev/null 2>&1; then \
-		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
+		echo '$(CARGO) nextest run --locked --profile built --workspace'; \
+		$(CARGO) nextest run --locked --profile built --workspace; \
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
 	fi

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 
-use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_test_daemon::{PrivateBus, TEST_TIMEOUT, config, engine, serve, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
 use gpusessiond::environment::{Audience, publish};
@@ -82,7 +82,7 @@ async fn command(folder: &Path, bus: &str, arguments: &[&str], environment: &[(&
         .stdin(Stdio::null())
         .output();
     let Output { status, stdout, stderr } =
-        tokio::time::timeout(PATIENCE, output).await.expect("ends").unwrap();
+        tokio::time::timeout(TEST_TIMEOUT, output).await.expect("ends").unwrap();
     Answer {
         code: status.code().expect("an exit code"),
         out: String::from_utf8(stdout).unwrap(),
@@ -491,7 +491,7 @@ async fn a_new_lease_lasts_as_long_as_its_program() {
     let answer = site.run(&["run", "--new", "-m", "25%", "--", "sh", "-c", "echo $GPUSESSION_LEASE"]).await;
     assert_eq!(answer.code, 0, "{}", answer.err);
     let id = answer.out.trim().to_owned();
-    tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released.contains(&id))).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, site.sim.until(|s| s.released.contains(&id))).await.unwrap();
     assert_eq!(site.sim.with(|s| s.requests.last().unwrap().memory_percent), 25.0);
     assert_eq!(site.run(&["run", "--new", "-n", "2", "--", "true"]).await.code, 125);
 }
@@ -516,7 +516,7 @@ async fn request_and_release_through_a_file() {
     assert!(site.sim.with(|s| s.released.is_empty()), "it outlives its programs");
     let answer = site.run(&["release", "lease.toml"]).await;
     assert_eq!(answer.code, 0, "{}", answer.err);
-    tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released == [id.clone()])).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, site.sim.until(|s| s.released == [id.clone()])).await.unwrap();
     assert!(!site.file("lease.toml").exists());
     assert_eq!(site.run(&["release", &id]).await.code, 1, "no such lease");
     // The file of an expired lease is removed.
@@ -564,7 +564,7 @@ async fn other_users_have_only_the_machines_lease() {
             .gid(NOBODY)
             .stdin(Stdio::null())
             .output();
-        let output = tokio::time::timeout(PATIENCE, output).await.unwrap().unwrap();
+        let output = tokio::time::timeout(TEST_TIMEOUT, output).await.unwrap().unwrap();
         (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     assert_eq!(nobody(&["status"]).await.0, 0);

@@ -13,7 +13,7 @@ use std::time::Duration;
 use gpusession_bus::{NAME, PATH, path_element};
 use gpusession_common::words::Class;
 use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
-use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_test_daemon::{PrivateBus, TEST_TIMEOUT, config, engine, serve, until, want};
 use gpusessiond::config::Config;
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{LeaseState, Leases as _};
@@ -93,7 +93,7 @@ async fn next_signals(stream: &mut MessageStream, until: &str) -> Vec<String> {
             }
         }
     };
-    tokio::time::timeout(PATIENCE, collect).await.unwrap_or_else(|_| panic!("no {until}"));
+    tokio::time::timeout(TEST_TIMEOUT, collect).await.unwrap_or_else(|_| panic!("no {until}"));
     seen
 }
 
@@ -111,7 +111,7 @@ async fn a_lease_that_fills_up_is_not_waited_for_at_boot() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(PATIENCE, complete).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, complete).await.unwrap();
     let (wanted, ready): (u32, u32) =
         (manager.get_property("PoolTarget").await.unwrap(), manager.get_property("PoolReady").await.unwrap());
     assert_eq!((wanted, ready), (5, 2));
@@ -134,7 +134,7 @@ async fn objects_lists_and_properties() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(PATIENCE, complete).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, complete).await.unwrap();
 
     let rows = leases(&manager).await;
     assert_eq!(rows.len(), 1);
@@ -162,7 +162,7 @@ async fn objects_lists_and_properties() {
     // No signal announces a renewal, so the list has to ask for the end.
     engine.renew(id, None).await.unwrap();
     let renewed = async { while leases(&manager).await[0].4 == *expires {} };
-    tokio::time::timeout(PATIENCE, renewed).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, renewed).await.unwrap();
 
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     assert_eq!(lease.get_property::<String>("Class").await.unwrap(), "boot");
@@ -263,9 +263,9 @@ async fn a_lease_whose_requester_leaves_before_the_answer_is_given_back() {
     let mut leaves = buses.receive_name_owner_changed_with_args(&[(0, &name)]).await.unwrap();
     // Its end drops the connection, as the interrupt of a command does.
     asking.abort();
-    tokio::time::timeout(PATIENCE, leaves.next()).await.expect("the bus notices").expect("a signal");
+    tokio::time::timeout(TEST_TIMEOUT, leaves.next()).await.expect("the bus notices").expect("a signal");
     sim.with(|s| s.holds_allocations = false);
-    tokio::time::timeout(PATIENCE, sim.until(|s| !s.released.is_empty())).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| !s.released.is_empty())).await.unwrap();
     assert!(engine.snapshot().borrow().leases.is_empty());
 }
 
@@ -298,7 +298,7 @@ async fn a_lease_lasts_as_long_as_its_descriptor() {
     assert_eq!(error_name(create(&manager, &request, 0).await), "org.gpusession1.Error.NoCapacity");
     assert_eq!(can_create(&manager, &[]).await, "busy");
     drop(copy);
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.released.contains(&id))).await.unwrap();
     for (key, value, answer) in [
         ("Count", Variant::from(1u32), "yes"),
         ("Count", 2u32.into(), "busy"),
@@ -407,7 +407,7 @@ async fn a_loss_is_announced_told_and_made_good() {
             tokio::task::yield_now().await;
         }
     };
-    assert_eq!(tokio::time::timeout(PATIENCE, again).await.unwrap().len(), 1);
+    assert_eq!(tokio::time::timeout(TEST_TIMEOUT, again).await.unwrap().len(), 1);
     assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), [sim.uuid(0)]);
 }
 
@@ -431,7 +431,7 @@ where
         }
         false
     };
-    let told = tokio::time::timeout(PATIENCE, wait).await;
+    let told = tokio::time::timeout(TEST_TIMEOUT, wait).await;
     assert!(told.is_ok_and(|told| told), "no news of {name}");
 }
 
@@ -579,7 +579,7 @@ async fn each_trouble_has_its_error() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(PATIENCE, gone).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, gone).await.unwrap();
     let gone = manager.call::<_, _, ()>("RenewLease", &(&id, 0u64)).await;
     assert_eq!(error_name(gone), "org.gpusession1.Error.NoSuchLease");
 }
@@ -613,11 +613,11 @@ async fn a_lease_that_waits_shows_its_place_and_why() {
         }
         seen
     };
-    tokio::time::timeout(PATIENCE, changes((3, 40))).await.expect("the place is announced");
+    tokio::time::timeout(TEST_TIMEOUT, changes((3, 40))).await.expect("the place is announced");
     assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (3, 40));
     assert_eq!(lease.get_property::<String>("State").await.unwrap(), "pending");
     sim.with(|s| s.failing = Some(full(2)));
-    tokio::time::timeout(PATIENCE, changes((2, 40))).await.expect("and that it has changed");
+    tokio::time::timeout(TEST_TIMEOUT, changes((2, 40))).await.expect("and that it has changed");
     until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
     assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "all are taken");
     sim.with(|s| s.failing = None);
@@ -630,7 +630,7 @@ async fn a_lease_that_waits_shows_its_place_and_why() {
             }
         }
     };
-    let path = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    let path = tokio::time::timeout(TEST_TIMEOUT, path).await.unwrap();
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (0, 0));
     assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "");
@@ -655,7 +655,7 @@ async fn the_shipped_interfaces_are_those_that_are_served() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    let lease = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    let lease = tokio::time::timeout(TEST_TIMEOUT, path).await.unwrap();
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/interfaces");
     for (path, name) in [
         (PATH, "Manager"),
@@ -716,7 +716,7 @@ async fn slow_calls_delay_no_others_and_are_bounded_per_user() {
         }
     };
     // Calls whose callers gave up are still in progress.
-    let name = tokio::time::timeout(PATIENCE, refused).await.unwrap();
+    let name = tokio::time::timeout(TEST_TIMEOUT, refused).await.unwrap();
     assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
     // The limit applies to all methods; properties are still read, and signals are sent.
     let too_many = manager.call::<_, _, OwnedVariant>("ListLeases", &()).await;
@@ -729,7 +729,7 @@ async fn slow_calls_delay_no_others_and_are_bounded_per_user() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(PATIENCE, shown).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, shown).await.unwrap();
     sim.with(|s| s.hanging = false);
     let answered = calls.join_all().await.into_iter().filter(|answered| *answered).count();
     assert!(answered > 0 && answered <= limit, "{answered}");

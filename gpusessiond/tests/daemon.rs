@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use gpusession_proto::grant::{Denial, Reply};
-use gpusession_test_daemon::{PATIENCE, PrivateBus, ask, request};
+use gpusession_test_daemon::{PrivateBus, TEST_TIMEOUT, ask, request};
 
 const DAEMON: &str = env!("CARGO_BIN_EXE_gpusessiond");
 
@@ -50,7 +50,7 @@ impl Running {
 }
 
 fn until(what: &str, mut test: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     while !test() {
         assert!(Instant::now() < end, "{what} does not come");
         std::thread::yield_now();
@@ -86,7 +86,7 @@ fn systemd_hears_that_it_is_ready_although_no_server_is_there() {
     let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
     configure(folder.path(), "wait_ms = 100\n[[lease]]\ngpus = 2\n");
     let notify = UnixDatagram::bind(folder.path().join("notify")).unwrap();
-    notify.set_read_timeout(Some(PATIENCE)).unwrap();
+    notify.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     let child = daemon(folder.path(), &bus.address())
         .env("NOTIFY_SOCKET", folder.path().join("notify"))
         .spawn()

@@ -17,7 +17,7 @@ use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
 use gpusession_proto::{message, preface};
 use gpusession_test_daemon::{
-    GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, waiting, want,
+    GrantSocket, Helper, TEST_TIMEOUT, ask_async, config, engine, read_reply, request, until, waiting, want,
 };
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
@@ -196,7 +196,7 @@ async fn workers_of_a_process_that_runs_another_program_are_given_back() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     connect().await;
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("as after exec");
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.ended.len() == 1)).await.expect("as after exec");
 }
 
 #[tokio::test]
@@ -261,7 +261,7 @@ async fn reported_failures_last_until_a_process_is_served() {
     // The program tries again: its worker is returned.
     let (_, mut before) = granted().await;
     before.write_all(&message::encode(&unserved(true))).unwrap();
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
     until(&engine, |s| s.leases[0].facts.failures.first().is_some_and(|(failure, _)| failure.again)).await;
     first.write_all(&message::encode(&unserved(false))).unwrap();
     until(&engine, |s| s.leases[0].facts.failures.first().is_some_and(|(failure, _)| !failure.again)).await;
@@ -269,7 +269,7 @@ async fn reported_failures_last_until_a_process_is_served() {
     assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
     // This test is the process, and keeps running: still its worker is returned and no longer
     // counted.
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 2)).await.expect("at once");
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.ended.len() == 2)).await.expect("at once");
     until(&engine, |s| s.leases[0].facts.processes == 0).await;
 
     let (_, mut second) = granted().await;
@@ -513,8 +513,8 @@ async fn connections_of_subordinate_uids_count_as_their_owners() {
         assert!(!refused, "{uid}");
         held.push(connection);
     }
-    assert!(refused(2_100_000_007, PATIENCE).await.0, "a fourth connection of one user");
-    assert!(refused(2_000_000_000, PATIENCE).await.0);
+    assert!(refused(2_100_000_007, TEST_TIMEOUT).await.0, "a fourth connection of one user");
+    assert!(refused(2_000_000_000, TEST_TIMEOUT).await.0);
     assert!(!refused(2_100_065_536, moment).await.0, "another user");
 }
 
@@ -701,7 +701,7 @@ async fn garbage_disturbs_no_other_caller() {
         }
         let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(20)]).into_owned();
         let reply = tokio::task::spawn_blocking(move || {
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
             let reply = read_reply(&mut stream).ok();
             let mut rest = [0; 1];
             assert_eq!(stream.read(&mut rest).unwrap_or(0), 0, "closed after the answer");
@@ -726,7 +726,7 @@ async fn slow_callers_delay_no_others_and_one_user_cannot_take_all_slots() {
     let config = config(&[1]);
     want(&engine, &config).await;
     until(&engine, held).await;
-    let limits = Limits { per_uid: 8, total: 8, io_timeout: PATIENCE * 2, ..Limits::default() };
+    let limits = Limits { per_uid: 8, total: 8, io_timeout: TEST_TIMEOUT * 2, ..Limits::default() };
     let socket = GrantSocket::start(&engine, &config, limits);
     let dripping: Vec<_> = (0..7)
         .map(|_| {
@@ -750,7 +750,7 @@ async fn slow_callers_delay_no_others_and_one_user_cannot_take_all_slots() {
             }
         }
     };
-    tokio::time::timeout(PATIENCE, again).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, again).await.unwrap();
 }
 
 #[tokio::test]
@@ -760,7 +760,7 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             let sim = SimServer::new("gpu-a", 1);
             sim.with(|s| s.refuses_workers = Some(PoolError::new(trouble, "one program at a time")));
             let engine = engine(&[&sim]);
-            let config = waiting(PATIENCE, &[1]);
+            let config = waiting(TEST_TIMEOUT, &[1]);
             want(&engine, &config).await;
             until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
             let socket = GrantSocket::start(&engine, &config, Limits::default());
@@ -811,7 +811,7 @@ async fn a_caller_that_gives_up_takes_no_worker() {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| s.no_workers = true);
     let engine = engine(&[&sim]);
-    let config = waiting(PATIENCE, &[1]);
+    let config = waiting(TEST_TIMEOUT, &[1]);
     want(&engine, &config).await;
     until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());

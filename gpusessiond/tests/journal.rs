@@ -11,7 +11,7 @@ use gpusession_proto::grant::{self, Outage, Outcome, Reply, Want};
 use gpusession_proto::journal::{CATALOGS, Event, catalog};
 use gpusession_proto::login::{Open, Request};
 use gpusession_proto::message;
-use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, config, engine, request, until, want};
+use gpusession_test_daemon::{GrantSocket, TEST_TIMEOUT, ask_async, config, engine, request, until, want};
 use gpusessiond::access::Gate;
 use gpusessiond::environment::Audience;
 use gpusessiond::grant::Limits;
@@ -67,7 +67,7 @@ impl Journal {
                 && fields.iter().all(|(name, begin)| ours.get(name).is_some_and(|v| v.starts_with(begin)))
         };
         let mut entries = self.0.subscribe();
-        let waited = tokio::time::timeout(PATIENCE, entries.wait_for(|e| e.iter().any(is))).await;
+        let waited = tokio::time::timeout(TEST_TIMEOUT, entries.wait_for(|e| e.iter().any(is))).await;
         assert!(waited.is_ok(), "{event:?} {fields:?} is not among {:#?}", self.0.borrow());
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::login::{MAX_REPLY, Open, Reply, Request};
-use gpusession_test_daemon::{PATIENCE, config, engine};
+use gpusession_test_daemon::{TEST_TIMEOUT, config, engine};
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
 use gpusessiond::environment::Audience;
@@ -60,7 +60,7 @@ fn say(path: &Path, packet: &[u8]) -> Vec<u8> {
         sent => sent.unwrap(),
     };
     let mut stream = UnixStream::from(fd);
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     let mut reply = vec![0; MAX_REPLY + 1];
     let n = stream.read(&mut reply).unwrap_or(0);
     reply.truncate(n);
@@ -78,7 +78,7 @@ fn id(reply: &[u8]) -> Option<String> {
 }
 
 async fn until(what: &str, mut test: impl FnMut() -> bool) {
-    let waited = tokio::time::timeout(PATIENCE, async {
+    let waited = tokio::time::timeout(TEST_TIMEOUT, async {
         while !test() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }

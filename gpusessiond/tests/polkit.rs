@@ -6,7 +6,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use gpusession_test_daemon::{DAEMON, PATIENCE, PrivateBus, config, engine, serve_on, settings, until, want};
+use gpusession_test_daemon::{
+    DAEMON, PrivateBus, TEST_TIMEOUT, config, engine, serve_on, settings, until, want,
+};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
 use gpusessiond::leases::engine::Engine;
@@ -48,7 +50,7 @@ impl Polkit {
                 tokio::time::sleep(std::time::Duration::from_millis(20)).await;
             }
         };
-        tokio::time::timeout(PATIENCE, there).await.expect("polkitd does not come");
+        tokio::time::timeout(TEST_TIMEOUT, there).await.expect("polkitd does not come");
         polkit
     }
 }

@@ -105,7 +105,7 @@ impl Machine {
     }
 
     fn nothing_is_left(&self) {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TEST_TIMEOUT;
         while !self.processes().is_empty() {
             assert!(Instant::now() < end, "{:?}", self.processes());
             std::thread::sleep(Duration::from_millis(20));

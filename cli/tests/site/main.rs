@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use gpusession_test_daemon::{Helper, PATIENCE, PrivateBus};
+use gpusession_test_daemon::{Helper, PrivateBus, TEST_TIMEOUT};
 use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -274,7 +274,7 @@ impl Site {
     }
 
     fn until<T>(&self, what: &str, mut test: impl FnMut(&Self) -> Option<T>) -> T {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TEST_TIMEOUT;
         loop {
             if let Some(found) = test(self) {
                 return found;

@@ -8,7 +8,7 @@ use gpusessiond::pool::{PoolError, Trouble};
 use zbus::OwnedObjectPath;
 
 use crate::{create, error_name, held, manager, next_signals, proxy, signals};
-use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_test_daemon::{PrivateBus, TEST_TIMEOUT, config, engine, serve, until, want};
 
 #[tokio::test]
 async fn servers_come_go_and_are_left() {
@@ -52,7 +52,7 @@ async fn servers_come_go_and_are_left() {
     let order: Vec<&str> = ["LeaseNew", "Released", "LeaseRemoved", "DeviceRemoved"].to_vec();
     let seen: Vec<&str> = seen.iter().map(String::as_str).filter(|s| order.contains(s)).collect();
     assert_eq!(seen, order);
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.released.contains(&id))).await.unwrap();
     drop(fd);
 }
 
@@ -67,7 +67,7 @@ async fn a_server_that_was_stopped_is_told_from_one_that_fell_silent() {
     let until_state = async |state: &str| {
         let mut snapshot = engine.snapshot();
         let is = |s: &gpusessiond::leases::Snapshot| s.servers.iter().all(|s| s.facts.state == state);
-        tokio::time::timeout(PATIENCE, snapshot.wait_for(|s| is(s))).await.expect(state).unwrap();
+        tokio::time::timeout(TEST_TIMEOUT, snapshot.wait_for(|s| is(s))).await.expect(state).unwrap();
     };
     until_state("online").await;
     sim.until(gpusessiond::leases::sim::SimState::watched).await;

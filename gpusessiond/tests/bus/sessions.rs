@@ -9,7 +9,7 @@ use gpusessiond::leases::{Answer, Caller, Leases as _, WorkerRequest};
 use zbus::{OwnedObjectPath, OwnedVariant};
 
 use crate::{create, error_name, leases, manager, next_signals, proxy, signals};
-use gpusession_test_daemon::{PATIENCE, PrivateBus, config, engine, serve};
+use gpusession_test_daemon::{PrivateBus, TEST_TIMEOUT, config, engine, serve};
 
 #[tokio::test]
 async fn a_sessions_own_lease_is_found_and_released_with_it() {
@@ -46,12 +46,12 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
             }
         }
     };
-    let mine = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    let mine = tokio::time::timeout(TEST_TIMEOUT, path).await.unwrap();
     assert_eq!(mine.len(), 1);
     let id = engine.snapshot().borrow().leases[0].facts.id.clone();
     let _: () = manager.call("ReleaseSession", &("abcdefghijkl",)).await.unwrap();
     assert!(leases(&manager).await.is_empty(), "removed before the reply");
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.released.contains(&id))).await.unwrap();
 }
 
 fn session(id: &str, uid: u32) -> std::sync::Arc<gpusessiond::leases::Session> {
@@ -93,7 +93,7 @@ async fn leases_of_a_session_end_with_it() {
     engine.session_closed("abcdefghijkl");
     let seen = next_signals(&mut stream, "LeaseRemoved").await;
     assert_eq!(seen[seen.len() - 2..], ["Released", "LeaseRemoved"]);
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    tokio::time::timeout(TEST_TIMEOUT, sim.until(|s| s.released.contains(&id))).await.unwrap();
     drop(fd);
     assert_eq!(
         error_name(manager.call::<_, _, OwnedVariant>("GetLeaseBySession", &("abcdefghijkl",)).await),

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use gpusession_proto::control::{PoolEvent, StateChange, pool_event};
 use gpusession_proto::grant::{Reply, Request};
-use gpusession_test_daemon::{GrantSocket, PATIENCE, ask_async, engine, here, request, until, waiting, want};
+use gpusession_test_daemon::{
+    GrantSocket, TEST_TIMEOUT, ask_async, engine, here, request, until, waiting, want,
+};
 use gpusessiond::grant::Limits;
 use gpusessiond::leases::engine::{Engine, EngineOptions};
 use gpusessiond::leases::machine::{Saved, SavedLease};
@@ -20,7 +22,7 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
     let sim = SimServer::new("gpu-a", 1);
     sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer")));
     let engine = engine(&[&sim]);
-    let config = waiting(PATIENCE, &[1]);
+    let config = waiting(TEST_TIMEOUT, &[1]);
     want(&engine, &config).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
@@ -108,7 +110,7 @@ async fn a_lease_of_an_earlier_daemon_is_found_by_its_id_before_its_server_answe
     let saved = Saved { leases: vec![lease], ..Saved::default() };
     let engine = Engine::start_with(here(), EngineOptions { saved, ..EngineOptions::default() });
     engine.connect(vec![Arc::new(sim.clone())]);
-    let socket = GrantSocket::start(&engine, &waiting(PATIENCE, &[]), Limits::default());
+    let socket = GrantSocket::start(&engine, &waiting(TEST_TIMEOUT, &[]), Limits::default());
     let (path, named) = (socket.path.clone(), Request { lease: Some("one".into()), ..request() });
     let mut asking = tokio::spawn(async move { ask_async(&path, named).await });
     tokio::time::timeout(3 * QUICK, &mut asking).await.expect_err("it waits");

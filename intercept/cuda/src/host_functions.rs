@@ -361,7 +361,7 @@ mod tests {
     use super::*;
     use crate::fake_worker::Program;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     /// Two channels: the function sends, then waits for the test's word.
     struct Meeting(Sender<bool>, Receiver<()>);
@@ -370,7 +370,7 @@ mod tests {
         // SAFETY: the test leaked the meeting, which only this function uses.
         let Meeting(here, word) = unsafe { &*data.cast::<Meeting>() };
         here.send(thread::in_host_function()).unwrap();
-        word.recv_timeout(PATIENCE).unwrap();
+        word.recv_timeout(TEST_TIMEOUT).unwrap();
     }
 
     fn stream(program: &Program) -> Arc<Stream> {
@@ -381,7 +381,7 @@ mod tests {
     fn wait(done: impl Fn() -> bool) {
         let since = std::time::Instant::now();
         while !done() {
-            assert!(since.elapsed() < PATIENCE);
+            assert!(since.elapsed() < TEST_TIMEOUT);
             std::thread::yield_now();
         }
     }
@@ -405,7 +405,7 @@ mod tests {
         assert_eq!(due(mine.on(), &[]), Due::Function, "only the end of its run completes it");
         program.frames();
         program.tell(op::CALL_HOST, 0, &[id]);
-        assert!(started.recv_timeout(PATIENCE).unwrap(), "the function must not call CUDA");
+        assert!(started.recv_timeout(TEST_TIMEOUT).unwrap(), "the function must not call CUDA");
         assert_eq!(due(mine.on(), &[]), Due::Function);
         word.send(()).unwrap();
         wait(|| due(mine.on(), &[]) == Due::Nothing);

@@ -22,7 +22,7 @@ const WORKER: [u8; 16] = [3; 16];
 const SECRET: [u8; 32] = [5; 32];
 const CALLER: Caller = Caller { thread: 1, ctx: 1 };
 /// Longer than any correct step takes.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Small, reproducible and good enough: xorshift64*.
 struct Random(u64);
@@ -90,7 +90,7 @@ fn serve(
         return;
     }
     let mut head = [0; HEADER];
-    let wait = Wait::AtMost(Duration::ZERO, PATIENCE);
+    let wait = Wait::AtMost(Duration::ZERO, TEST_TIMEOUT);
     if transport.recv_exact(&mut head, wait).is_err() {
         return;
     }
@@ -143,7 +143,7 @@ fn serve(
         let read = line.transport.recv(&mut scratch, Wait::Spin(Duration::ZERO));
         match read {
             Ok(n) if n > 0 => buf.extend_from_slice(&scratch[..n]),
-            _ => match end.next(&line, Instant::now(), PATIENCE) {
+            _ => match end.next(&line, Instant::now(), TEST_TIMEOUT) {
                 Next::Line(next) => {
                     line = next;
                     buf.clear();
@@ -269,7 +269,7 @@ fn nothing_is_lost_or_done_twice_wherever_connections_break() {
                 for seed in (first..SEEDS).step_by(THREADS as usize) {
                     // The seed of a failure is the last one that this prints.
                     println!("seed {seed}");
-                    let worker = Worker::start(PATIENCE);
+                    let worker = Worker::start(TEST_TIMEOUT);
                     let relay = Relay::start(worker.address, move |connection| fate(seed, connection));
                     let (link, heard) = open(relay.address);
                     works(&link, &heard, 400, &mut Random(seed + 77));
@@ -279,7 +279,7 @@ fn nothing_is_lost_or_done_twice_wherever_connections_break() {
                     all.iter_mut().zip(relay.cuts()).for_each(|(all, more)| *all += more);
                     drop(all);
                     link.close();
-                    let ended = worker.ended.recv_timeout(PATIENCE);
+                    let ended = worker.ended.recv_timeout(TEST_TIMEOUT);
                     // A program does not wait for another connection to say goodbye.
                     let gone = relay.cuts().iter().sum::<usize>() == relay.connections() as usize;
                     assert!(ended.as_deref() == Ok("") || gone, "it said no goodbye: {ended:?}");
@@ -376,7 +376,7 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     let asks = std::thread::spawn(move || asking.call(op::LAUNCH, CALLER, |_| {}).err());
     let begun = Instant::now();
     while !link.is_away() {
-        assert!(begun.elapsed() < PATIENCE, "queries wait for the end of the outage");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "queries wait for the end of the outage");
         std::thread::sleep(Duration::from_millis(5));
     }
     asks.join().unwrap().expect("the worker does not come back");
@@ -385,7 +385,7 @@ fn posts_go_on_during_an_outage_and_waits_end_with_the_grace() {
     let late = (6..9).any(|s| lost[0].contains(&format!("not back within {s} s")));
     assert!(lost.len() == 1 && late, "{lost:?}");
     assert!(relay.connections() > 4);
-    let ended = worker.ended.recv_timeout(PATIENCE).unwrap();
+    let ended = worker.ended.recv_timeout(TEST_TIMEOUT).unwrap();
     assert!(ended.contains("did not come back within 1 s"), "{ended}");
 }
 
@@ -404,7 +404,7 @@ fn an_outage_is_reported_and_ends_the_link_once_the_worker_is_known_to_have_ende
     link.call(op::LAUNCH, CALLER, |_| {}).expect("the worker comes back");
     let reports = || heard.reports.lock().unwrap().clone();
     let begun = Instant::now();
-    while reports().is_empty() && begun.elapsed() < PATIENCE {
+    while reports().is_empty() && begun.elapsed() < TEST_TIMEOUT {
         std::thread::sleep(Duration::from_millis(5));
     }
     let is = |o: &Outage, number, over| {
@@ -426,7 +426,7 @@ fn an_outage_is_reported_and_ends_the_link_once_the_worker_is_known_to_have_ende
 
 #[test]
 fn strangers_change_nothing() {
-    let worker = Worker::start(PATIENCE);
+    let worker = Worker::start(TEST_TIMEOUT);
     let (link, heard) = open(worker.address);
     let mut strangers = Vec::new();
     for attempt in 2..40 {
@@ -459,13 +459,13 @@ fn strangers_change_nothing() {
 fn a_post_leaves_although_another_thread_sends_at_that_moment() {
     const ROUNDS: usize = 2000;
     const POSTERS: usize = 3;
-    let worker = Worker::start(PATIENCE);
+    let worker = Worker::start(TEST_TIMEOUT);
     let (link, _) = open(worker.address);
     // The posts of a round leave by themselves: no later frame takes them along.
     let sent = |round| {
         let begun = Instant::now();
         while worker.executed.load(Ordering::SeqCst) < (POSTERS + 1) * round {
-            assert!(begun.elapsed() < PATIENCE, "round {round}: a frame stays behind");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "round {round}: a frame stays behind");
             std::thread::yield_now();
         }
     };

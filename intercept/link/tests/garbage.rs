@@ -14,7 +14,7 @@ use zerocopy::IntoBytes as _;
 
 const CALLER: Caller = Caller { thread: 1, ctx: 1 };
 /// Longer than any correct answer takes.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Returns the reason that a program's calls get after the peer sent `garbage`.
 fn told(garbage: Vec<u8>) -> String {
@@ -22,7 +22,7 @@ fn told(garbage: Vec<u8>) -> String {
     let begun = Instant::now();
     let call = || link.call(op::STREAM_SYNC, CALLER, |w| w.word(0)).map(|reply| reply.status);
     let Err(LinkLost(reason)) = call() else { panic!("an answer") };
-    assert!(begun.elapsed() < PATIENCE);
+    assert!(begun.elapsed() < TEST_TIMEOUT);
     assert_eq!(call(), Err(LinkLost(reason.clone())), "the first reason stays");
     reason
 }

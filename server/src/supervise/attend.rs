@@ -19,7 +19,7 @@ use super::process::Process;
 use super::records::Pace;
 use super::stock::WorkerId;
 use super::supervisor::Supervisor;
-use super::worker::{Command, Queues, hex, told_to_end};
+use super::worker::{Command, Queues, hex, stop_request};
 
 /// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
 /// its resources are free again soon.
@@ -79,7 +79,7 @@ struct Attendance<'a> {
     limit: Option<(Instant, &'static str)>,
     channel_open: bool,
     killed: bool,
-    told_to_end: bool,
+    stopping: bool,
     said_end: bool,
     said_ready: bool,
     lent_code: bool,
@@ -156,7 +156,7 @@ impl Supervisor {
             limit: None,
             channel_open: true,
             killed: false,
-            told_to_end: false,
+            stopping: false,
             said_end: false,
             said_ready: false,
             // An earlier server did: what the worker's driver has deleted since does not come back.
@@ -183,24 +183,24 @@ impl Supervisor {
                     return status.map(End::Ended).map_err(|e| e.to_string());
                 }
                 () = sleep_until(deadline), if task.limit.is_some() => task.on_deadline(process).await?,
-                reason = told_to_end(ends), if !task.told_to_end => task.on_stop_request(reason).await,
+                reason = stop_request(ends), if !task.stopping => task.on_stop_request(reason).await,
                 () = sleep_until(next_record), if task.records.due().is_some() => task.write_record(),
                 Some(command) = tells.recv() => {
                     // First: the next server needs what the worker gets to know.
                     task.write_record();
                     match command {
                         Command::Tell(message) => {
-                            send(channel, &message, None, ends, task.told_to_end, deadline).await?;
+                            send(channel, &message, None, ends, task.stopping, deadline).await?;
                         }
                         Command::Give(message, descriptor) => {
                             let beside = Some(descriptor.as_fd());
-                            send(channel, &message, beside, ends, task.told_to_end, deadline).await?;
+                            send(channel, &message, beside, ends, task.stopping, deadline).await?;
                         }
                         Command::Leave => {
                             while let Ok(command) = commands.try_recv() {
                                 task.write_record();
                                 task.lend_code().await;
-                                send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                                send_socket(channel, command, ends, task.stopping, deadline).await?;
                             }
                             return Ok(End::Left);
                         }
@@ -211,7 +211,7 @@ impl Supervisor {
                 Some(command) = commands.recv() => {
                     task.write_record();
                     task.lend_code().await;
-                    send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                    send_socket(channel, command, ends, task.stopping, deadline).await?;
                 }
                 // Last, so that a worker that sends much delays nothing above.
                 message = channel.recv(), if task.channel_open && task.received.paused.is_none() => match message {
@@ -288,7 +288,7 @@ impl Attendance<'_> {
     }
 
     async fn on_stop_request(&mut self, reason: String) {
-        self.told_to_end = true;
+        self.stopping = true;
         self.ending.begins(self.grace.1);
         let at = Instant::now() + self.grace.0;
         self.exits_by(at);
@@ -350,12 +350,12 @@ async fn send_socket(
     channel: &Channel,
     command: Command,
     ends: &mut watch::Receiver<Option<String>>,
-    told: bool,
+    stopping: bool,
     deadline: Instant,
 ) -> Result<(), String> {
     let Command::Adopt { socket, number, preface, peer } = command else { return Ok(()) };
     let message = adopt(number, preface, peer);
-    send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await
+    send(channel, &message, Some(socket.as_fd()), ends, stopping, deadline).await
 }
 
 /// Sends a message. Does not wait for a stopping worker to read its channel.
@@ -364,7 +364,7 @@ async fn send(
     message: &ToWorker,
     beside: Option<BorrowedFd<'_>>,
     ends: &mut watch::Receiver<Option<String>>,
-    told: bool,
+    stopping: bool,
     deadline: Instant,
 ) -> Result<(), String> {
     tokio::select! {
@@ -375,7 +375,7 @@ async fn send(
             Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
             Err(_) => Err("it does not read its channel".into()),
         },
-        _ = told_to_end(ends), if !told => Ok(()),
+        _ = stop_request(ends), if !stopping => Ok(()),
         () = sleep_until(deadline) => Ok(()),
     }
 }

@@ -142,7 +142,7 @@ mod tests {
     const S: Duration = Duration::from_secs(1);
 
     #[test]
-    fn a_worker_that_is_told_to_end_leaves_its_place() {
+    fn a_stopped_worker_leaves_its_place() {
         let mut stock = Stock::new(1, Moment::ZERO);
         assert_eq!((stock.start(S), stock.start(S)), (1, 0));
         stock.leave(&[1; 16], true);

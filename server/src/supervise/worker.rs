@@ -182,7 +182,7 @@ pub(super) fn orders() -> (Orders, Queues) {
 }
 
 /// Waits until the worker is to stop; returns the reason.
-pub(super) async fn told_to_end(ends: &mut watch::Receiver<Option<String>>) -> String {
+pub(super) async fn stop_request(ends: &mut watch::Receiver<Option<String>>) -> String {
     let reason = ends.wait_for(Option::is_some).await.ok().and_then(|reason| reason.clone());
     match reason {
         Some(reason) => reason,

@@ -77,7 +77,7 @@ fn answer_in_tls(server: &Server, identity: Option<&(String, String)>, bytes: &[
     heard.len()
 }
 
-async fn goes_on(client: &mut Client, lease: &str) {
+async fn still_serves(client: &mut Client, lease: &str) {
     let renewed = client.pool.renew(renew(&[lease])).await.unwrap().into_inner();
     assert!(!renewed.leases[0].lost);
 }
@@ -124,7 +124,7 @@ async fn garbage_on_the_control_port_disturbs_no_client() {
     ] {
         let heard = answer_in_clear(&server, bytes);
         assert!(heard.is_empty() || heard[0] == TLS_ALERT, "{bytes:?}: {heard:?}");
-        goes_on(&mut client, &lease).await;
+        still_serves(&mut client, &lease).await;
     }
 
     // The header of a frame of 16 MiB, a frame of an unknown type, and a truncated frame.
@@ -138,7 +138,7 @@ async fn garbage_on_the_control_port_disturbs_no_client() {
             // The answer is at most the settings, and a GOAWAY with a reason.
             let heard = answer_in_tls(&server, identity, bytes);
             assert!(heard < 1000, "{heard}");
-            goes_on(&mut client, &lease).await;
+            still_serves(&mut client, &lease).await;
         }
     }
 
@@ -146,7 +146,7 @@ async fn garbage_on_the_control_port_disturbs_no_client() {
         assert!(rest(&mut socket).is_empty());
     }
     assert!(begun.elapsed() < LONG);
-    goes_on(&mut client, &lease).await;
+    still_serves(&mut client, &lease).await;
 }
 
 #[tokio::test]
@@ -174,7 +174,7 @@ async fn messages_that_are_none_are_answered() {
                 grpc.unary(message, path, tonic_prost::ProstCodec::<Vec<u8>, Vec<u8>>::default()).await;
             let status = answer.expect_err(method);
             assert!(codes.contains(&status.code()), "{who}: {method}, {len}: {status:?}");
-            goes_on(&mut client, &lease).await;
+            still_serves(&mut client, &lease).await;
         }
     }
 }

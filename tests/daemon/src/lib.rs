@@ -24,7 +24,7 @@ use gpusessiond::settings::Settings;
 use tempfile::TempDir;
 
 /// Longest wait for any condition.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Facts of a host that does not exist.
 pub fn here() -> HostFacts {
@@ -66,7 +66,7 @@ pub async fn want(engine: &Engine, config: &Config) {
 /// Waits until a snapshot satisfies `test`.
 pub async fn until(engine: &Engine, mut test: impl FnMut(&Snapshot) -> bool) {
     let mut snapshot = engine.snapshot();
-    let waited = tokio::time::timeout(PATIENCE, snapshot.wait_for(|s| test(s))).await;
+    let waited = tokio::time::timeout(TEST_TIMEOUT, snapshot.wait_for(|s| test(s))).await;
     assert!(matches!(waited, Ok(Ok(_))), "does not come: {:?}", engine.snapshot().borrow());
 }
 
@@ -249,7 +249,7 @@ pub fn request() -> Request {
 /// Sends a request as the library does; returns the answer and the open connection.
 pub fn ask(path: &Path, request: &Request) -> std::io::Result<(Reply, UnixStream)> {
     let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TEST_TIMEOUT))?;
     match stream.write_all(&message::encode(request)) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => {}
         written => written?,

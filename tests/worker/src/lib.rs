@@ -38,7 +38,7 @@ use nix::sys::socket::{
 use zerocopy::IntoBytes;
 
 /// Longest wait of these tests: no step that works takes longer, even on a slow machine.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 pub const LEASE: &str = "abcdefghijkl";
 const CLIENT: &str = "vm";
 pub const KEY: [u8; 32] = [3; 32];
@@ -316,7 +316,7 @@ impl Worker {
                         return;
                     }
                     let Ok(mut socket) = socket else { continue };
-                    let _ = socket.set_read_timeout(Some(PATIENCE));
+                    let _ = socket.set_read_timeout(Some(TEST_TIMEOUT));
                     let mut preface = vec![0; LEN];
                     if socket.read_exact(&mut preface).is_ok()
                         && let Some(channel) = channel.upgrade()
@@ -366,7 +366,7 @@ impl Worker {
         let (theirs, _) = listener.accept().expect("its other end");
         let adopt = ToWorker::Adopt { number: 0, preface: preface.to_vec(), peer: "a test".into() };
         tell(self.channel(), &adopt, Some(theirs.as_fd()));
-        ours.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        ours.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         ours
     }
 
@@ -389,7 +389,7 @@ impl Worker {
 
     /// Waits until the worker sends a message that `wanted` accepts.
     pub fn wait_for(&mut self, wanted: impl Fn(&FromWorker) -> bool) -> FromWorker {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TEST_TIMEOUT;
         loop {
             match self.next(until) {
                 Some(message) if wanted(&message) => return message,
@@ -421,7 +421,7 @@ impl Worker {
     }
 
     pub fn exited(&mut self) {
-        self.exited_within(PATIENCE);
+        self.exited_within(TEST_TIMEOUT);
     }
 
     /// Waits until the process has exited by itself, and returns the reason that it sent.
@@ -435,7 +435,7 @@ impl Worker {
     }
 
     pub fn ended(&mut self) -> String {
-        self.ended_within(PATIENCE)
+        self.ended_within(TEST_TIMEOUT)
     }
 
     /// Closes the supervisor's end of the channel, and waits until the worker has exited by itself.
@@ -448,7 +448,7 @@ impl Worker {
         assert!(fd >= 0, "pidfd_open: {}", io::Error::last_os_error());
         // SAFETY: the kernel has just created this descriptor.
         let process = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-        let timeout = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::MAX);
+        let timeout = PollTimeout::try_from(TEST_TIMEOUT).unwrap_or(PollTimeout::MAX);
         let ended = poll(&mut [PollFd::new(process.as_fd(), PollFlags::POLLIN)], timeout).expect("poll");
         assert_eq!(ended, 1, "the worker continues without its supervisor");
         let status = self.child.wait().expect("a child");
@@ -629,8 +629,8 @@ pub struct Raw {
 
 impl Raw {
     fn new(stream: TcpStream) -> Self {
-        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        stream.set_write_timeout(Some(PATIENCE)).expect("a timeout");
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+        stream.set_write_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         stream.set_nodelay(true).expect("an option");
         Self { stream, secret: [0; 32], seq: 1, words: Vec::new() }
     }

@@ -21,7 +21,7 @@ use gpusession_proto::ticket::Ticket;
 use tokio::runtime::Runtime;
 use zerocopy::IntoBytes;
 
-use crate::{Client, KEY, LEASE, MIB, Machine, PATIENCE, Raw};
+use crate::{Client, KEY, LEASE, MIB, Machine, Raw, TEST_TIMEOUT};
 
 pub const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
 
@@ -243,7 +243,7 @@ fn lease(id: &str) -> Lease {
 pub fn eventually(what: &str, check: impl Fn() -> bool) {
     let start = Instant::now();
     while !check() {
-        assert!(start.elapsed() < PATIENCE, "not in time: {what}");
+        assert!(start.elapsed() < TEST_TIMEOUT, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -6,7 +6,7 @@ use crate::replies::tests::{Peer as ClientPeer, replies};
 use crate::supervise::tests::{Peer, pair};
 
 /// Longer than any executor needs to take a frame.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Long enough that a frame which may start has started.
 const SETTLE: Duration = Duration::from_millis(30);
 
@@ -110,7 +110,7 @@ impl Lab {
     /// Waits until a frame starts; meanwhile hands over to another executor, as the reader does.
     fn next(&self) -> u64 {
         let since = Instant::now();
-        while since.elapsed() < PATIENCE {
+        while since.elapsed() < TEST_TIMEOUT {
             if let Ok(seq) = self.started.recv_timeout(BLOCKED_TIMEOUT) {
                 return seq;
             }
@@ -146,7 +146,7 @@ impl Lab {
         self.fake.unblocked.notify_all();
         let since = Instant::now();
         while !self.fake.replay.lock().idle() {
-            assert!(since.elapsed() < PATIENCE, "frames stay behind");
+            assert!(since.elapsed() < TEST_TIMEOUT, "frames stay behind");
             self.relieve();
             std::thread::sleep(BLOCKED_TIMEOUT);
         }
@@ -365,7 +365,7 @@ fn halted_worker_calls_the_driver_no_more() {
     assert_eq!(lab.next(), 1);
     assert!(!lab.fake.replay.halt(Instant::now()), "a call has not returned");
     lab.unblock(1);
-    assert!(lab.fake.replay.halt(Instant::now() + PATIENCE));
+    assert!(lab.fake.replay.halt(Instant::now() + TEST_TIMEOUT));
     lab.send(launch(1, 2, BLOCKING));
     lab.fake.replay.resume();
     assert!(lab.still());
