@@ -48,7 +48,7 @@ pub(super) fn accounting(
     };
     out.answer("records", value, |out, records: Vec<Record>| match options.csv {
         true => Ok(write!(out, "{}", accounting::csv(&records))?),
-        false => show::accounting(out, records),
+        false => show::print_accounting(out, records),
     })
 }
 

@@ -70,7 +70,7 @@ pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &Admin
         }
         AdminVerb::List => {
             let value = ask_administrators(server, &Ask::Administrators)?;
-            out.answer("administrators", value, show::administrators)
+            out.answer("administrators", value, show::print_administrators)
         }
         AdminVerb::Revoke { name } => {
             let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;

@@ -79,5 +79,5 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
             serde_json::to_value(lines?)?
         }
     };
-    out.answer("audit", value, |out, lines: Vec<Line>| show::audit(out, lines))
+    out.answer("audit", value, |out, lines: Vec<Line>| show::print_audit(out, lines))
 }

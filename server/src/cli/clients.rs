@@ -44,7 +44,7 @@ pub(super) fn clients(
         None => clients_offline(server.config()?, &ask)?,
     };
     let (name, done) = match verb {
-        None => return out.answer("clients", value, show::clients),
+        None => return out.answer("clients", value, show::print_clients),
         Some(ClientsVerb::Revoke { name }) => (name, "is revoked"),
         Some(ClientsVerb::Forget { name }) => (name, "is forgotten"),
     };

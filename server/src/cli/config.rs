@@ -70,13 +70,13 @@ pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb
                 _ => false,
             };
             let value = serde_json::to_value(rows)?;
-            return out.answer("config", value, |out, rows| show::config(out, rows, origin));
+            return out.answer("config", value, |out, rows| show::print_config(out, rows, origin));
         }
         ConfigVerb::Set { key, value } => Ask::ConfigSet { key: key.clone(), value: Some(value.clone()) },
         ConfigVerb::Unset { key } => Ask::ConfigSet { key: key.clone(), value: None },
         ConfigVerb::Reload => Ask::Reload,
     };
-    out.answer("config", must_run(server, &ask)?, show::config_changes)
+    out.answer("config", must_run(server, &ask)?, show::print_config_changes)
 }
 
 pub(super) fn check_config(

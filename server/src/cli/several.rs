@@ -43,7 +43,7 @@ pub(super) fn ps(
     } else {
         rows = serde_json::from_value(must_run(server, &ask)?)?;
     }
-    let text = if threads { show::threads } else { show::ps };
+    let text = if threads { show::print_threads } else { show::print_ps };
     out.answer("workers", serde_json::to_value(rows)?, |out, rows| text(out, rows, all))
 }
 
@@ -65,7 +65,7 @@ pub(super) fn top(out: &mut Output<'_>, server: &Target, every: &str, times: u32
             if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
                 write!(out, "\x1b[H\x1b[2J")?;
             }
-            show::top(out, rows)?;
+            show::print_top(out, rows)?;
         }
         out.flush()?;
         before = seen;

@@ -81,7 +81,7 @@ fn date(unix: u64) -> String {
 }
 
 /// Prints a table, or this text for one without rows.
-pub fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyhow::Result<()> {
+pub fn print_table(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyhow::Result<()> {
     if rows == 0 {
         writeln!(out, "{nothing}")?;
     } else {
@@ -91,7 +91,7 @@ pub fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> 
 }
 
 /// Prints `gpuserver status`.
-pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
+pub fn print_status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
     writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
     writeln!(out, "  control    {}", s.control_address)?;
@@ -135,7 +135,7 @@ fn program(r: &PsRow) -> String {
 }
 
 /// Prints `gpuserver ps --threads`; `all`: rows of several servers.
-pub fn threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
+pub fn print_threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["SERVER", "WORKER", "PID", "CLIENT", "PROGRAM", "TID", "THREAD", "STATE", "CPU"]);
     for r in &rows {
@@ -155,7 +155,7 @@ pub fn threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Resu
         }
     }
     hide_server(&mut table, all);
-    print(out, &table, n, NO_WORKERS)
+    print_table(out, &table, n, NO_WORKERS)
 }
 
 /// Hides the server's column unless the rows are of several servers.
@@ -166,7 +166,7 @@ fn hide_server(table: &mut Table, all: bool) {
 }
 
 /// Prints `gpuserver ps`; `all`: rows of several servers.
-pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
+pub fn print_ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
         "SERVER",
@@ -211,7 +211,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()
         ]);
     }
     hide_server(&mut table, all);
-    print(out, &table, n, NO_WORKERS)
+    print_table(out, &table, n, NO_WORKERS)
 }
 
 /// Describes the state of a worker and of its program's connection.
@@ -229,7 +229,7 @@ fn state(row: &PsRow) -> String {
 }
 
 /// Prints `gpuserver leases`.
-pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
+pub fn print_leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
         "LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "SMS", "TLS", "WARM", "IDLE", "LEFT", "SINCE",
@@ -256,11 +256,11 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
             ]);
         }
     }
-    print(out, &table, n, "no leases")
+    print_table(out, &table, n, "no leases")
 }
 
 /// Prints `gpuserver gpus`.
-pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
+pub fn print_gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
         "GPU", "NAME", "UUID", "PCI", "SHARING", "STATE", "BUSY", "USED", "LEASED", "MEMORY", "LEASES",
@@ -286,11 +286,11 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
             if r.leases.is_empty() { "-".into() } else { r.leases.join(" ") },
         ]);
     }
-    print(out, &table, n, "no GPUs")
+    print_table(out, &table, n, "no GPUs")
 }
 
 /// Prints `gpuserver mps`.
-pub fn mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow::Result<()> {
+pub fn print_mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow::Result<()> {
     let n = domains.len();
     let mut table = table(&[
         "DOMAIN",
@@ -325,22 +325,22 @@ pub fn mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow:
             ),
         ]);
     }
-    print(out, &table, n, "no MPS domains: no lease shares its GPUs by MPS")
+    print_table(out, &table, n, "no MPS domains: no lease shares its GPUs by MPS")
 }
 
 /// Prints `gpuserver queue`.
-pub fn queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
+pub fn print_queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["PLACE", "CLIENT", "USER", "GPUS", "PRIORITY"]);
     for r in rows {
         let user = if r.user.is_empty() { "-".into() } else { r.user };
         table.add_row([r.position.to_string(), r.client, user, r.gpus.to_string(), r.priority]);
     }
-    print(out, &table, n, "no request waits")
+    print_table(out, &table, n, "no request waits")
 }
 
 /// Prints `gpuserver park` and `gpuserver unpark`.
-pub fn lease_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+pub fn print_lease_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
     let (lease, state) =
         (value["lease"].as_str().unwrap_or_default(), value["state"].as_str().unwrap_or_default());
     match value["position"].as_u64() {
@@ -351,7 +351,7 @@ pub fn lease_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver off` and `gpuserver on`.
-pub fn gpu_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+pub fn print_gpu_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
     let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
     writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
     for lease in value["leases"].as_array().into_iter().flatten() {
@@ -361,14 +361,14 @@ pub fn gpu_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver drop`; `gpu`: as the command line names it.
-pub fn dropped(out: &mut dyn Write, value: Value, gpu: &str) -> anyhow::Result<()> {
-    gpu_state(out, value)?;
+pub fn print_dropped(out: &mut dyn Write, value: Value, gpu: &str) -> anyhow::Result<()> {
+    print_gpu_state(out, value)?;
     writeln!(out, "`gpuserver on {gpu}` returns it to service")?;
     Ok(())
 }
 
 /// Prints `gpuserver drain`.
-pub fn drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+pub fn print_drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
     if value["draining"] == false {
         writeln!(out, "new leases are allowed again")?;
         return Ok(());
@@ -385,7 +385,7 @@ pub fn drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver kill`.
-pub fn killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+pub fn print_killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
     match value["lease"].as_str() {
         Some(lease) => writeln!(
             out,
@@ -397,13 +397,13 @@ pub fn killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver limits` of a user, or without a user if the name is empty.
-pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::Result<()> {
+pub fn print_limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "MEANING"]);
     for r in rows {
         table.add_row([r.limit, r.value, r.of, r.origin, r.help]);
     }
-    print(out, &table, n, "no limits")?;
+    print_table(out, &table, n, "no limits")?;
     if !user.is_empty() {
         writeln!(
             out,
@@ -415,7 +415,7 @@ pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::R
 }
 
 /// Prints `gpuserver config get` and `gpuserver config diff`.
-pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
+pub fn print_config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
     for r in rows {
         let (waits, live) = match (r.after_restart, r.live) {
             (true, _) => (" (after a restart)", ""),
@@ -431,7 +431,7 @@ pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow
 }
 
 /// Prints `gpuserver config set`, `unset` and `reload`.
-pub fn config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+pub fn print_config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
     let mut nothing = true;
     for (list, note) in [("changed", ""), ("after_restart", " (after a restart)")] {
         for line in value[list].as_array().into_iter().flatten() {
@@ -446,7 +446,7 @@ pub fn config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
 }
 
 /// Prints `gpuserver accounting`.
-pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
+pub fn print_accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
     let n = records.len();
     let header = [
         "END", "DURATION", "RECORD", "CLIENT", "USER", "GPUS", "BUSY", "PEAK", "TO GPU", "FROM GPU", "REASON",
@@ -477,7 +477,7 @@ pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) 
             r.reason,
         ]);
     }
-    print(out, &table, n, "no records of that time")
+    print_table(out, &table, n, "no records of that time")
 }
 
 /// A row of `gpuserver top`.
@@ -518,7 +518,7 @@ pub fn busiest(rows: Vec<PsRow>, before: &Seen, seconds: f64) -> Vec<TopRow> {
 }
 
 /// Prints `gpuserver top`.
-pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
+pub fn print_top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
         "PROGRAM", "CLIENT", "UID", "LEASE", "GPU", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU",
@@ -537,11 +537,11 @@ pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
             mib(row.bytes_from_device),
         ]);
     }
-    print(out, &table, n, "no programs")
+    print_table(out, &table, n, "no programs")
 }
 
 /// Prints `gpuserver token list`.
-pub fn tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> {
+pub fn print_tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["ID", "NAMES", "FROM", "USES LEFT", "CREATED", "EXPIRES"]);
     for row in rows {
@@ -553,21 +553,21 @@ pub fn tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> 
         }
         table.add_row([row.id, row.name_pattern, from, row.uses_left.to_string(), made, until]);
     }
-    print(out, &table, n, "no tokens: `gpuserver token create` creates one")
+    print_table(out, &table, n, "no tokens: `gpuserver token create` creates one")
 }
 
 /// Prints `gpuserver admin list`.
-pub fn administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyhow::Result<()> {
+pub fn print_administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["NAME", "STATE", "SINCE"]);
     for row in rows {
         table.add_row([row.name, row.state, date(row.since_unix)]);
     }
-    print(out, &table, n, "no administrators: `gpuserver admin create` creates a certificate")
+    print_table(out, &table, n, "no administrators: `gpuserver admin create` creates a certificate")
 }
 
 /// Prints `gpuserver audit`.
-pub fn audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Result<()> {
+pub fn print_audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Result<()> {
     let n = lines.len();
     let mut table =
         table(&["TIME", "NUMBER", "EVENT", "ACTOR", "FROM", "CLIENT", "LEASE", "RESULT", "DETAIL"]);
@@ -588,11 +588,11 @@ pub fn audit(out: &mut dyn Write, lines: Vec<crate::audit::Line>) -> anyhow::Res
             dash(format!("{program}{}", e.detail).trim_end_matches("; ").to_owned()),
         ]);
     }
-    print(out, &table, n, "no events in this time")
+    print_table(out, &table, n, "no events in this time")
 }
 
 /// Prints `gpuserver clients`.
-pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
+pub fn print_clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["CLIENT", "STATE", "LEASES", "LAST CALL", "ISSUED", "EXPIRES"]);
     for r in rows {
@@ -605,11 +605,16 @@ pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> 
             if r.expires_unix == 0 { "-".into() } else { day(r.expires_unix) },
         ]);
     }
-    print(out, &table, n, "no clients: `gpuserver token create` creates a token with which a client can join")
+    print_table(
+        out,
+        &table,
+        n,
+        "no clients: `gpuserver token create` creates a token with which a client can join",
+    )
 }
 
 /// Prints `gpuserver token create`, with only the token on standard output, for scripts.
-pub fn token(out: &mut dyn Write, t: TokenView, server: &str) -> anyhow::Result<()> {
+pub fn print_token(out: &mut dyn Write, t: TokenView, server: &str) -> anyhow::Result<()> {
     writeln!(out, "{}", t.token)?;
     eprintln!(
         "for {} client(s) named {:?}, until {}; run `gpusession join {server}` on the client and paste it",

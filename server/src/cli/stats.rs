@@ -60,6 +60,6 @@ pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOption
             cells.extend(row.sums.cells());
             table.add_row(cells);
         }
-        show::print(out, &table, n, "no leases and programs in that time")
+        show::print_table(out, &table, n, "no leases and programs in that time")
     })
 }

@@ -63,9 +63,9 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
         TokenVerb::Create { .. } => {
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
             let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
-            out.answer("token", value, |out, token| show::token(out, token, &address))
+            out.answer("token", value, |out, token| show::print_token(out, token, &address))
         }
-        TokenVerb::List => out.answer("tokens", value, show::tokens),
+        TokenVerb::List => out.answer("tokens", value, show::print_tokens),
         TokenVerb::Revoke { .. } => out.answer("token", value, |out, value: Value| {
             Ok(writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?)
         }),
