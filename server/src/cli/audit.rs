@@ -8,7 +8,7 @@ use serde_json::json;
 use super::accounting::past;
 use super::show::{self, Output};
 use super::target::{Target, no_right, running};
-use crate::admin::answer::status::MAX_LINES;
+use crate::admin::answer::records::MAX_LINES;
 use crate::admin::{Ask, Refusal, local_only};
 use crate::audit::{self, Line, Verified, Wanted};
 use crate::clock::{Clock, SystemClock};

@@ -9,7 +9,8 @@ use serde_json::json;
 
 use super::show::{self, Output};
 use super::target::{Target, must_run, running};
-use crate::admin::answer::status::{PsRow, StatusView, StopView};
+use crate::admin::answer::status::{StatusView, StopView};
+use crate::admin::answer::workers::PsRow;
 use crate::admin::{self, Ask, Refusal};
 
 /// `gpuserver ps`

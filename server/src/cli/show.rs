@@ -11,8 +11,9 @@ use crate::admin::answer::clients::ClientRow;
 use crate::admin::answer::config::{ConfigRow, LimitRow};
 use crate::admin::answer::gpus::GpuRow;
 use crate::admin::answer::leases::{LeaseRow, QueueRow};
-use crate::admin::answer::status::{PsRow, StatusView};
+use crate::admin::answer::status::StatusView;
 use crate::admin::answer::tokens::TokenView;
+use crate::admin::answer::workers::PsRow;
 use crate::certificate::day;
 use crate::signer::tokens::TokenFacts;
 
