@@ -14,7 +14,6 @@ use gpusession_diagnosis::report::{self, Report};
 use gpusession_diagnosis::{gpu_host, host, remedy};
 use serde_json::{Value, json};
 
-use super::show::Output;
 use super::target::{Target, running};
 use crate::accounting;
 use crate::admin::Ask;
@@ -31,6 +30,7 @@ use crate::net::host_port;
 use crate::refusal::Refusal;
 use crate::signer::link::{folder_of, places, unit_of};
 use crate::starter::link::unit_of as starter_unit_of;
+use crate::text::Output;
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;

@@ -1,11 +1,13 @@
 //! Answers about the server as a whole: its state, drain and stop.
 
+use std::io::Write;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{micros, show};
+use crate::certificate::day;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::starter::link::users;
@@ -137,4 +139,55 @@ pub(in crate::admin) fn stop(pool: &Pool, force: bool) -> Result<Value, Refusal>
         programs: pool.supervisor().programs(true),
         wait_usec: micros(wait),
     }))
+}
+
+/// Prints `gpuserver status`.
+pub fn print_status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
+    let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
+    writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
+    writeln!(out, "  control    {}", s.control_address)?;
+    writeln!(out, "  data       {}", s.data_address)?;
+    writeln!(
+        out,
+        "  driver     {} ({driver_version}, CUDA {}.{})",
+        s.driver,
+        s.cuda_version / 1000,
+        s.cuda_version % 1000 / 10
+    )?;
+    writeln!(out, "  authority  {}", s.authority_sha256)?;
+    if !s.isolation.is_empty() {
+        writeln!(out, "  isolation  {}", s.isolation)?;
+    }
+    if !s.memory_limits.is_empty() {
+        writeln!(out, "  host       {}", s.memory_limits)?;
+    }
+    if !s.users.is_empty() {
+        writeln!(out, "  users      {}", s.users)?;
+    }
+    if s.certificate_expires_unix != 0 {
+        let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
+        writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;
+    }
+    for warning in &s.warnings {
+        writeln!(out, "  warning    {warning}")?;
+    }
+    writeln!(out, "  {} GPUs, {} leases, {} workers", s.gpus, s.leases, s.workers)?;
+    Ok(())
+}
+
+/// Prints `gpuserver drain`.
+pub fn print_drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    if value["draining"] == false {
+        writeln!(out, "new leases are allowed again")?;
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
+        value["leases"]
+    )?;
+    for program in value["programs"].as_array().into_iter().flatten() {
+        writeln!(out, "  still running: {}", program.as_str().unwrap_or_default())?;
+    }
+    Ok(())
 }

@@ -1,5 +1,8 @@
 //! Answers about workers and their programs.
 
+use std::io::Write;
+
+use comfy_table::Table;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -8,6 +11,7 @@ use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::registry::GpuUse;
 use crate::supervise::{WorkerView, hex};
+use crate::text::{dash, mib, print_table, span, table};
 use crate::threads::{self, Thread};
 
 /// A row of `gpuserver ps`.
@@ -134,4 +138,108 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         age_usec: micros(w.age),
         threads: Vec::new(),
     }
+}
+
+const NO_WORKERS: &str = "no workers: no client holds a lease";
+
+/// Describes the program that a worker serves.
+fn program(r: &PsRow) -> String {
+    match (&r.program, r.client_pid, r.uid) {
+        (Some(program), Some(pid), Some(uid)) => format!("{program} (pid {pid}, uid {uid})"),
+        _ => "-".into(),
+    }
+}
+
+/// Prints `gpuserver ps --threads`; `all`: rows of several servers.
+pub fn print_threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["SERVER", "WORKER", "PID", "CLIENT", "PROGRAM", "TID", "THREAD", "STATE", "CPU"]);
+    for r in &rows {
+        for (i, t) in r.threads.iter().enumerate() {
+            let first = |text: String| if i == 0 { text } else { String::new() };
+            table.add_row([
+                first(r.server.clone()),
+                first(r.worker.get(..12).unwrap_or(&r.worker).to_string()),
+                first(dash(r.pid)),
+                first(r.client.clone()),
+                first(program(r)),
+                t.tid.to_string(),
+                t.name.clone(),
+                t.state.clone(),
+                format!("{}.{:02} s", t.cpu_usec / 1_000_000, t.cpu_usec / 10_000 % 100),
+            ]);
+        }
+    }
+    hide_server(&mut table, all);
+    print_table(out, &table, n, NO_WORKERS)
+}
+
+/// Hides the server's column unless the rows are of several servers.
+fn hide_server(table: &mut Table, all: bool) {
+    if let Some(column) = table.column_mut(0).filter(|_| !all) {
+        column.set_constraint(comfy_table::ColumnConstraint::Hidden);
+    }
+}
+
+/// Prints `gpuserver ps`; `all`: rows of several servers.
+pub fn print_ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&[
+        "SERVER",
+        "WORKER",
+        "PID",
+        "STATE",
+        "LEASE",
+        "CLIENT",
+        "PROGRAM",
+        "FROM",
+        "TRANSPORT",
+        "TLS",
+        "GPU",
+        "ISOLATION",
+        "MEMORY",
+        "CALLS",
+        "AGE",
+    ]);
+    for r in rows {
+        let (program, state) = (program(&r), state(&r));
+        table.add_row([
+            r.server,
+            r.worker.get(..12).unwrap_or(&r.worker).to_string(),
+            dash(r.pid),
+            state,
+            r.lease,
+            r.client,
+            program,
+            dash(r.peer),
+            dash(r.transport),
+            match r.encrypted {
+                Some(true) => "yes",
+                Some(false) => "no",
+                None => "-",
+            }
+            .into(),
+            r.gpu_indices.iter().map(usize::to_string).collect::<Vec<_>>().join(" "),
+            if r.isolation.len() > 5 { "partial".into() } else { r.isolation },
+            mib(r.memory_bytes),
+            r.calls.to_string(),
+            span(r.age_usec),
+        ]);
+    }
+    hide_server(&mut table, all);
+    print_table(out, &table, n, NO_WORKERS)
+}
+
+/// Describes the state of a worker and of its program's connection.
+fn state(row: &PsRow) -> String {
+    let mut state = row.state.clone();
+    if row.shares_memory {
+        state += ", shares";
+    }
+    match (row.interrupted_usec, row.interruptions) {
+        (Some(usec), _) => state += &format!(", no connection for {}", span(usec)),
+        (None, 1..) => state += &format!(", interrupted {}x", row.interruptions),
+        (None, 0) => {}
+    }
+    state
 }
