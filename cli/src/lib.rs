@@ -729,7 +729,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         // Only the server that holds the lease: another one would create a second lease for the
         // request.
         let snapshot = direct.engine.snapshot().borrow().clone();
-        let holder = snapshot.server_facts().find(|server| server.name == lease.facts.server);
+        let holder = snapshot.server_facts().find(|server| server.name == lease.facts.reported.server);
         let servers = holder.map_or(direct.servers, |server| vec![server.address.clone()]);
         let file =
             LeaseFile { id: lease.facts.id, via: Via::Servers, request: wish, gpus, servers, allow_clear };

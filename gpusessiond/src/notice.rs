@@ -260,7 +260,7 @@ fn file_name(line: &str) -> String {
 mod tests {
     use super::*;
     use crate::config::LeaseConfig;
-    use crate::leases::{LeaseGauges, LeaseView, Session, Spec};
+    use crate::leases::{LeaseGauges, LeaseView, Reported, Session, Spec};
     use crate::pool::{PoolError, Trouble};
 
     fn lease(slot: Slot, uid: u32, state: LeaseState) -> LeaseFacts {
@@ -271,15 +271,11 @@ mod tests {
             spec: Spec::configured(&config, 0),
             uid,
             state,
-            devices: vec![],
-            server: String::new(),
             created: Duration::ZERO,
-            fencing_token: 0,
-            encrypted: true,
             trouble: None,
             failures: Vec::new(),
             processes: 0,
-            idle_timeout_usec: 0,
+            reported: Reported::default(),
             leader: 0,
         }
     }

@@ -57,5 +57,6 @@ pub mod spawn;
 pub mod starter;
 pub mod store;
 pub mod supervise;
+pub mod text;
 pub mod threads;
 pub mod usage;

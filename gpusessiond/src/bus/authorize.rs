@@ -265,8 +265,9 @@ impl<'a> Creating<'a> {
         let under_way = creating.entry(owner).or_default();
         let allowed = may_hold_more(shared, caller, owner, under_way.all).and_then(|()| {
             let leases = shared.leases.snapshot();
-            let held =
-                |l: &&LeaseFacts| belongs(shared, l, owner) && l.spec.persistent && !l.devices.is_empty();
+            let held = |l: &&LeaseFacts| {
+                belongs(shared, l, owner) && l.spec.persistent && !l.reported.devices.is_empty()
+            };
             let held = leases.borrow().lease_facts().filter(held).count();
             if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
                 return Err(BusError::quota_exceeded(format!(
@@ -300,7 +301,7 @@ fn belongs(shared: &Shared, lease: &LeaseFacts, user: u32) -> bool {
 fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> Result<()> {
     let allowed = shared.settings.gate().extra_leases(owner);
     let leases = shared.leases.snapshot();
-    let held = |l: &&LeaseFacts| l.spec.once && belongs(shared, l, owner) && !l.devices.is_empty();
+    let held = |l: &&LeaseFacts| l.spec.once && belongs(shared, l, owner) && !l.reported.devices.is_empty();
     if caller == 0 || leases.borrow().lease_facts().filter(held).count() + under_way < allowed {
         return Ok(());
     }

@@ -61,15 +61,15 @@ fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Lease {
         user: facts.spec.user.clone(),
         requested: facts.spec.once,
         gpus: facts.spec.gpus,
-        server: facts.server.clone(),
-        memory_limit_bytes: facts.devices.iter().map(|d| d.limit_bytes).min(),
+        server: facts.reported.server.clone(),
+        memory_limit_bytes: facts.reported.devices.iter().map(|d| d.limit_bytes).min(),
         sm_percent: sm_percent(facts),
         created_usec: clock.wall_usec(facts.created),
         expires_usec: gauges.expires.map_or(0, |at| clock.wall_usec(at)),
         idle_since_usec: gauges.idle_since.map_or(0, |at| clock.wall_usec(at)),
-        idle_timeout_usec: facts.idle_timeout_usec,
+        idle_timeout_usec: facts.reported.idle_timeout_usec,
         processes: facts.processes,
-        encrypted: facts.encrypted,
+        encrypted: facts.reported.encrypted,
         transport: transport.into(),
         transport_reason: transport_reason.into(),
         trouble: trouble.map(|t| t.message.clone()),
@@ -86,7 +86,7 @@ fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Lease {
         retry_in_usec: gauges.retry.map(|at| usec(at.saturating_sub(clock.now))),
         who: facts.spec.who.clone(),
         why: facts.spec.why.clone(),
-        devices: facts.devices.iter().map(device).collect(),
+        devices: facts.reported.devices.iter().map(device).collect(),
     }
 }
 

@@ -49,8 +49,10 @@ impl Device {
         let shown = self.shown.get();
         let leases = self.shared.leases.snapshot();
         let snapshot = leases.borrow();
-        let mut devices =
-            snapshot.leases.iter().flat_map(|l| l.facts.devices.iter().zip(&l.gauges.memory_free_bytes));
+        let mut devices = snapshot
+            .leases
+            .iter()
+            .flat_map(|l| l.facts.reported.devices.iter().zip(&l.gauges.memory_free_bytes));
         devices.find(|(d, _)| d.uuid == shown.view.uuid).map_or(0, |(_, free)| *free)
     }
 

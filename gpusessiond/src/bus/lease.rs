@@ -159,7 +159,11 @@ impl Lease {
     #[zbus(property(emits_changed_signal = "const"))]
     fn servers(&self) -> Vec<OwnedObjectPath> {
         let view = self.view.get();
-        if view.facts.server.is_empty() { vec![] } else { vec![server_path(&view.facts.server)] }
+        if view.facts.reported.server.is_empty() {
+            vec![]
+        } else {
+            vec![server_path(&view.facts.reported.server)]
+        }
     }
 
     #[zbus(property)]
@@ -208,12 +212,12 @@ impl Lease {
     // 0 for never or unknown.
     #[zbus(property, name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
-        self.view.get().facts.idle_timeout_usec
+        self.view.get().facts.reported.idle_timeout_usec
     }
 
     #[zbus(property)]
     fn fencing_token(&self) -> u64 {
-        self.view.get().facts.fencing_token
+        self.view.get().facts.reported.fencing_token
     }
 
     #[zbus(property)]
@@ -266,9 +270,9 @@ announce! { Lease, LeaseView;
     // Both show one point in time, and change only when another one begins.
     idle_since_hint_changed: |l: &LeaseView| l.gauges.idle_since,
     idle_since_hint_monotonic_changed: |l: &LeaseView| l.gauges.idle_since,
-    idle_timeout_u_sec_changed: |l: &LeaseView| l.facts.idle_timeout_usec,
+    idle_timeout_u_sec_changed: |l: &LeaseView| l.facts.reported.idle_timeout_usec,
     devices_changed: |l: &LeaseView| device_paths(&l.facts),
     memory_limit_bytes_changed: |l: &LeaseView| memory_limit(&l.facts),
     s_m_percent_changed: |l: &LeaseView| sm_percent(&l.facts),
-    fencing_token_changed: |l: &LeaseView| l.facts.fencing_token,
+    fencing_token_changed: |l: &LeaseView| l.facts.reported.fencing_token,
 }

@@ -102,7 +102,7 @@ pub fn status_text(snapshot: &Snapshot) -> String {
         return "no lease configured".into();
     }
     let mut held: Vec<&str> =
-        snapshot.lease_facts().filter(|l| !l.server.is_empty()).map(|l| l.server.as_str()).collect();
+        snapshot.lease_facts().map(|l| l.reported.server.as_str()).filter(|name| !name.is_empty()).collect();
     held.sort_unstable();
     held.dedup();
     let mut text = format!("{ready}/{target} GPUs leased");

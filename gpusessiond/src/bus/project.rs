@@ -16,18 +16,18 @@ pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerFacts) -> u64) 
 
 /// Returns the object paths of a lease's GPUs.
 pub(super) fn device_paths(view: &LeaseFacts) -> Vec<OwnedObjectPath> {
-    view.devices.iter().map(|d| device_path(&d.uuid)).collect()
+    view.reported.devices.iter().map(|d| device_path(&d.uuid)).collect()
 }
 
 /// Returns the bytes of each GPU's memory that a lease may use; 0 if unknown.
 pub(super) fn memory_limit(view: &LeaseFacts) -> u64 {
-    view.devices.iter().map(|d| d.limit_bytes).min().unwrap_or(0)
+    view.reported.devices.iter().map(|d| d.limit_bytes).min().unwrap_or(0)
 }
 
 /// Returns the share of each GPU's multiprocessors: as granted, before the grant as requested.
 pub(super) fn sm_percent(view: &LeaseFacts) -> u32 {
     // Servers that predate shares send 0.
-    let granted = view.devices.iter().map(|d| d.sm_percent).filter(|percent| *percent != 0);
+    let granted = view.reported.devices.iter().map(|d| d.sm_percent).filter(|percent| *percent != 0);
     granted.min().unwrap_or(view.spec.sm_percent)
 }
 
@@ -83,7 +83,7 @@ pub fn shown(lease: &LeaseFacts) -> bool {
 pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
     let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
     for lease in snapshot.lease_facts().filter(|l| shown(l)) {
-        for view in &lease.devices {
+        for view in &lease.reported.devices {
             devices
                 .entry(view.uuid.clone())
                 .or_insert_with(|| DeviceEntry { view: view.clone(), leases: Vec::new() })

@@ -8,6 +8,7 @@ pub mod engine;
 pub mod machine;
 mod process;
 mod readings;
+mod reported;
 mod session;
 pub mod sim;
 mod snapshot;
@@ -24,10 +25,10 @@ use gpusession_proto::readings::{Query, View};
 use tokio::sync::{mpsc, watch};
 
 pub use process::{Caller, Failure, Granted, Interruption, WorkerRequest};
+pub use reported::{DeviceView, Reported};
 pub use session::Session;
 pub use snapshot::{
-    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseView, STOPPED, ServerFacts, ServerGauges, ServerView,
-    Snapshot,
+    Clock, LeaseFacts, LeaseGauges, LeaseView, STOPPED, ServerFacts, ServerGauges, ServerView, Snapshot,
 };
 pub use spec::{LeaseState, Owner, Slot, Spec, Time};
 pub use text::warning;

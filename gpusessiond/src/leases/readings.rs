@@ -9,6 +9,7 @@ use gpusession_proto::readings::{Answer, Device, Fault, Process, Query, View, uu
 
 use tokio::time::{Instant, sleep};
 
+use super::reported::Reported;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
 /// Time for which a query waits for its machine's turn; the library waits longer.
@@ -20,7 +21,8 @@ const INVALID_ARGUMENT: u32 = 2;
 
 /// A lease and the server that holds it.
 pub struct Place {
-    pub lease: control::Lease,
+    pub lease: String,
+    pub reported: Reported,
     pub server: Arc<dyn PoolServer>,
 }
 
@@ -46,8 +48,9 @@ async fn patiently(
 pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denial, String)> {
     let answer = Answer { status: INVALID_ARGUMENT, output: Vec::new() };
     let mut view = View { devices: Vec::new(), answers: vec![answer; queries.len()] };
-    for Place { lease, server } in places {
-        let has = |uuid: &[u8; 16]| lease.devices.iter().any(|d| uuid_bytes(&d.uuid).as_ref() == Some(uuid));
+    for Place { lease, reported, server } in places {
+        let has =
+            |uuid: &[u8; 16]| reported.devices.iter().any(|d| uuid_bytes(&d.uuid).as_ref() == Some(uuid));
         let (which, mine): (Vec<usize>, Vec<_>) = queries
             .iter()
             .enumerate()
@@ -57,7 +60,7 @@ pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denia
                 (i, control::ReadingQuery { device: device.to_vec(), call, input })
             })
             .unzip();
-        let asked = control::ReadingsRequest { lease: lease.id.clone(), queries: mine };
+        let asked = control::ReadingsRequest { lease: lease.clone(), queries: mine };
         let reply = patiently(&server, asked).await.map_err(|e| match e.trouble {
             Trouble::Protocol => (Denial::ProtocolMismatch, e.message),
             _ => (Denial::NotReady, e.message),
@@ -70,8 +73,8 @@ pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denia
             let Some(uuid) = uuid_bytes(&device.uuid) else { continue };
             view.devices.push(Device {
                 uuid,
-                server: lease.server.clone(),
-                lease: lease.id.clone(),
+                server: reported.server.clone(),
+                lease: lease.clone(),
                 driver_version: reply.driver_version.clone(),
                 nvml_version: reply.nvml_version.clone(),
                 cuda_version: reply.cuda_version,
@@ -108,7 +111,8 @@ mod tests {
             server.allocate(control::AllocateRequest { gpus: 1, ..Default::default() }).await.unwrap();
         let ask = |refusals| {
             server.with(|state| state.refuses_readings = refusals);
-            ask(vec![Place { lease: lease.clone(), server: Arc::new(server.clone()) }], Vec::new())
+            let (lease, reported) = (lease.id.clone(), Reported::granted(&lease));
+            ask(vec![Place { lease, reported, server: Arc::new(server.clone()) }], Vec::new())
         };
         assert_eq!(ask(20).await.unwrap().devices.len(), 1);
         let (denial, reason) = ask(u32::MAX).await.unwrap_err();

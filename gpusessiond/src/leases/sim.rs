@@ -36,6 +36,8 @@ pub struct SimState {
     pub idle: Vec<String>,
     /// Rest in microseconds after which each lease is parked.
     pub idle_timeouts: HashMap<String, u64>,
+    /// Template of a granted lease, for the fields that are equal for all leases.
+    pub granted: control::Lease,
     /// Template of a renewed lease, for the fields that are equal for all leases.
     pub renewed: control::RenewedLease,
     /// Ids of withdrawn requests.
@@ -99,7 +101,15 @@ pub const KEY: [u8; 32] = [7; 32];
 impl SimServer {
     /// Creates a server with this many GPUs.
     pub fn new(name: &str, gpus: u32) -> Self {
-        let state = SimState { gpus, ..SimState::default() };
+        let granted = control::Lease {
+            ticket_key: KEY.to_vec(),
+            server: name.into(),
+            data_addresses: vec!["127.0.0.1:7602".into()],
+            driver_version: "580.1".into(),
+            cuda_version: 13000,
+            ..Default::default()
+        };
+        let state = SimState { gpus, granted, ..SimState::default() };
         Self { name: name.into(), state: Arc::new(Mutex::new(state)), calls: Arc::new(watch::channel(0).0) }
     }
 
@@ -192,7 +202,7 @@ impl PoolServer for SimServer {
                 vec![worker(state, &id)]
             };
             Ok(control::Lease {
-                ticket_key: KEY.to_vec(),
+                id,
                 fencing_token: state.counter,
                 devices: (0..request.gpus)
                     .map(|i| control::Device {
@@ -207,14 +217,10 @@ impl PoolServer for SimServer {
                     })
                     .collect(),
                 ttl_usec: if request.ttl_usec == 0 { 3_600_000_000 } else { request.ttl_usec },
-                server: self.name.clone(),
-                data_addresses: vec!["127.0.0.1:7602".into()],
                 encrypted: !state.trusts_network,
                 workers,
-                driver_version: "580.1".into(),
-                cuda_version: 13000,
                 idle_timeout_usec,
-                id,
+                ..state.granted.clone()
             })
         })
     }

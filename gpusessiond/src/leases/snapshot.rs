@@ -9,6 +9,7 @@ use std::time::Duration;
 use gpusession_common::words::Class;
 
 use super::process::{Failure, Interruption};
+use super::reported::Reported;
 use super::session::Session;
 use super::spec::{LeaseState, Slot, Spec, Time};
 use crate::pool::PoolError;
@@ -53,16 +54,8 @@ pub struct LeaseFacts {
     pub uid: u32,
     /// State that `State` of the D-Bus object shows.
     pub state: LeaseState,
-    /// Empty while pending.
-    pub devices: Vec<DeviceView>,
-    /// Name of the server; empty while pending.
-    pub server: String,
     /// Time of the grant; while pending, of the first request.
     pub created: Time,
-    /// Grows with each grant on other GPUs; 0 while pending.
-    pub fencing_token: u64,
-    /// Whether data connections are encrypted.
-    pub encrypted: bool,
     /// Why it is not held, or its latest trouble.
     pub trouble: Option<PoolError>,
     /// Number of processes that use it.
@@ -71,8 +64,8 @@ pub struct LeaseFacts {
     ///
     /// An entry goes when the lease has served another program of that user.
     pub failures: Vec<(Failure, Time)>,
-    /// Rest after which the server parks or releases it, in microseconds; 0 for never or unknown.
-    pub idle_timeout_usec: u64,
+    /// Facts that its server reports; empty while pending.
+    pub reported: Reported,
     /// Pid of the leader of its session; 0 without a session.
     pub leader: u32,
 }
@@ -94,35 +87,6 @@ pub struct LeaseGauges {
     pub interruptions: Vec<Interruption>,
 }
 
-/// A GPU of a lease, as its server describes it.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct DeviceView {
-    /// UUID, as `GPU-` and hexadecimal digits.
-    pub uuid: String,
-    /// Model, such as `NVIDIA H100`.
-    pub name: String,
-    /// State at the server; empty from servers that predate it.
-    pub state: String,
-    /// Memory of the card.
-    pub memory_bytes: u64,
-    /// Memory that the lease may use.
-    pub limit_bytes: u64,
-    /// Share of the multiprocessors; 0 from servers that predate shares.
-    pub sm_percent: u32,
-    /// Compute capability: major, minor.
-    pub compute: (u32, u32),
-    /// PCI address on the server's host.
-    pub pci_address: String,
-    /// Name of its server.
-    pub server: String,
-    /// Number within the lease, from 0.
-    pub ordinal: u32,
-    /// NVIDIA driver version of the server.
-    pub driver_version: String,
-    /// 1000 * major + 10 * minor.
-    pub cuda_version: u32,
-}
-
 impl LeaseFacts {
     /// Returns why it waits for GPUs: those that it never had, or those that it lent or parked.
     pub fn waits(&self) -> Option<&PoolError> {
@@ -135,7 +99,7 @@ impl LeaseFacts {
 
     /// Returns the transport of its programs' data and the reason; empty while pending.
     pub fn transport(&self) -> (&'static str, &'static str) {
-        match (self.devices.is_empty(), self.encrypted) {
+        match (self.reported.devices.is_empty(), self.reported.encrypted) {
             (true, _) => ("", ""),
             (_, true) => ("tcp+tls", "the server encrypts"),
             (_, false) => ("tcp", "the server trusts this network"),
@@ -243,8 +207,10 @@ impl Snapshot {
     /// Counts the GPUs of configured leases: wanted, and held.
     pub fn pool(&self) -> (u32, u32) {
         let configured = || self.lease_facts().filter(|l| !l.spec.once);
-        let ready =
-            configured().filter(|l| l.state != LeaseState::Pending).map(|l| l.devices.len() as u32).sum();
+        let ready = configured()
+            .filter(|l| l.state != LeaseState::Pending)
+            .map(|l| l.reported.devices.len() as u32)
+            .sum();
         (configured().map(|l| l.spec.gpus).sum(), ready)
     }
 

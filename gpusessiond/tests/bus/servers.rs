@@ -100,14 +100,16 @@ async fn a_server_is_left_and_gpus_are_held_ahead() {
         return;
     }
     let mut stream = signals(&connection).await;
-    let from = engine.snapshot().borrow().leases[0].facts.server.clone();
+    let from = engine.snapshot().borrow().leases[0].facts.reported.server.clone();
     let _: () = manager.call("DrainServer", &(&from, true, 0u64)).await.unwrap();
     let seen = next_signals(&mut stream, "LeaseRemoved").await;
     let place =
         |name: &str| seen.iter().position(|s| s == name).unwrap_or_else(|| panic!("no {name} in {seen:?}"));
     assert!(place("PrepareForLeaseLoss") < place("Lost"), "{seen:?}");
-    until(&engine, |s| s.leases[0].facts.state == LeaseState::Active && s.leases[0].facts.server != from)
-        .await;
+    until(&engine, |s| {
+        s.leases[0].facts.state == LeaseState::Active && s.leases[0].facts.reported.server != from
+    })
+    .await;
     let server = engine.snapshot().borrow().server_facts().find(|s| s.name == from).unwrap().state.clone();
     assert_eq!(server, "draining");
     let _: () = manager.call("DrainServer", &(&from, false, 0u64)).await.unwrap();

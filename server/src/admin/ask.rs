@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::answer::{administrators, clients, config, gpus, leases, rotation, status, tokens, usage};
+use super::answer::{
+    administrators, clients, config, gpus, leases, records, rotation, status, tokens, usage, workers,
+};
 use crate::accounting::Wanted;
 use crate::audit;
 use crate::pool::Pool;
@@ -297,8 +299,8 @@ impl Ask {
     async fn answer(self, pool: &Arc<Pool>) -> Result<serde_json::Value, Refusal> {
         match self {
             Self::Status => status::status(pool).await,
-            Self::Ps => status::ps(pool).await,
-            Self::Threads => status::threads(pool).await,
+            Self::Ps => workers::ps(pool).await,
+            Self::Threads => workers::threads(pool).await,
             Self::Leases => leases::leases(pool).await,
             Self::Gpus => gpus::gpus(pool).await,
             Self::Clients => clients::clients(pool).await,
@@ -318,7 +320,7 @@ impl Ask {
             Self::Stats { since_unix, until_unix, users } => {
                 usage::stats(pool, since_unix, until_unix, users).await
             }
-            Self::Accounting { wanted } => status::accounting(pool, wanted).await,
+            Self::Accounting { wanted } => records::accounting(pool, wanted).await,
             Self::Config => config::config(pool),
             Self::ConfigSet { key, value } => config::set(pool, key, value).await,
             Self::Reload => config::reload(pool).await,
@@ -326,7 +328,7 @@ impl Ask {
                 tokens::create(pool, tokens::terms(pattern, uses, &ttl, &from, per_address)?).await
             }
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
-            Self::Audit { wanted } => status::audit(pool, wanted).await,
+            Self::Audit { wanted } => records::audit(pool, wanted).await,
             Self::Administrators => administrators::list(pool),
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
             Self::Tokens => tokens::list(pool).await,

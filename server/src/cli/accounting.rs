@@ -2,11 +2,12 @@
 
 use gpusession_common::units::parse_duration;
 
-use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::accounting::{self, Accounting, Kind, Record, Wanted};
+use crate::admin::answer::records::print_accounting;
 use crate::admin::{Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
+use crate::text::Output;
 use clap::Args;
 
 /// Selection of accounting records, and their form.
@@ -48,7 +49,7 @@ pub(super) fn accounting(
     };
     out.answer("records", value, |out, records: Vec<Record>| match options.csv {
         true => Ok(write!(out, "{}", accounting::csv(&records))?),
-        false => show::accounting(out, records),
+        false => print_accounting(out, records),
     })
 }
 

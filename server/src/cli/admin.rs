@@ -7,9 +7,10 @@ use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::pool::own_link;
-use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
+use crate::admin::answer::administrators::{
+    AdministratorView, administrator_rows, not_issued, print_administrators,
+};
 use crate::admin::answer::clients::a_name;
 use crate::admin::answer::unsigned;
 use crate::admin::{Ask, Refusal};
@@ -20,6 +21,7 @@ use crate::pool::administrators::Administrators;
 use crate::signer::Operation;
 use crate::signer::link::Link;
 use crate::store;
+use crate::text::Output;
 use clap::Subcommand;
 
 /// A verb of `gpuserver admin`.
@@ -70,7 +72,7 @@ pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &Admin
         }
         AdminVerb::List => {
             let value = ask_administrators(server, &Ask::Administrators)?;
-            out.answer("administrators", value, show::administrators)
+            out.answer("administrators", value, print_administrators)
         }
         AdminVerb::Revoke { name } => {
             let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;

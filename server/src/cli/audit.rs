@@ -6,12 +6,12 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::accounting::past;
-use super::show::{self, Output};
 use super::target::{Target, no_right, running};
-use crate::admin::answer::status::MAX_LINES;
+use crate::admin::answer::records::{MAX_LINES, print_audit};
 use crate::admin::{Ask, Refusal, local_only};
 use crate::audit::{self, Line, Verified, Wanted};
 use crate::clock::{Clock, SystemClock};
+use crate::text::Output;
 
 /// Selection of lines of the audit trail, or its verification.
 #[derive(Debug, Args)]
@@ -79,5 +79,5 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
             serde_json::to_value(lines?)?
         }
     };
-    out.answer("audit", value, |out, lines: Vec<Line>| show::audit(out, lines))
+    out.answer("audit", value, |out, lines: Vec<Line>| print_audit(out, lines))
 }

@@ -2,16 +2,16 @@
 
 use serde_json::{Value, json};
 
-use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
-use crate::admin::answer::clients::{ClientRow, a_name};
+use crate::admin::answer::clients::{ClientRow, a_name, print_clients};
 use crate::audit;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Config;
 use crate::pool::Files;
 use crate::pool::clients::Clients;
 use crate::store;
+use crate::text::Output;
 use clap::Subcommand;
 
 /// A verb of `gpuserver clients`.
@@ -44,7 +44,7 @@ pub(super) fn clients(
         None => clients_offline(server.config()?, &ask)?,
     };
     let (name, done) = match verb {
-        None => return out.answer("clients", value, show::clients),
+        None => return out.answer("clients", value, print_clients),
         Some(ClientsVerb::Revoke { name }) => (name, "is revoked"),
         Some(ClientsVerb::Forget { name }) => (name, "is forgotten"),
     };

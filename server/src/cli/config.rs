@@ -4,12 +4,12 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::show::{self, Output};
 use super::target::{Target, config_file, must_run, running};
-use crate::admin::answer::config::{ConfigRow, config_rows};
+use crate::admin::answer::config::{ConfigRow, config_rows, print_config, print_config_changes};
 use crate::admin::{Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
 use crate::discovery::find_driver;
+use crate::text::{Output, table};
 use clap::Subcommand;
 
 /// A verb of `gpuserver config`.
@@ -70,13 +70,13 @@ pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb
                 _ => false,
             };
             let value = serde_json::to_value(rows)?;
-            return out.answer("config", value, |out, rows| show::config(out, rows, origin));
+            return out.answer("config", value, |out, rows| print_config(out, rows, origin));
         }
         ConfigVerb::Set { key, value } => Ask::ConfigSet { key: key.clone(), value: Some(value.clone()) },
         ConfigVerb::Unset { key } => Ask::ConfigSet { key: key.clone(), value: None },
         ConfigVerb::Reload => Ask::Reload,
     };
-    out.answer("config", must_run(server, &ask)?, show::config_changes)
+    out.answer("config", must_run(server, &ask)?, print_config_changes)
 }
 
 pub(super) fn check_config(
@@ -122,7 +122,7 @@ pub(super) fn check_config(
         })
         .collect();
     out.answer("config", json!({ "keys": keys, "warnings": warnings }), |out, _: Value| {
-        let mut table = show::table(&["KEY", "VALUE", "FROM"]);
+        let mut table = table(&["KEY", "VALUE", "FROM"]);
         for (key, value, origin) in &config.report {
             table.add_row([key.clone(), value.clone(), origin.to_string()]);
             if explain && let Some(row) = row(key) {

@@ -14,13 +14,13 @@ use gpusession_diagnosis::report::{self, Report};
 use gpusession_diagnosis::{gpu_host, host, remedy};
 use serde_json::{Value, json};
 
-use super::show::Output;
 use super::target::{Target, running};
 use crate::accounting;
 use crate::admin::Ask;
 use crate::admin::answer::config::config_rows;
 use crate::admin::answer::gpus::GpuRow;
-use crate::admin::answer::status::{PsRow, StatusView};
+use crate::admin::answer::status::StatusView;
+use crate::admin::answer::workers::PsRow;
 use crate::audit;
 use crate::cache::Cache;
 use crate::clock::{Clock as _, SystemClock};
@@ -30,6 +30,7 @@ use crate::net::host_port;
 use crate::refusal::Refusal;
 use crate::signer::link::{folder_of, places, unit_of};
 use crate::starter::link::unit_of as starter_unit_of;
+use crate::text::Output;
 
 /// Exit code if the server does not answer.
 const UNREACHABLE: u8 = 69;

@@ -2,13 +2,13 @@
 
 use serde_json::{Value, json};
 
-use super::show::Output;
 use crate::cache::Cache;
 use crate::config::Config;
 use crate::discovery::{self, find_driver};
 use crate::isolation::{self, Verdict};
 use crate::spawn::worker_program;
 use crate::starter::link::Starter;
+use crate::text::Output;
 
 /// Exit status if the server would not start.
 const REFUSED: u8 = 2;

@@ -11,7 +11,6 @@ mod pool;
 mod remote;
 mod rotate;
 mod several;
-pub mod show;
 mod stats;
 mod target;
 mod token;

@@ -7,7 +7,6 @@ use gpusession_diagnosis::machine::Machine;
 use serde_json::{Value, json};
 
 use super::rotate::{RotateVerb, read_export};
-use super::show::Output;
 use super::target::offline;
 use crate::admin::Refusal;
 use crate::admin::answer::unsigned;
@@ -16,6 +15,7 @@ use crate::config::Config;
 use crate::signer::adopt::adopt;
 use crate::signer::link::{Link, places, unit_of};
 use crate::signer::{Done, Operation, Why};
+use crate::text::Output;
 
 /// A verb of `gpuserver pool`.
 #[derive(Debug, Subcommand)]

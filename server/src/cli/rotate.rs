@@ -1,16 +1,15 @@
 //! `gpuserver pool rotate`: replaces the pool's authority under running programs.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Subcommand;
 
-use super::show::{Output, table};
 use super::target::{Target, must_run};
 use crate::admin::Ask;
-use crate::admin::answer::rotation::RotationView;
-use crate::certificate::day;
+use crate::admin::answer::rotation::print_rotation;
+use crate::text::Output;
 
 /// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;
@@ -64,49 +63,5 @@ pub(super) fn rotate(out: &mut Output<'_>, server: &Target, verb: &RotateVerb) -
         RotateVerb::Finish { force } => Ask::RotateFinish { force: *force },
         RotateVerb::Abort => Ask::RotateAbort,
     };
-    out.answer("rotation", must_run(server, &ask)?, text)
-}
-
-fn text(out: &mut dyn Write, rotation: RotationView) -> anyhow::Result<()> {
-    let (signs, next, lack) = match rotation.phase.as_str() {
-        "begun" => ("the old authority", "switch", "do not trust the new authority"),
-        "switched" => ("the new authority", "finish", "have no certificate of the new authority"),
-        _ => {
-            writeln!(
-                out,
-                "No rotation is under way. The pool's authority is {}.",
-                rotation.authority_sha256
-            )?;
-            return Ok(());
-        }
-    };
-    let since = rotation.since_unix.map_or_else(String::new, |since| format!(" on {}", day(since)));
-    writeln!(out, "Rotation of the pool's authority: {}{since}; {signs} signs.", rotation.phase)?;
-    for (which, fingerprint) in [("old", &rotation.old_sha256), ("new", &rotation.new_sha256)] {
-        writeln!(out, "{which} authority: {}", fingerprint.as_deref().unwrap_or("-"))?;
-    }
-    let awaited = rotation.clients.iter().filter(|client| client.awaited).count();
-    if !rotation.clients.is_empty() {
-        writeln!(out, "These clients {lack}:")?;
-        let mut rows = table(&["CLIENT", "LATEST CALL", "AWAITED"]);
-        for client in &rotation.clients {
-            let seen = client.seen_unix.map_or_else(|| "-".into(), day);
-            let awaited = if client.awaited { "yes" } else { "no" };
-            rows.add_row([client.name.as_str(), &seen, awaited]);
-        }
-        writeln!(out, "{rows}")?;
-    }
-    if !rotation.administrators.is_empty() {
-        writeln!(
-            out,
-            "The certificates of these administrators end with the rotation: {}.",
-            rotation.administrators.join(", ")
-        )?;
-    }
-    match awaited {
-        0 => writeln!(out, "Next: once every server of the pool is as far, `gpuserver pool rotate {next}`.")?,
-        1 => writeln!(out, "Next: wait for one client, then `gpuserver pool rotate {next}`.")?,
-        n => writeln!(out, "Next: wait for {n} clients, then `gpuserver pool rotate {next}`.")?,
-    }
-    Ok(())
+    out.answer("rotation", must_run(server, &ask)?, print_rotation)
 }

@@ -1,16 +1,18 @@
 //! The verbs that send several requests: `ps`, `top` and `stop`.
 #![expect(clippy::disallowed_methods, reason = "a command waits on its only thread")]
 
+use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
 use gpusession_common::units::parse_duration;
 use serde_json::json;
 
-use super::show::{self, Output};
 use super::target::{Target, must_run, running};
-use crate::admin::answer::status::{PsRow, StatusView, StopView};
+use crate::admin::answer::status::{StatusView, StopView};
+use crate::admin::answer::workers::{PsRow, print_ps, print_threads};
 use crate::admin::{self, Ask, Refusal};
+use crate::text::{Output, dash, mib, print_table, span, table};
 
 /// `gpuserver ps`
 pub(super) fn ps(
@@ -43,7 +45,7 @@ pub(super) fn ps(
     } else {
         rows = serde_json::from_value(must_run(server, &ask)?)?;
     }
-    let text = if threads { show::threads } else { show::ps };
+    let text = if threads { print_threads } else { print_ps };
     out.answer("workers", serde_json::to_value(rows)?, |out, rows| text(out, rows, all))
 }
 
@@ -54,21 +56,21 @@ pub(super) fn top(out: &mut Output<'_>, server: &Target, every: &str, times: u32
         .ok()
         .filter(|d| !d.is_zero())
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: not a duration; write 2s")))?;
-    let mut before = show::Seen::new();
+    let mut before = Seen::new();
     for look in 1.. {
         let rows: Vec<PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
-        let seen = show::seen(&rows);
-        let rows = show::busiest(rows, &before, every.as_secs_f64());
+        let now = seen(&rows);
+        let rows = busiest(rows, &before, every.as_secs_f64());
         if *json {
             writeln!(out, "{}", json!({ "schema": 1, "top": rows }))?;
         } else {
             if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
                 write!(out, "\x1b[H\x1b[2J")?;
             }
-            show::top(out, rows)?;
+            print_top(out, rows)?;
         }
         out.flush()?;
-        before = seen;
+        before = now;
         if look == times {
             break;
         }
@@ -114,4 +116,64 @@ pub(super) fn stop(out: &mut Output<'_>, server: &Target, force: bool) -> anyhow
         std::thread::sleep(POLL_INTERVAL);
     }
     out.answer("stopped", serde_json::to_value(begun)?, |out, _: StopView| Ok(writeln!(out, "stopped")?))
+}
+
+/// A row of `gpuserver top`.
+#[derive(Debug, serde::Serialize)]
+struct TopRow {
+    #[serde(flatten)]
+    row: PsRow,
+    /// Rate since the update before; `None` in the first one.
+    calls_per_second: Option<u64>,
+    /// Part of the time since the update before with GPU work; `None` in the first one.
+    gpu_busy_percent: Option<u64>,
+}
+
+/// Calls and microseconds of GPU work at an update, by worker id.
+type Seen = std::collections::HashMap<String, (u64, u64)>;
+
+/// Keeps the figures of an update for the next one.
+fn seen(rows: &[PsRow]) -> Seen {
+    rows.iter().map(|row| (row.worker.clone(), (row.calls, row.gpu_busy_usec))).collect()
+}
+
+/// Returns the workers with programs, the busiest first; `before` is from the update before.
+fn busiest(rows: Vec<PsRow>, before: &Seen, seconds: f64) -> Vec<TopRow> {
+    let one = |row: PsRow| {
+        let before = before.get(&row.worker);
+        let calls = before.map(|(calls, _)| (row.calls.saturating_sub(*calls) as f64 / seconds) as u64);
+        let busy = before.map(|(_, busy)| {
+            // GPU work is known to the second, so its difference can exceed the elapsed time.
+            ((row.gpu_busy_usec.saturating_sub(*busy) as f64 / seconds / 1e4) as u64).min(100)
+        });
+        TopRow { calls_per_second: calls, gpu_busy_percent: busy, row }
+    };
+    let mut rows: Vec<_> = rows.into_iter().filter(|row| row.program.is_some()).map(one).collect();
+    rows.sort_by_key(|top| {
+        std::cmp::Reverse((top.gpu_busy_percent, top.calls_per_second, top.row.memory_bytes))
+    });
+    rows
+}
+
+/// Prints `gpuserver top`.
+fn print_top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&[
+        "PROGRAM", "CLIENT", "UID", "LEASE", "GPU", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU",
+    ]);
+    for TopRow { row, calls_per_second, gpu_busy_percent } in rows {
+        table.add_row([
+            row.program.unwrap_or_default(),
+            row.client,
+            dash(row.uid),
+            row.lease,
+            gpu_busy_percent.map_or_else(|| "-".into(), |percent| format!("{percent} %")),
+            dash(calls_per_second),
+            mib(row.memory_bytes),
+            span(row.idle_usec),
+            mib(row.bytes_to_device),
+            mib(row.bytes_from_device),
+        ]);
+    }
+    print_table(out, &table, n, "no programs")
 }

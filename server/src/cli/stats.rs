@@ -1,15 +1,14 @@
 //! `gpuserver stats`: shows the use of GPUs by clients and users.
 
 use clap::Args;
-use gpusession_common::usage;
 
 use super::accounting::past;
-use super::show::{self, Output, table};
 use super::target::{Target, offline, running};
 use crate::accounting::Accounting;
-use crate::admin::answer::usage::{UsageRow, usage_rows};
+use crate::admin::answer::usage::{print_stats, usage_rows};
 use crate::admin::{Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
+use crate::text::Output;
 
 /// Selection of the sums of use.
 #[derive(Debug, Args)]
@@ -42,24 +41,5 @@ pub(super) fn stats(out: &mut Output<'_>, server: &Target, options: &StatsOption
             serde_json::to_value(usage_rows(rows, users))?
         }
     };
-    out.answer("usage", value, |out, rows: Vec<UsageRow>| {
-        let n = rows.len();
-        let mut header = vec!["CLIENT"];
-        header.extend(users.then_some("USER"));
-        header.extend(usage::COLUMNS);
-        let mut table = table(&header);
-        for row in rows {
-            let mut cells = vec![row.client];
-            if users {
-                cells.push(match (row.uid, row.user.is_empty()) {
-                    (Some(_), false) => row.user,
-                    (Some(uid), true) => format!("uid {uid}"),
-                    (None, _) => row.owner,
-                });
-            }
-            cells.extend(row.sums.cells());
-            table.add_row(cells);
-        }
-        show::print(out, &table, n, "no leases and programs in that time")
-    })
+    out.answer("usage", value, |out, rows| print_stats(out, rows, users))
 }

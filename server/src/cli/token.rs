@@ -3,14 +3,14 @@
 use serde_json::{Value, json};
 
 use super::pool::own_link;
-use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
-use crate::admin::answer::tokens::{TokenView, no_token, terms};
+use crate::admin::answer::tokens::{TokenView, no_token, print_token, print_tokens, terms};
 use crate::admin::answer::unsigned;
 use crate::audit;
 use crate::config::Config;
 use crate::net::host_port;
+use crate::text::Output;
 use clap::Subcommand;
 
 /// A verb of `gpuserver token`.
@@ -63,9 +63,9 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
         TokenVerb::Create { .. } => {
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
             let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
-            out.answer("token", value, |out, token| show::token(out, token, &address))
+            out.answer("token", value, |out, token| print_token(out, token, &address))
         }
-        TokenVerb::List => out.answer("tokens", value, show::tokens),
+        TokenVerb::List => out.answer("tokens", value, print_tokens),
         TokenVerb::Revoke { .. } => out.answer("token", value, |out, value: Value| {
             Ok(writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?)
         }),

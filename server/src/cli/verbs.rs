@@ -16,11 +16,12 @@ use super::isolation::check_isolation;
 use super::pool::{PoolVerb, pool};
 use super::rotate::rotate;
 use super::several::{ps, stop, top};
-use super::show::{self, Output};
 use super::stats::{StatsOptions, stats};
 use super::target::{Target, must_run};
 use super::token::{TokenVerb, token};
+use crate::admin::answer::{config, gpus, leases, status};
 use crate::admin::{self, Ask};
+use crate::text::Output;
 
 /// Leases this host's GPUs to other machines
 ///
@@ -276,42 +277,44 @@ impl Verb {
             Self::Token { verb } => token(out, server, verb),
             Self::Admin { verb } => administrators(out, server, verb),
             Self::Clients { verb } => clients(out, server, verb.as_ref()),
-            Self::Status => out.answer("server", ask(Ask::Status)?, show::status),
+            Self::Status => out.answer("server", ask(Ask::Status)?, status::print_status),
             Self::Ps { all, threads } => ps(out, file, server, *all, *threads),
-            Self::Leases => out.answer("leases", ask(Ask::Leases)?, show::leases),
-            Self::Gpus => out.answer("gpus", ask(Ask::Gpus)?, show::gpus),
+            Self::Leases => out.answer("leases", ask(Ask::Leases)?, leases::print_leases),
+            Self::Gpus => out.answer("gpus", ask(Ask::Gpus)?, gpus::print_gpus),
             Self::Park { lease } => {
-                out.answer("lease", ask(Ask::Park { lease: lease.clone() })?, show::lease_state)
+                out.answer("lease", ask(Ask::Park { lease: lease.clone() })?, leases::print_lease_state)
             }
             Self::Unpark { lease } => {
-                out.answer("lease", ask(Ask::Unpark { lease: lease.clone() })?, show::lease_state)
+                out.answer("lease", ask(Ask::Unpark { lease: lease.clone() })?, leases::print_lease_state)
             }
             Self::Top { every, times } => top(out, server, every, *times),
-            Self::Mps => out.answer("domains", ask(Ask::Mps)?, show::mps),
-            Self::Queue => out.answer("queue", ask(Ask::Queue)?, show::queue),
+            Self::Mps => out.answer("domains", ask(Ask::Mps)?, gpus::print_mps),
+            Self::Queue => out.answer("queue", ask(Ask::Queue)?, leases::print_queue),
             Self::Off { gpu, reason } => {
                 let off = Ask::Off { gpu: gpu.clone(), reason: reason.clone() };
-                out.answer("gpu", ask(off)?, show::gpu_state)
+                out.answer("gpu", ask(off)?, gpus::print_gpu_state)
             }
-            Self::On { gpu } => out.answer("gpu", ask(Ask::On { gpu: gpu.clone() })?, show::gpu_state),
+            Self::On { gpu } => out.answer("gpu", ask(Ask::On { gpu: gpu.clone() })?, gpus::print_gpu_state),
             Self::Drop { gpu } => {
                 let value = ask(Ask::Drop { gpu: gpu.clone() })?;
-                out.answer("gpu", value, |out, value| show::dropped(out, value, gpu))
+                out.answer("gpu", value, |out, value| gpus::print_dropped(out, value, gpu))
             }
-            Self::Drain { end, reason } => {
-                out.answer("drain", ask(Ask::Drain { end: *end, reason: reason.clone() })?, show::drain)
-            }
+            Self::Drain { end, reason } => out.answer(
+                "drain",
+                ask(Ask::Drain { end: *end, reason: reason.clone() })?,
+                status::print_drain,
+            ),
             Self::Stop { force } => stop(out, server, *force),
             Self::Limits { client, user } => {
                 let limits = Ask::Limits { client: client.clone(), user: user.clone() };
-                out.answer("limits", ask(limits)?, |out, rows| show::limits(out, rows, user))
+                out.answer("limits", ask(limits)?, |out, rows| config::print_limits(out, rows, user))
             }
             Self::Stats(options) => stats(out, server, options),
             Self::Accounting(wanted) => accounting(out, server, wanted),
             Self::Audit(options) => audit(out, server, options),
             Self::Config { verb } => configure(out, server, verb),
             Self::Kill { worker } => {
-                out.answer("killed", ask(Ask::Kill { worker: worker.clone() })?, show::killed)
+                out.answer("killed", ask(Ask::Kill { worker: worker.clone() })?, leases::print_killed)
             }
         }
     }

@@ -168,7 +168,7 @@ impl Actor {
             Message::Release(slot, reason, reply) => {
                 let there = self.machine.slot(slot).is_some();
                 if let Some(held) = self.machine.slot(slot).and_then(|w| w.held()) {
-                    info!(gpusession_lease = held.lease.id, "lease {}: released: {reason}", held.lease.id);
+                    info!(gpusession_lease = held.id, "lease {}: released: {reason}", held.id);
                 }
                 self.machine.release(now, slot, &reason);
                 let _ = reply.send(there);
@@ -274,7 +274,7 @@ impl Actor {
             }
             Message::Holder(slot, reply) => {
                 let held = self.machine.slot(slot).and_then(|w| w.held());
-                let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.lease.id.clone())));
+                let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.id.clone())));
             }
             Message::Event(server, event) => {
                 if matches!(event.event, Some(control::pool_event::Event::ServerStopped(_))) {
@@ -331,7 +331,7 @@ impl Actor {
         let found = self
             .machine
             .slots()
-            .find_map(|(slot, w)| w.held().filter(|h| h.lease.id == id).map(|h| (slot, h.server)));
+            .find_map(|(slot, w)| w.held().filter(|h| h.id == id).map(|h| (slot, h.server)));
         let Some((slot, server)) = found else {
             let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id}: not found"))));
             return;

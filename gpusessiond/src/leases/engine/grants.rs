@@ -160,7 +160,8 @@ impl Actor {
             .iter()
             .filter_map(|slot| {
                 let held = self.machine.slot(*slot)?.held()?;
-                Some(Place { lease: held.lease.clone(), server: self.servers[held.server].clone() })
+                let (lease, reported) = (held.id.clone(), held.reported.clone());
+                Some(Place { lease, reported, server: self.servers[held.server].clone() })
             })
             .collect();
         if places.is_empty() {
@@ -278,7 +279,7 @@ impl Actor {
     ///
     /// The lease may be from a time when the configuration allowed that.
     fn unencrypted(&self, slot: Slot) -> Option<String> {
-        let lease = &self.machine.slot(slot)?.held()?.lease;
+        let lease = &self.machine.slot(slot)?.held()?.reported;
         (!lease.encrypted && !self.clear).then(|| unencrypted(&lease.server))
     }
 
@@ -310,7 +311,7 @@ impl Actor {
                 let worker = if failed.is_some() {
                     None
                 } else {
-                    match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
+                    match pool.take_workers(held.id.clone(), 1, 1, wish.environment.clone()).await {
                         Ok(workers) if workers.is_empty() => {
                             failed = Some(PoolError::new(Trouble::NoCapacity, "the server gives no worker"));
                             None
@@ -399,7 +400,7 @@ impl Actor {
     ) {
         let now = self.now();
         let Granted { slot, lease, worker } = granted;
-        if self.machine.slot(slot).and_then(|w| w.held()).is_none_or(|held| held.lease.id != lease) {
+        if self.machine.slot(slot).and_then(|w| w.held()).is_none_or(|held| held.id != lease) {
             return;
         }
         interruption.since = for_time.map(|time| now.saturating_sub(time));
@@ -463,15 +464,15 @@ fn mint(
         .iter()
         .map(|(slot, held, worker)| Granted {
             slot: *slot,
-            lease: held.lease.id.clone(),
+            lease: held.id.clone(),
             worker: worker_id(worker),
         })
         .collect();
     let mut endpoints = Vec::new();
     for (_, held, worker) in taken {
-        let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
+        let Ok(key) = <[u8; 32]>::try_from(held.ticket_key.as_slice()) else { continue };
         let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
-        if held.lease.encrypted && fingerprint.is_none() {
+        if held.reported.encrypted && fingerprint.is_none() {
             // A malformed field must not lead to an unencrypted connection.
             continue;
         }
@@ -481,7 +482,7 @@ fn mint(
             return (Answer::Denied(Denial::NotReady, reason.into()), granted);
         };
         let ticket = Ticket {
-            lease: held.lease.id.clone(),
+            lease: held.id.clone(),
             worker: worker_id(worker),
             uid: caller.uid,
             user: caller.user.clone().filter(|name| name.len() <= MAX_USER).unwrap_or_default(),
@@ -493,14 +494,14 @@ fn mint(
             executable: wish.executable.clone(),
         };
         endpoints.push(Endpoint {
-            server: held.lease.server.clone(),
-            addresses: held.lease.data_addresses.clone(),
+            server: held.reported.server.clone(),
+            addresses: held.data_addresses.clone(),
             worker: ticket.worker,
             key: preface::Key::new(&key, &ticket.worker, caller.uid),
-            fingerprint: fingerprint.filter(|_| held.lease.encrypted),
+            fingerprint: fingerprint.filter(|_| held.reported.encrypted),
             ticket: ticket.seal(&key),
             lease: ticket.lease,
-            devices: held.lease.devices.len() as u32,
+            devices: held.reported.devices.len() as u32,
         });
     }
     (Answer::Granted(endpoints, granted.clone()), granted)

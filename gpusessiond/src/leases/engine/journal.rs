@@ -77,7 +77,7 @@ impl Actor {
             }
             Change::PrepareForLoss { slot, left, reason, idle } => {
                 let held = self.machine.slot(*slot).and_then(|w| w.held());
-                let id = held.map(|h| h.lease.id.as_str()).unwrap_or_default();
+                let id = held.map(|h| h.id.as_str()).unwrap_or_default();
                 warn!(
                     message_id = if *idle { Event::LeaseIdle } else { Event::LeaseEnds }.id(),
                     gpusession_lease = id,

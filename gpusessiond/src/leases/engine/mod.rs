@@ -228,7 +228,8 @@ impl Leases for Engine {
     async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)> {
         let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
         let places = places.unwrap_or_else(|| Err((Denial::NotReady, "gpusessiond is stopping".into())))?;
-        let oldest = places.iter().map(|place| place.lease.cuda_version).filter(|version| *version > 0).min();
+        let oldest =
+            places.iter().map(|place| place.reported.cuda_version).filter(|version| *version > 0).min();
         oldest.ok_or_else(|| (Denial::NotReady, "no server has reported its CUDA version".into()))
     }
 

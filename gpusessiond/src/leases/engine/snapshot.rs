@@ -6,8 +6,8 @@ use super::actor::Actor;
 
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
 use crate::leases::{
-    Clock, DeviceView, Interruption, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, STOPPED,
-    ServerFacts, ServerView, Slot, Snapshot, Time,
+    Clock, Interruption, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, STOPPED, ServerFacts,
+    ServerView, Slot, Snapshot, Time,
 };
 use crate::pool::Trouble;
 
@@ -48,15 +48,11 @@ impl Actor {
                         Owner::Everyone => u32::MAX,
                     },
                     state: held.map_or(LeaseState::Pending, |h| h.state),
-                    devices: held.map(devices).unwrap_or_default(),
-                    server: held.map(|h| h.lease.server.clone()).unwrap_or_default(),
                     created: held.map_or(wanted.since, |h| h.since),
-                    fencing_token: held.map_or(0, |h| h.lease.fencing_token),
-                    encrypted: held.is_some_and(|h| h.lease.encrypted),
                     trouble: held.and_then(Held::waits).or_else(|| wanted.trouble.clone()),
                     processes: wanted.processes,
                     failures: self.failures.get(&slot).cloned().unwrap_or_default(),
-                    idle_timeout_usec: held.map_or(0, |h| h.lease.idle_timeout_usec),
+                    reported: held.map(|h| h.reported.clone()).unwrap_or_default(),
                     leader: spec
                         .session
                         .as_ref()
@@ -72,9 +68,7 @@ impl Actor {
                     },
                     stock: held.map_or(0, |h| h.stock.len()),
                     idle_since: held.and_then(|h| h.idle_since),
-                    memory_free_bytes: held
-                        .map(|h| h.lease.devices.iter().map(|d| d.memory_free_bytes).collect())
-                        .unwrap_or_default(),
+                    memory_free_bytes: held.map(|h| h.memory_free_bytes.clone()).unwrap_or_default(),
                     interruptions: self.interruptions_of(slot, clock.now),
                 };
                 LeaseView { facts, gauges }
@@ -115,27 +109,6 @@ impl Actor {
         let sessions = self.machine.sessions().values().cloned().collect();
         Snapshot { leases, servers, sessions, clock }
     }
-}
-
-fn devices(held: &Held) -> Vec<DeviceView> {
-    let lease = &held.lease;
-    (0..)
-        .zip(&lease.devices)
-        .map(|(ordinal, device)| DeviceView {
-            uuid: device.uuid.clone(),
-            name: device.name.clone(),
-            state: device.state.clone(),
-            memory_bytes: device.memory_bytes,
-            limit_bytes: device.limit_bytes,
-            sm_percent: device.sm_percent,
-            compute: (device.compute_major, device.compute_minor),
-            pci_address: device.pci_address.clone(),
-            server: lease.server.clone(),
-            ordinal,
-            driver_version: lease.driver_version.clone(),
-            cuda_version: lease.cuda_version,
-        })
-        .collect()
 }
 
 #[expect(clippy::disallowed_methods, reason = "the place where the daemon reads the wall clock")]

@@ -10,11 +10,10 @@ use gpusession_proto::control;
 use super::action::Action;
 use super::backoff::backoff;
 use super::backoff::{BACKOFF_MAX, BACKOFF_MIN};
-use super::lease::{Held, Phase, Wanted};
+use super::lease::{Held, Phase, Wanted, memory_free};
 use super::renew::FORGOTTEN;
 use super::state::{HEARTBEAT_INTERVAL, Machine, RECOVERY_TIMEOUT};
-use crate::leases::{Change, LeaseState, Spec};
-use crate::leases::{Slot, Time};
+use crate::leases::{Change, LeaseState, Reported, Slot, Spec, Time};
 use crate::pool::{PoolError, Trouble};
 
 /// Time that a boot lease defers to boot leases listed before it.
@@ -92,7 +91,11 @@ impl Machine {
         let id = lease.id.clone();
         wanted.phase = Phase::Held(Box::new(Held {
             expires,
-            lease,
+            reported: Reported::granted(&lease),
+            memory_free_bytes: memory_free(&lease.devices),
+            id: lease.id,
+            ticket_key: lease.ticket_key,
+            data_addresses: lease.data_addresses,
             server,
             state: LeaseState::Active,
             since: now,

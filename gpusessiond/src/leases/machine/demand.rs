@@ -78,7 +78,7 @@ impl Machine {
             (w.spec.class == Class::Background && w.processes == 0).then_some((*slot, held))
         });
         let Some((slot, held)) = spare else { return false };
-        let (server, id, expires) = (held.server, held.lease.id.clone(), held.expires);
+        let (server, id, expires) = (held.server, held.id.clone(), held.expires);
         let reason = match waits.spec.name.as_str() {
             "" => "released in favour of a requested lease".to_owned(),
             name => format!("released in favour of lease {name}, which waits"),

@@ -96,7 +96,7 @@ impl Machine {
             .filter_map(|(slot, w)| {
                 let held = w.held()?;
                 let due = self.servers[held.server].drained.is_some_and(|at| at <= now);
-                due.then(|| (*slot, held.server, held.lease.id.clone(), held.expires))
+                due.then(|| (*slot, held.server, held.id.clone(), held.expires))
             })
             .collect();
         for (slot, server, id, expires) in due {

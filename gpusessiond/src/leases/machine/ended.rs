@@ -21,7 +21,7 @@ impl Machine {
 
     /// Returns why a granted worker no longer waits for its program, if this daemon knows that.
     pub fn ended_because(&self, now: Time, lease: &str, worker: &[u8]) -> Option<String> {
-        if let Some(held) = self.slots.values().filter_map(Wanted::held).find(|held| held.lease.id == lease) {
+        if let Some(held) = self.slots.values().filter_map(Wanted::held).find(|held| held.id == lease) {
             let ended = held.ended.iter().any(|id| id == worker);
             return ended.then(|| format!("its worker of lease {lease} has ended"));
         }

@@ -28,7 +28,7 @@ impl Machine {
         self.next_generation(&wanted.spec);
         match (wanted.phase, wanted.recovery) {
             (Phase::Held(held), _) => {
-                let id = held.lease.id.clone();
+                let id = held.id.clone();
                 self.remember(now, id.clone(), reason);
                 self.give_back(now, held.server, id, held.expires);
             }

@@ -8,8 +8,7 @@ use gpusession_proto::control;
 use serde::{Deserialize, Serialize};
 
 use super::backoff::backoff;
-use crate::leases::Time;
-use crate::leases::{LeaseState, Slot, Spec};
+use crate::leases::{LeaseState, Reported, Slot, Spec, Time};
 use crate::pool::{PoolError, Trouble};
 
 /// Longest pause between tries to fill a lease's stock: programs wait for its workers.
@@ -18,8 +17,16 @@ const BACKOFF_TAKE_MAX: Duration = Duration::from_secs(2);
 /// A lease that a server holds for this client.
 #[derive(Debug, Clone)]
 pub struct Held {
-    /// The server's description.
-    pub lease: control::Lease,
+    /// Id from the server.
+    pub id: String,
+    /// Seals tickets for its workers.
+    pub ticket_key: Vec<u8>,
+    /// HOST:PORT of the server's data plane.
+    pub data_addresses: Vec<String>,
+    /// Facts that its server reports, and observers learn.
+    pub reported: Reported,
+    /// Free memory of each of its GPUs, in bytes, which changes all the time.
+    pub memory_free_bytes: Vec<u64>,
     /// Index of the server.
     pub server: usize,
     /// Active, idle, parked or draining.
@@ -62,11 +69,23 @@ impl Held {
         self.take_again = if self.missed > 0 && self.asked_for == 0 { now } else { now + pause };
     }
 
+    /// Updates the free memory of its GPUs, if a server has reported on as many as it has.
+    pub(super) fn set_memory_free(&mut self, devices: &[control::Device]) {
+        if devices.len() == self.memory_free_bytes.len() {
+            self.memory_free_bytes = memory_free(devices);
+        }
+    }
+
     /// Returns why the lease waits for its GPUs, if it does.
     pub fn waits(&self) -> Option<PoolError> {
         let place = Some(self.place?);
         Some(PoolError { place, ..PoolError::new(Trouble::NoCapacity, "other leases have its GPUs now") })
     }
+}
+
+/// Returns the free memory of each GPU.
+pub(super) fn memory_free(devices: &[control::Device]) -> Vec<u64> {
+    devices.iter().map(|device| device.memory_free_bytes).collect()
 }
 
 /// A lease that is released, or a request that is withdrawn, which its server has not confirmed.
@@ -188,7 +207,7 @@ impl Wanted {
     /// Returns the name for messages and for D-Bus: the lease's id, or the wish's while it waits.
     pub fn shown_id(&self, slot: Slot) -> String {
         match (self.held(), self.spec.class) {
-            (Some(held), _) => held.lease.id.clone(),
+            (Some(held), _) => held.id.clone(),
             _ if self.spec.name.is_empty() => format!("request{slot}"),
             (None, Class::Boot | Class::Background) => self.spec.name.clone(),
             // Several sessions or users may each have a lease of this name.

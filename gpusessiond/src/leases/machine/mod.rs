@@ -144,7 +144,7 @@ impl Machine {
             if let Phase::Held(held) = &mut wanted.phase
                 && held.server == server
             {
-                held.lease.data_addresses = addresses.to_vec();
+                held.data_addresses = addresses.to_vec();
             }
         }
     }
@@ -219,7 +219,7 @@ impl Machine {
                 false => (BACKOFF_MAX, "its time to live is over"),
                 true => (RECOVERY_TIMEOUT * 10, "not renewed in time: its server did not answer"),
             };
-            let (server, id) = (held.server, held.lease.id.clone());
+            let (server, id) = (held.server, held.id.clone());
             self.give_back(now, server, id, now + until);
             self.lose(now, slot, reason);
         }
@@ -253,7 +253,7 @@ impl Machine {
                 .filter(|w| w.spec.renewed_by_itself())
                 .filter_map(Wanted::held)
                 .filter(|h| h.server == server)
-                .map(|h| h.lease.id.clone())
+                .map(|h| h.id.clone())
                 .collect();
             self.actions.push_back(Action::Renew { server, leases });
         }

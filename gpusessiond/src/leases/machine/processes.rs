@@ -27,8 +27,7 @@ impl Machine {
     /// Finds the slot of a lease that is held, or that an earlier daemon held.
     pub fn slot_of(&self, lease: &str) -> Option<Slot> {
         let has = |w: &Wanted| {
-            w.held().is_some_and(|h| h.lease.id == lease)
-                || w.recovery.as_ref().is_some_and(|r| r.id == lease)
+            w.held().is_some_and(|h| h.id == lease) || w.recovery.as_ref().is_some_and(|r| r.id == lease)
         };
         self.slots.iter().find(|(_, w)| has(w)).map(|(slot, _)| *slot)
     }
@@ -39,7 +38,7 @@ impl Machine {
     pub fn process_ended(&mut self, now: Time, slot: Slot, lease: &str, worker: Vec<u8>) {
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         match (&wanted.phase, &mut wanted.recovery) {
-            (Phase::Held(held), _) if held.lease.id == lease => {
+            (Phase::Held(held), _) if held.id == lease => {
                 // A process that never got a worker has none to return.
                 if !worker.is_empty() {
                     let (server, lease) = (held.server, lease.to_owned());

@@ -53,68 +53,29 @@ impl Machine {
     }
 
     fn one_renewed(&mut self, now: Time, server: usize, renewed: control::RenewedLease) {
-        // Every field by name: a new one does not compile until it is used here.
-        let control::RenewedLease {
-            id,
-            lost,
-            reason,
-            ttl_usec,
-            state,
-            devices,
-            fencing_token,
-            idle_timeout_usec,
-            position,
-            waiting,
-        } = renewed;
         let found = self.slots.iter_mut().find_map(|(slot, wanted)| match &mut wanted.phase {
-            Phase::Held(held) if held.server == server && held.lease.id == id => {
+            Phase::Held(held) if held.server == server && held.id == renewed.id => {
                 Some((*slot, wanted.spec.ttl.filter(|_| wanted.spec.once), held))
             }
             _ => None,
         });
         let Some((slot, ttl, held)) = found else { return };
-        if lost {
-            let reason = if reason.is_empty() { FORGOTTEN } else { &reason };
+        if renewed.lost {
+            let reason = if renewed.reason.is_empty() { FORGOTTEN } else { &renewed.reason };
             self.lose(now, slot, reason);
             return;
         }
-        if ttl_usec > 0 {
+        if renewed.ttl_usec > 0 {
             let longest = ttl.unwrap_or(Duration::MAX);
-            let expires = now + Duration::from_micros(ttl_usec).min(longest);
+            let expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
             held.warned &= expires <= held.expires;
             held.expires = expires;
         }
-        held.parking = state == "parking";
-        if let Some(state) = LeaseState::of_server(&state) {
-            self.set_state(now, slot, state, PoolError::place_of(position, waiting));
-        }
-        self.set_devices(slot, devices, fencing_token);
-        if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase)
-            && held.lease.idle_timeout_usec != idle_timeout_usec
-        {
-            held.lease.idle_timeout_usec = idle_timeout_usec;
-            self.tell(Change::Changed { slot });
-        }
-    }
-
-    /// Updates a lease's GPUs.
-    ///
-    /// A lease that was lent may return on other GPUs of the same model, with a newer fencing
-    /// token.
-    fn set_devices(&mut self, slot: Slot, devices: Vec<control::Device>, fencing_token: u64) {
-        let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
-        let lease = &mut held.lease;
-        if devices.len() != lease.devices.len() {
-            return;
-        }
-        // Free memory changes all the time, so it is not announced.
-        let told = |d: &control::Device| (d.uuid.clone(), d.state.clone());
-        let mut news = !devices.iter().map(told).eq(lease.devices.iter().map(told));
-        lease.devices = devices;
-        // 0 comes from servers that predate this field.
-        if fencing_token != 0 && fencing_token != lease.fencing_token {
-            lease.fencing_token = fencing_token;
-            news = true;
+        held.parking = renewed.state == "parking";
+        held.set_memory_free(&renewed.devices);
+        let news = held.reported.renew(&renewed);
+        if let Some(state) = LeaseState::of_server(&renewed.state) {
+            self.set_state(now, slot, state, PoolError::place_of(renewed.position, renewed.waiting));
         }
         if news {
             self.tell(Change::Changed { slot });
@@ -145,7 +106,7 @@ impl Machine {
     pub fn event(&mut self, now: Time, server: usize, event: control::PoolEvent) {
         use control::pool_event::Event;
         let Some(slot) = self.slots.iter().find_map(|(slot, wanted)| {
-            wanted.held().filter(|h| h.server == server && h.lease.id == event.lease).map(|_| *slot)
+            wanted.held().filter(|h| h.server == server && h.id == event.lease).map(|_| *slot)
         }) else {
             return;
         };
@@ -161,7 +122,12 @@ impl Machine {
                 if let Some(state) = LeaseState::of_server(&change.state) {
                     self.set_state(now, slot, state, PoolError::place_of(change.position, change.waiting));
                 }
-                self.set_devices(slot, change.devices, change.fencing_token);
+                if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
+                    held.set_memory_free(&change.devices);
+                    if held.reported.set_devices(&change.devices, change.fencing_token) {
+                        self.tell(Change::Changed { slot });
+                    }
+                }
             }
             Some(Event::WorkersReady(ready)) => {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
@@ -181,7 +147,7 @@ impl Machine {
 
     pub(super) fn lose(&mut self, now: Time, slot: Slot, reason: &str) {
         let held = self.slots.get(&slot).and_then(Wanted::held);
-        let id = held.map(|h| h.lease.id.clone()).unwrap_or_default();
+        let id = held.map(|h| h.id.clone()).unwrap_or_default();
         self.lost(now, slot, id, reason);
     }
 

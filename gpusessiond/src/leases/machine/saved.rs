@@ -45,8 +45,8 @@ impl Machine {
             match (&wanted.phase, &wanted.recovery) {
                 (Phase::Held(held), _) => Some(SavedLease {
                     spec,
-                    id: held.lease.id.clone(),
-                    server: held.lease.server.clone(),
+                    id: held.id.clone(),
+                    server: held.reported.server.clone(),
                     // Other leases are renewed every few seconds.
                     expires: if wanted.spec.renewed_by_itself() { Time::ZERO } else { held.expires },
                 }),

@@ -53,7 +53,7 @@ impl Machine {
             if let Phase::Held(held) = &mut wanted.phase
                 && held.server == server
             {
-                old.extend(held.stock.drain(..).map(|worker| (held.lease.id.clone(), worker)));
+                old.extend(held.stock.drain(..).map(|worker| (held.id.clone(), worker)));
             }
         }
         old
@@ -100,7 +100,7 @@ impl Machine {
         let action = Action::TakeWorkers {
             slot,
             server: held.server,
-            lease: held.lease.id.clone(),
+            lease: held.id.clone(),
             count: wanted as u32,
             waiting: held.asked_for as u32,
         };
@@ -116,7 +116,7 @@ impl Machine {
         result: Result<Vec<control::Worker>, PoolError>,
     ) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
-        if held.lease.id != lease {
+        if held.id != lease {
             return;
         }
         held.taking = false;

@@ -1,5 +1,7 @@
 //! Answers about the pool's administrators.
 
+use std::io::Write;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -8,6 +10,7 @@ use super::{internal, show, unsigned};
 use crate::pool::Pool;
 use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
 use crate::refusal::Refusal;
+use crate::text::{date, print_table, table};
 
 /// A row of `gpuserver admin list`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -65,4 +68,14 @@ pub fn administrator_rows(all: &Administrators) -> Vec<AdministratorRow> {
         certificate_sha256: record.certificate.clone(),
     };
     all.list().map(row).collect()
+}
+
+/// Prints `gpuserver admin list`.
+pub fn print_administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["NAME", "STATE", "SINCE"]);
+    for row in rows {
+        table.add_row([row.name, row.state, date(row.since_unix)]);
+    }
+    print_table(out, &table, n, "no administrators: `gpuserver admin create` creates a certificate")
 }

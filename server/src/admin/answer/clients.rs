@@ -1,12 +1,16 @@
 //! Answers about the pool's clients.
 
+use std::io::Write;
+
 use gpusession_proto::join;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{internal, micros, show};
+use crate::certificate::day;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::text::{date, print_table, span, table};
 
 /// A row of `gpuserver clients`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -72,4 +76,26 @@ pub fn a_name(name: &str) -> Result<(), Refusal> {
             format!("{name:?} is not a valid name: use a-z, 0-9, `-` and `.`, 64 characters at most"),
         )),
     }
+}
+
+/// Prints `gpuserver clients`.
+pub fn print_clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["CLIENT", "STATE", "LEASES", "LAST CALL", "ISSUED", "EXPIRES"]);
+    for r in rows {
+        table.add_row([
+            r.name,
+            r.state,
+            r.leases.to_string(),
+            r.silent_usec.map_or_else(|| "-".into(), |s| format!("{} ago", span(s))),
+            date(r.joined_unix),
+            if r.expires_unix == 0 { "-".into() } else { day(r.expires_unix) },
+        ]);
+    }
+    print_table(
+        out,
+        &table,
+        n,
+        "no clients: `gpuserver token create` creates a token with which a client can join",
+    )
 }

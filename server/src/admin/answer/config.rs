@@ -1,5 +1,7 @@
 //! Answers about the configuration and its limits.
 
+use std::io::Write;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -8,6 +10,7 @@ use crate::config;
 use crate::limits::LIMITS;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::text::{print_table, table};
 
 /// A row of `gpuserver limits`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -84,4 +87,53 @@ pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
     };
     let holds = config.report.iter().map(|entry| row(entry, false));
     holds.chain(config.waiting.iter().map(|entry| row(entry, true))).collect()
+}
+
+/// Prints `gpuserver limits` of a user, or without a user if the name is empty.
+pub fn print_limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "MEANING"]);
+    for r in rows {
+        table.add_row([r.limit, r.value, r.of, r.origin, r.help]);
+    }
+    print_table(out, &table, n, "no limits")?;
+    if !user.is_empty() {
+        writeln!(
+            out,
+            "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections, \
+             threads and host_memory apply to {user}'s programs"
+        )?;
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver config get` and `gpuserver config diff`.
+pub fn print_config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
+    for r in rows {
+        let (waits, live) = match (r.after_restart, r.live) {
+            (true, _) => (" (after a restart)", ""),
+            (false, true) => ("", ""),
+            (false, false) => ("", ", a change needs a restart"),
+        };
+        match origin {
+            true => writeln!(out, "{} = {}{waits}  # {}{live}", r.key, r.value, r.origin)?,
+            false => writeln!(out, "{} = {}{waits}", r.key, r.value)?,
+        }
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver config set`, `unset` and `reload`.
+pub fn print_config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let mut nothing = true;
+    for (list, note) in [("changed", ""), ("after_restart", " (after a restart)")] {
+        for line in value[list].as_array().into_iter().flatten() {
+            writeln!(out, "{}{note}", line.as_str().unwrap_or_default())?;
+            nothing = false;
+        }
+    }
+    if nothing {
+        writeln!(out, "configuration: no key changed")?;
+    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! Answers about GPUs: their list, their service, and MPS.
 
+use std::io::Write;
+
 use gpusession_common::words::Sharing;
 use gpusession_proto::readings::uuid_bytes;
 use serde::{Deserialize, Serialize};
@@ -9,6 +11,7 @@ use super::show;
 use crate::lease::{EXCLUSIVE_PROCESS, Withdrawn};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::text::{dash, date, mib, print_table, table};
 
 /// A row of `gpuserver gpus`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -165,4 +168,90 @@ async fn gpu_state(pool: &Pool, uuid: &str) -> Result<serde_json::Value, Refusal
         "state": gpu.map_or("stopped", |g| g.state()),
         "leases": gpu.map(|g| g.leases.clone()).unwrap_or_default(),
     }))
+}
+
+/// Prints `gpuserver gpus`.
+pub fn print_gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&[
+        "GPU", "NAME", "UUID", "PCI", "SHARING", "STATE", "BUSY", "USED", "LEASED", "MEMORY", "LEASES",
+    ]);
+    for r in rows {
+        table.add_row([
+            r.index.to_string(),
+            r.name,
+            r.uuid,
+            r.pci_address,
+            match r.compute_mode.as_str() {
+                "" | "default" => r.sharing.as_str().into(),
+                mode => format!("{}, {mode}", r.sharing),
+            },
+            match r.reason {
+                Some(reason) => format!("{}: {reason}", r.state),
+                None => r.state,
+            },
+            r.utilization_percent.map_or_else(|| "-".into(), |percent| format!("{percent} %")),
+            r.used_bytes.map_or_else(|| "-".into(), mib),
+            mib(r.leased_bytes),
+            mib(r.memory_bytes),
+            if r.leases.is_empty() { "-".into() } else { r.leases.join(" ") },
+        ]);
+    }
+    print_table(out, &table, n, "no GPUs")
+}
+
+/// Prints `gpuserver mps`.
+pub fn print_mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow::Result<()> {
+    let n = domains.len();
+    let mut table = table(&[
+        "DOMAIN",
+        "GPUS",
+        "STATE",
+        "DAEMON",
+        "SERVERS",
+        "CLIENTS",
+        "LEASES",
+        "RESTARTS",
+        "LAST FAULT",
+    ]);
+    for d in domains {
+        let servers: Vec<_> = d.servers.iter().map(|s| format!("{} ({})", s.pid, s.state)).collect();
+        let clients: usize = d.servers.iter().map(|s| s.clients.len()).sum();
+        let or_dash = |list: Vec<String>| if list.is_empty() { "-".into() } else { list.join(" ") };
+        table.add_row([
+            d.client,
+            d.gpus.join(" "),
+            if d.reason.is_empty() { d.state } else { format!("{}: {}", d.state, d.reason) },
+            dash(d.daemon_pid),
+            or_dash(servers),
+            clients.to_string(),
+            or_dash(d.leases),
+            d.restarts.to_string(),
+            d.faults.last().map_or_else(
+                || "-".into(),
+                |f| {
+                    let whose: Vec<_> = f.culprits.iter().map(|pid| format!(" of process {pid}")).collect();
+                    format!("{}{}: {}", date(f.unix), whose.concat(), f.why)
+                },
+            ),
+        ]);
+    }
+    print_table(out, &table, n, "no MPS domains: no lease shares its GPUs by MPS")
+}
+
+/// Prints `gpuserver off` and `gpuserver on`.
+pub fn print_gpu_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
+    writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
+    for lease in value["leases"].as_array().into_iter().flatten() {
+        writeln!(out, "  lease {} stays on it until it ends", text(lease))?;
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver drop`; `gpu`: as the command line names it.
+pub fn print_dropped(out: &mut dyn Write, value: Value, gpu: &str) -> anyhow::Result<()> {
+    print_gpu_state(out, value)?;
+    writeln!(out, "`gpuserver on {gpu}` returns it to service")?;
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! Answers about leases, their workers, and the queue for GPUs.
 
+use std::io::Write;
+
 use gpusession_common::words::OnIdle;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -9,6 +11,7 @@ use crate::pool::parking::ParkError;
 use crate::pool::{Pool, find_worker};
 use crate::refusal::Refusal;
 use crate::supervise::hex;
+use crate::text::{date, mib, print_table, span, table};
 
 /// Reason of a worker's or lease's end.
 const BY_HAND: &str = "ended by an administrator";
@@ -187,4 +190,69 @@ async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
             format!("{} leases start with {prefix:?}; write more of the id", fits.len()),
         )),
     }
+}
+
+/// Prints `gpuserver leases`.
+pub fn print_leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&[
+        "LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "SMS", "TLS", "WARM", "IDLE", "LEFT", "SINCE",
+    ]);
+    for r in rows {
+        for (i, d) in r.devices.into_iter().enumerate() {
+            let first = |text: String| if i == 0 { text } else { String::new() };
+            table.add_row([
+                first(r.lease.clone()),
+                first(r.client.clone()),
+                first(if r.user.is_empty() { "-".into() } else { r.user.clone() }),
+                first(match r.position {
+                    0 => r.state.clone(),
+                    place => format!("{} (place {place})", r.state),
+                }),
+                d.uuid,
+                mib(d.limit_bytes),
+                format!("{} %{}", d.sm_percent, if r.mps { ", mps" } else { "" }),
+                first(if r.encrypted { "yes" } else { "no" }.into()),
+                first(r.warm.to_string()),
+                first(span(r.idle_usec)),
+                first(span(r.left_usec)),
+                first(date(r.created_unix)),
+            ]);
+        }
+    }
+    print_table(out, &table, n, "no leases")
+}
+
+/// Prints `gpuserver queue`.
+pub fn print_queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["PLACE", "CLIENT", "USER", "GPUS", "PRIORITY"]);
+    for r in rows {
+        let user = if r.user.is_empty() { "-".into() } else { r.user };
+        table.add_row([r.position.to_string(), r.client, user, r.gpus.to_string(), r.priority]);
+    }
+    print_table(out, &table, n, "no request waits")
+}
+
+/// Prints `gpuserver park` and `gpuserver unpark`.
+pub fn print_lease_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let (lease, state) =
+        (value["lease"].as_str().unwrap_or_default(), value["state"].as_str().unwrap_or_default());
+    match value["position"].as_u64() {
+        Some(place) if place > 0 => writeln!(out, "lease {lease} is {state}, place {place} in the queue")?,
+        _ => writeln!(out, "lease {lease} is {state}")?,
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver kill`.
+pub fn print_killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    match value["lease"].as_str() {
+        Some(lease) => writeln!(
+            out,
+            "lease {lease} ended; if its client has it configured, the client requests it again"
+        )?,
+        None => writeln!(out, "worker {} is stopping", value["worker"].as_str().unwrap_or_default())?,
+    }
+    Ok(())
 }

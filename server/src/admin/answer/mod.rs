@@ -5,10 +5,12 @@ pub mod clients;
 pub mod config;
 pub mod gpus;
 pub mod leases;
+pub mod records;
 pub mod rotation;
 pub mod status;
 pub mod tokens;
 pub mod usage;
+pub mod workers;
 
 use std::time::Duration;
 

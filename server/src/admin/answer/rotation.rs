@@ -1,5 +1,6 @@
 //! Answers about the rotation of the pool's authority.
 
+use std::io::Write;
 use std::sync::Arc;
 
 use data_encoding::HEXLOWER;
@@ -7,10 +8,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{internal, show, unsigned};
+use crate::certificate::day;
 use crate::pool::Pool;
 use crate::pool::rotation::Refused;
 use crate::refusal::Refusal;
 use crate::signer::Step;
+use crate::text::table;
 
 /// Answer to `gpuserver pool rotate`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -77,4 +80,49 @@ pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step, force: bool) ->
         Refused::Store(_) => internal(&e),
     })?;
     view(pool, changed)
+}
+
+/// Prints `gpuserver pool rotate`.
+pub fn print_rotation(out: &mut dyn Write, rotation: RotationView) -> anyhow::Result<()> {
+    let (signs, next, lack) = match rotation.phase.as_str() {
+        "begun" => ("the old authority", "switch", "do not trust the new authority"),
+        "switched" => ("the new authority", "finish", "have no certificate of the new authority"),
+        _ => {
+            writeln!(
+                out,
+                "No rotation is under way. The pool's authority is {}.",
+                rotation.authority_sha256
+            )?;
+            return Ok(());
+        }
+    };
+    let since = rotation.since_unix.map_or_else(String::new, |since| format!(" on {}", day(since)));
+    writeln!(out, "Rotation of the pool's authority: {}{since}; {signs} signs.", rotation.phase)?;
+    for (which, fingerprint) in [("old", &rotation.old_sha256), ("new", &rotation.new_sha256)] {
+        writeln!(out, "{which} authority: {}", fingerprint.as_deref().unwrap_or("-"))?;
+    }
+    let awaited = rotation.clients.iter().filter(|client| client.awaited).count();
+    if !rotation.clients.is_empty() {
+        writeln!(out, "These clients {lack}:")?;
+        let mut rows = table(&["CLIENT", "LATEST CALL", "AWAITED"]);
+        for client in &rotation.clients {
+            let seen = client.seen_unix.map_or_else(|| "-".into(), day);
+            let awaited = if client.awaited { "yes" } else { "no" };
+            rows.add_row([client.name.as_str(), &seen, awaited]);
+        }
+        writeln!(out, "{rows}")?;
+    }
+    if !rotation.administrators.is_empty() {
+        writeln!(
+            out,
+            "The certificates of these administrators end with the rotation: {}.",
+            rotation.administrators.join(", ")
+        )?;
+    }
+    match awaited {
+        0 => writeln!(out, "Next: once every server of the pool is as far, `gpuserver pool rotate {next}`.")?,
+        1 => writeln!(out, "Next: wait for one client, then `gpuserver pool rotate {next}`.")?,
+        n => writeln!(out, "Next: wait for {n} clients, then `gpuserver pool rotate {next}`.")?,
+    }
+    Ok(())
 }

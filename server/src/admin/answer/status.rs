@@ -1,20 +1,17 @@
-//! Answers about the server as a whole: its state, programs and accounting.
+//! Answers about the server as a whole: its state, drain and stop.
 
-use std::sync::Arc;
+use std::io::Write;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, micros, show};
-use crate::accounting::Wanted;
-use crate::audit;
+use super::{micros, show};
+use crate::certificate::day;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
-use crate::registry::GpuUse;
 use crate::starter::link::users;
-use crate::supervise::{Sampled, WorkerView, hex};
-use crate::threads::{self, Thread};
+use crate::supervise::Sampled;
 
 /// Output of `gpuserver status`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -79,79 +76,6 @@ pub struct StopView {
     pub wait_usec: u64,
 }
 
-/// A row of `gpuserver ps`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct PsRow {
-    /// Name of the server in the pool.
-    #[serde(default)]
-    pub server: String,
-    /// Worker id.
-    pub worker: String,
-    /// Process id of the worker on the server's host.
-    pub pid: Option<u32>,
-    /// starting, warm, taken, active, ending.
-    pub state: String,
-    /// Whether its process shares device memory with other processes, so that it cannot be parked.
-    #[serde(default)]
-    pub shares_memory: bool,
-    /// Id of the worker's lease.
-    pub lease: String,
-    /// Client that holds the lease.
-    pub client: String,
-    /// User of the lease; empty: the client's own.
-    #[serde(default)]
-    pub user: String,
-    /// Name of the program that it serves.
-    pub program: Option<String>,
-    /// Process id of the program on the client.
-    pub client_pid: Option<u32>,
-    /// User id of the program on the client.
-    pub uid: Option<u32>,
-    /// Source address of its last connection.
-    pub peer: Option<String>,
-    /// Time that its program has been without a connection; `None` with one.
-    #[serde(default)]
-    pub interrupted_usec: Option<u64>,
-    /// Interruptions of its program's connection that are over.
-    #[serde(default)]
-    pub interruptions: u32,
-    /// Transport of the program's data: `tcp`; `None` without a program.
-    #[serde(default)]
-    pub transport: Option<String>,
-    /// Whether the program's data is encrypted.
-    pub encrypted: Option<bool>,
-    /// UUIDs of the GPUs that it sees.
-    pub gpus: Vec<String>,
-    /// Indices of these GPUs in the server's list.
-    #[serde(default)]
-    pub gpu_indices: Vec<usize>,
-    /// Device memory of the lease that its process uses, its context included.
-    pub memory_bytes: u64,
-    /// Part of that memory beyond the worker's quota: code, stacks, the driver's own.
-    #[serde(default)]
-    pub unasked_bytes: u64,
-    /// Time with GPU work or copies, to the second.
-    #[serde(default)]
-    pub gpu_busy_usec: u64,
-    /// Number of driver calls, as the worker reports.
-    pub calls: u64,
-    /// Bytes copied to the device.
-    pub bytes_to_device: u64,
-    /// Bytes copied from the device.
-    pub bytes_from_device: u64,
-    /// `full`, `off`, `later`, or the measures that this host does not allow.
-    ///
-    /// `later` stands until the worker is ready, and under MPS until it has a program.
-    pub isolation: String,
-    /// Time since its last GPU work.
-    pub idle_usec: u64,
-    /// Time since its start.
-    pub age_usec: u64,
-    /// Threads of its process; empty unless requested.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub threads: Vec<Thread>,
-}
-
 pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
     let (facts, unix) = (pool.facts(), pool.unix());
     show(serde_json::to_value(StatusView {
@@ -195,18 +119,6 @@ fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
     warnings
 }
 
-pub(in crate::admin) async fn ps(pool: &Pool) -> Result<Value, Refusal> {
-    show(serde_json::to_value(ps_rows(pool).await))
-}
-
-pub(in crate::admin) async fn threads(pool: &Pool) -> Result<Value, Refusal> {
-    let mut rows = ps_rows(pool).await;
-    for row in &mut rows {
-        row.threads = row.pid.map_or_else(Vec::new, threads::of_process);
-    }
-    show(serde_json::to_value(rows))
-}
-
 pub(in crate::admin) async fn drain(pool: &Pool, end: bool, reason: String) -> Result<Value, Refusal> {
     if let Err(e) = pool.registry().drain((!end).then_some(reason)).await {
         let mut refusal = Refusal::new(
@@ -229,60 +141,53 @@ pub(in crate::admin) fn stop(pool: &Pool, force: bool) -> Result<Value, Refusal>
     }))
 }
 
-pub(in crate::admin) async fn accounting(pool: &Pool, wanted: Wanted) -> Result<Value, Refusal> {
-    let accounting = pool.accounting().clone();
-    let records = tokio::task::spawn_blocking(move || accounting.list(&wanted)).await;
-    let records = records.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
-    show(serde_json::to_value(records))
-}
-
-/// Most lines of the audit trail in one answer.
-pub const MAX_LINES: usize = 10_000;
-
-pub(in crate::admin) async fn audit(pool: &Arc<Pool>, wanted: audit::Wanted) -> Result<Value, Refusal> {
-    let pool = pool.clone();
-    let lines = tokio::task::spawn_blocking(move || pool.audit().list(&wanted, MAX_LINES)).await;
-    let lines = lines.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
-    show(serde_json::to_value(lines))
-}
-
-async fn ps_rows(pool: &Pool) -> Vec<PsRow> {
-    let server = &pool.facts().config.name;
-    let gpus = pool.registry().gpus().await;
-    pool.supervisor().workers().into_iter().map(|w| ps_row(w, server, &gpus)).collect()
-}
-
-fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
-    let process = w.process;
-    let index = |uuid: &String| gpus.iter().position(|g| g.gpu.uuid == *uuid);
-    PsRow {
-        server: server.into(),
-        worker: hex(&w.id),
-        pid: w.pid,
-        state: w.phase.as_str().into(),
-        shares_memory: w.shares,
-        lease: w.lease,
-        client: w.client,
-        user: w.user,
-        program: process.as_ref().map(|p| p.program.clone()),
-        client_pid: process.as_ref().map(|p| p.pid),
-        uid: process.as_ref().map(|p| p.uid),
-        peer: w.peer.map(|p| p.to_string()),
-        interrupted_usec: w.interrupted.map(micros),
-        interruptions: w.interruptions,
-        transport: process.as_ref().map(|_| "tcp".into()),
-        encrypted: process.as_ref().map(|p| p.encrypted),
-        gpu_indices: w.gpus.iter().filter_map(index).collect(),
-        gpus: w.gpus,
-        memory_bytes: w.memory_bytes,
-        unasked_bytes: w.unasked_bytes,
-        gpu_busy_usec: micros(w.busy),
-        calls: w.usage.calls,
-        bytes_to_device: w.usage.bytes_to_device,
-        bytes_from_device: w.usage.bytes_from_device,
-        isolation: w.isolation.clone(),
-        idle_usec: w.usage.idle_usec,
-        age_usec: micros(w.age),
-        threads: Vec::new(),
+/// Prints `gpuserver status`.
+pub fn print_status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
+    let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
+    writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
+    writeln!(out, "  control    {}", s.control_address)?;
+    writeln!(out, "  data       {}", s.data_address)?;
+    writeln!(
+        out,
+        "  driver     {} ({driver_version}, CUDA {}.{})",
+        s.driver,
+        s.cuda_version / 1000,
+        s.cuda_version % 1000 / 10
+    )?;
+    writeln!(out, "  authority  {}", s.authority_sha256)?;
+    if !s.isolation.is_empty() {
+        writeln!(out, "  isolation  {}", s.isolation)?;
     }
+    if !s.memory_limits.is_empty() {
+        writeln!(out, "  host       {}", s.memory_limits)?;
+    }
+    if !s.users.is_empty() {
+        writeln!(out, "  users      {}", s.users)?;
+    }
+    if s.certificate_expires_unix != 0 {
+        let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
+        writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;
+    }
+    for warning in &s.warnings {
+        writeln!(out, "  warning    {warning}")?;
+    }
+    writeln!(out, "  {} GPUs, {} leases, {} workers", s.gpus, s.leases, s.workers)?;
+    Ok(())
+}
+
+/// Prints `gpuserver drain`.
+pub fn print_drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    if value["draining"] == false {
+        writeln!(out, "new leases are allowed again")?;
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
+        value["leases"]
+    )?;
+    for program in value["programs"].as_array().into_iter().flatten() {
+        writeln!(out, "  still running: {}", program.as_str().unwrap_or_default())?;
+    }
+    Ok(())
 }

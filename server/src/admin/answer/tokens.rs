@@ -1,5 +1,6 @@
 //! Answers about join tokens.
 
+use std::io::Write;
 use std::net::IpAddr;
 
 use gpusession_common::units::parse_duration;
@@ -12,6 +13,7 @@ use super::{show, unsigned};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::signer::tokens::{Terms, TokenFacts};
+use crate::text::{date, print_table, table};
 
 /// Answer to `gpuserver token create`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -96,4 +98,32 @@ pub fn terms(
     };
     let from = from.iter().map(network).collect::<Result<_, _>>()?;
     Ok(Terms { pattern, uses, ttl: life.as_secs(), from, per_address })
+}
+
+/// Prints `gpuserver token list`.
+pub fn print_tokens(out: &mut dyn Write, rows: Vec<TokenFacts>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["ID", "NAMES", "FROM", "USES LEFT", "CREATED", "EXPIRES"]);
+    for row in rows {
+        let (made, until) = (date(row.created_unix), date(row.expires_unix));
+        let from: Vec<_> = row.from.iter().map(ToString::to_string).collect();
+        let mut from = if from.is_empty() { "anywhere".into() } else { from.join(", ") };
+        if row.per_address > 0 {
+            from += &format!(", {} per address", row.per_address);
+        }
+        table.add_row([row.id, row.name_pattern, from, row.uses_left.to_string(), made, until]);
+    }
+    print_table(out, &table, n, "no tokens: `gpuserver token create` creates one")
+}
+
+/// Prints `gpuserver token create`, with only the token on standard output, for scripts.
+pub fn print_token(out: &mut dyn Write, t: TokenView, server: &str) -> anyhow::Result<()> {
+    writeln!(out, "{}", t.token)?;
+    eprintln!(
+        "for {} client(s) named {:?}, until {}; run `gpusession join {server}` on the client and paste it",
+        t.uses,
+        t.name_pattern,
+        date(t.expires_unix)
+    );
+    Ok(())
 }

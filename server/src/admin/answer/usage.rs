@@ -1,8 +1,9 @@
 //! Answers about the use of GPUs by clients and their users.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 
-use gpusession_common::usage::UsageSums;
+use gpusession_common::usage::{COLUMNS, UsageSums};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -10,6 +11,7 @@ use super::{internal, show};
 use crate::accounting::Row;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::text::{print_table, table};
 use crate::usage::{self, Usage};
 
 /// A row of `gpuserver stats`.
@@ -65,4 +67,26 @@ pub(in crate::admin) async fn stats(
     let rows =
         tokio::task::spawn_blocking(read).await.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
     show(serde_json::to_value(usage_rows(rows, users)))
+}
+
+/// Prints `gpuserver stats`; `users`: rows of users.
+pub fn print_stats(out: &mut dyn Write, rows: Vec<UsageRow>, users: bool) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut header = vec!["CLIENT"];
+    header.extend(users.then_some("USER"));
+    header.extend(COLUMNS);
+    let mut table = table(&header);
+    for row in rows {
+        let mut cells = vec![row.client];
+        if users {
+            cells.push(match (row.uid, row.user.is_empty()) {
+                (Some(_), false) => row.user,
+                (Some(uid), true) => format!("uid {uid}"),
+                (None, _) => row.owner,
+            });
+        }
+        cells.extend(row.sums.cells());
+        table.add_row(cells);
+    }
+    print_table(out, &table, n, "no leases and programs in that time")
 }

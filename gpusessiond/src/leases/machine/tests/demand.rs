@@ -16,7 +16,7 @@ fn a_reload_keeps_unchanged_leases() {
     moved.order = 1;
     m.configure(s(1), vec![changed, moved, configured("c", 1)]);
     let todo = actions(&mut m);
-    assert_eq!(m.slot(ids[0]).unwrap().held().unwrap().lease.id, "la", "only moved");
+    assert_eq!(m.slot(ids[0]).unwrap().held().unwrap().id, "la", "only moved");
     assert_eq!(m.slot(ids[0]).unwrap().spec.order, 1);
     assert!(m.slot(ids[1]).is_none());
     assert!(todo.contains(&Action::Release { server: 0, lease: "lb".into() }));

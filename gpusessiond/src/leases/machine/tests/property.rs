@@ -216,7 +216,7 @@ proptest! {
                     let id = Some(session.id.as_str()).filter(|_| in_session);
                     m.demand(now, session.uid, Some(&session.user), true, id);
                     play(&mut m, &mut world, now, network);
-                    let used = m.slots().find_map(|(slot, w)| Some((slot, w.held()?.lease.id.clone())));
+                    let used = m.slots().find_map(|(slot, w)| Some((slot, w.held()?.id.clone())));
                     if let Some((slot, lease)) = used {
                         m.process_started(slot);
                         processes.push((slot, lease));
@@ -225,7 +225,7 @@ proptest! {
                 Step::Ends(n) => {
                     if n < processes.len() {
                         let (slot, lease) = processes.swap_remove(n);
-                        let there = m.slot(slot).and_then(Wanted::held).is_some_and(|h| h.lease.id == lease);
+                        let there = m.slot(slot).and_then(Wanted::held).is_some_and(|h| h.id == lease);
                         m.process_ended(now, slot, &lease, vec![1; 16]);
                         play(&mut m, &mut world, now, Network::Whole);
                         prop_assert!(!there || world.ended.contains(&lease), "no server was notified of the exit");
@@ -262,7 +262,7 @@ proptest! {
             play(&mut m, &mut world, now, Network::Whole);
         }
         let held: Vec<(String, usize)> =
-            m.slots().filter_map(|(_, w)| w.held()).map(|h| (h.lease.id.clone(), h.server)).collect();
+            m.slots().filter_map(|(_, w)| w.held()).map(|h| (h.id.clone(), h.server)).collect();
         for (id, server) in &held {
             prop_assert_eq!(world.leases.get(id).map(|(s, _)| s), Some(server), "{} is held but gone", id);
         }

@@ -18,7 +18,7 @@ fn a_lease_that_was_lent_may_have_other_gpus() {
             ..Default::default()
         })),
     };
-    let uuid = |m: &Machine| m.slots[&slot].held().expect("held").lease.devices[0].uuid.clone();
+    let uuid = |m: &Machine| m.slots[&slot].held().expect("held").reported.devices[0].uuid.clone();
     m.event(s(1), 0, state(vec![]));
     assert_eq!((uuid(&m), told(&actions(&mut m))), ("GPU-l1".into(), vec![]));
     m.event(s(1), 0, state(vec![device("GPU-other")]));
