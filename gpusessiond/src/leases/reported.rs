@@ -112,8 +112,8 @@ impl Reported {
             return false;
         }
         let devices = self.views(devices);
-        let told = |d: &DeviceView| (d.uuid.clone(), d.state.clone());
-        let mut news = !devices.iter().map(told).eq(self.devices.iter().map(told));
+        let announced = |d: &DeviceView| (d.uuid.clone(), d.state.clone());
+        let mut news = !devices.iter().map(announced).eq(self.devices.iter().map(announced));
         self.devices = devices;
         // 0 comes from servers that predate this field.
         if fencing_token != 0 && fencing_token != self.fencing_token {

@@ -77,6 +77,9 @@ pub struct Client {
     window: Mutex<Window>,
     long_requests: LongRequests,
     long_waits: LongWaits,
+    /// Held while a thread sends changes of shared memory, so that an older state never follows a
+    /// newer one.
+    pub sending: Mutex<()>,
     events: OnceLock<bool>,
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
@@ -237,6 +240,7 @@ impl Client {
             window: Mutex::new(Window::new(base)),
             long_requests: LongRequests::default(),
             long_waits: LongWaits::default(),
+            sending: Mutex::new(()),
             events: OnceLock::new(),
             landings: OnceLock::new(),
             sticky: AtomicI32::new(0),

@@ -157,8 +157,6 @@ static REGIONS: RwLock<Vec<Arc<Region>>> = RwLock::new(Vec::new());
 /// Number of regions: at zero, a launch's check is a single load.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static NEXT: AtomicU64 = AtomicU64::new(1);
-/// One thread at a time sends changes, so that an older state never follows a newer one.
-static SENDING: Mutex<()> = Mutex::new(());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -408,8 +406,12 @@ impl<'a> Part<'a> {
 /// Sends the program's changes in some blocks: long runs as they are found, then the words.
 ///
 /// So a kernel that sees a flag sees the data, too, which the program wrote before ([`Words`]).
+/// The blocks are of one client's regions.
 fn upload_parts(parts: &[Part<'_>]) -> Result {
-    let _order = lock(&SENDING);
+    let Some(first) = parts.first() else { return Ok(()) };
+    let client = first.region.client;
+    debug_assert!(parts.iter().all(|part| part.region.client.number == client.number));
+    let _order = lock(&client.sending);
     let words = Words::collected(|words, again| {
         // Natively, no kernel watches the program's writes to managed memory.
         let watched = |part: &&Part<'_>| !again || part.region.kind != mirror::DEVICE;
@@ -552,7 +554,7 @@ pub fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 pub fn discard(region: &Arc<Region>) -> Result {
     let client = region.client;
     // An upload may still send words of it.
-    let _order = lock(&SENDING);
+    let _order = lock(&client.sending);
     if !drop_region(region) {
         return Ok(());
     }

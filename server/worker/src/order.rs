@@ -250,6 +250,10 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
             touched.object(words[0]);
             touched.stream(streams, words[1]);
             words_behind(frame, GRAPH_EVENTS + 1).for_each(|event| touched.object(event));
+            // Its other events are in frames before it.
+            let continued = frame.header.flags.get() & CONTINUED != 0;
+            touched.everything |= continued;
+            touched.barrier |= continued;
         }
         op::GRAPH_INSTANTIATE | op::GRAPH_CLONE | op::GRAPH_UPDATE => {
             touched.object(words[0]);
@@ -439,6 +443,15 @@ pub mod tests {
         assert!(behind(&waits(&[0, event(4)]), &record));
         assert!(!behind(&waits(&[]), &record) && !behind(&waits(&[9]), &record), "a count without events");
         assert!(!behind(&launch_with(8, event(4)), &record), "a priority is no event");
+    }
+
+    #[test]
+    fn launch_of_a_graph_with_events_in_several_frames_stays_in_order() {
+        let mut graph = frame(op::GRAPH_LAUNCH, 1, 1, true, &[5, OTHER, 1 << 20, event(3)]);
+        let record = frame(op::EVENT_RECORD, 2, 2, false, &[event(9), BLOCKING]);
+        assert!(!behind(&record, &graph) && !behind(&graph, &record));
+        graph.header.flags = (WAIT | CONTINUED).into();
+        assert!(behind(&record, &graph) && behind(&graph, &record));
     }
 
     #[test]
