@@ -59,6 +59,28 @@ pub const MEMORY_DEVICE: u32 = 2;
 pub const MEMORY_ARRAY: u32 = 3;
 pub const MEMORY_UNIFIED: u32 = 4;
 
+/// `CUDA_ARRAY3D_DESCRIPTOR`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ArrayDescriptor {
+    pub Width: usize,
+    pub Height: usize,
+    pub Depth: usize,
+    pub Format: u32,
+    pub NumChannels: u32,
+    pub Flags: u32,
+}
+
+/// `CUDA_ARRAY_DESCRIPTOR`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct FlatDescriptor {
+    pub Width: usize,
+    pub Height: usize,
+    pub Format: u32,
+    pub NumChannels: u32,
+}
+
 #[repr(C)]
 pub struct LaunchAttribute {
     pub id: u32,

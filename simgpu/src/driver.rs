@@ -1,5 +1,6 @@
 //! The one driver of the process.
 
+pub mod array;
 pub mod capture;
 pub mod checkpoint;
 pub mod context;

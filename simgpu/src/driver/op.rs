@@ -30,6 +30,8 @@ pub struct Side {
     /// Bytes from row to row; `slice` is from slice to slice.
     pub pitch: u64,
     pub slice: u64,
+    /// Handle of the array to which the place belongs, or 0.
+    pub array: usize,
 }
 
 #[derive(Clone)]
@@ -317,7 +319,7 @@ fn row(side: &Side, y: u64, z: u64, width: u64) -> Result<Vec<(*mut u8, usize, O
 
 impl Copy {
     pub fn linear(dst: Place, src: Place, bytes: u64) -> Copy {
-        let side = |place| Side { place, pitch: bytes, slice: bytes };
+        let side = |place| Side { place, pitch: bytes, slice: bytes, array: 0 };
         Copy { dst: side(dst), src: side(src), width: bytes, height: 1, depth: 1 }
     }
 

@@ -5,6 +5,7 @@ pub mod atomics;
 pub mod code;
 pub mod exec;
 pub mod format;
+pub mod image;
 pub mod lex;
 pub mod lower;
 pub mod memory;
