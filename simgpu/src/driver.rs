@@ -10,6 +10,7 @@ pub mod module;
 pub mod op;
 pub mod stream;
 pub mod submit;
+pub mod texture;
 
 use crate::config::Config;
 use crate::driver::context::{CONTEXTS, Context};

@@ -3,7 +3,7 @@
 use crate::abi::ArrayDescriptor;
 use crate::arena::SMALL;
 use crate::driver::context::Context;
-use crate::driver::driver;
+use crate::driver::{driver, texture};
 use crate::errors::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::memory::Allocation;
 use crate::ptx::image::{Format, Image};
@@ -45,6 +45,7 @@ impl Memory {
 
     fn free(&self) -> Result {
         self.gone.store(true, Ordering::Relaxed);
+        texture::changed();
         driver()?.space.remove(self.allocation.base, |a| a.id == self.allocation.id);
         Ok(())
     }

@@ -3,6 +3,7 @@
 use crate::driver::driver;
 use crate::driver::module::Function;
 use crate::driver::stream::Stream;
+use crate::driver::texture;
 use crate::errors::{self, Error, INVALID_VALUE, Result};
 use crate::ipc::Counter;
 use crate::memory::{Allocation, Piece};
@@ -248,6 +249,7 @@ impl Launch {
             params: self.params.clone(),
             dynamic_shared: self.shared,
             mem: d.space.view(),
+            images: if program.uses_images { texture::images() } else { Arc::default() },
             device: stream.device,
             sms: d.config.sms,
             grid_id: next_grid_id(),

@@ -18,6 +18,7 @@ pub mod node;
 pub mod pool;
 pub mod stream;
 pub mod tensor_map;
+pub mod texture;
 pub mod texture_reference;
 pub mod vmm;
 
@@ -126,14 +127,7 @@ mod tests {
 
     /// Calls that gpusession serves and no program can try on this driver, which answers 801.
     const LEFT_OUT: &[(&str, &str)] = &[
-        (
-            "textures, surfaces and sparse arrays, as configuration.md says",
-            "cuMemMapArrayAsync cuSurfObjectCreate cuSurfObjectDestroy \
-             cuSurfObjectGetResourceDesc cuSurfRefGetArray cuSurfRefSetArray cuTexObjectCreate \
-             cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc \
-             cuTexObjectGetTextureDesc cuTexRefGetArray cuTexRefGetMipmappedArray cuTexRefSetArray \
-             cuTexRefSetMipmappedArray cuDeviceGetTexture1DLinearMaxWidth",
-        ),
+        ("sparse arrays, as configuration.md says", "cuMemMapArrayAsync"),
         (
             "copies in batches and with attributes",
             "cuMemcpy3DWithAttributesAsync cuMemcpyWithAttributesAsync cuMemBatchDecompressAsync",

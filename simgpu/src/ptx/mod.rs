@@ -13,8 +13,10 @@ pub mod ops;
 pub mod parse;
 pub mod round;
 pub mod rows;
+pub mod sampler;
 pub mod select;
 pub mod special;
+pub mod texture;
 pub mod warp;
 
 /// Parses and lowers one PTX text.
