@@ -190,5 +190,8 @@ fn nodes(device: u64) {
         ok(copy::cuMemcpyAtoH_v2(back.as_mut_ptr() as u64, a, (2 * 64 + 16) * 4, 32));
         assert_eq!(back, [0, 0, 77, 77, 77, 77, 0, 0]);
         ok(array::cuArrayDestroy(a));
+        // The graph outlives the array. This breaks the context, so it comes last.
+        ok(graph::cuGraphLaunch(exec, 0));
+        assert_eq!(context::cuCtxSynchronize(), 700);
     }
 }

@@ -1,5 +1,6 @@
 //! Entries of a stream, which are also the nodes of a graph.
 
+use crate::driver::array::ARRAYS;
 use crate::driver::driver;
 use crate::driver::module::Function;
 use crate::driver::stream::Stream;
@@ -33,6 +34,21 @@ pub struct Side {
     pub slice: u64,
     /// Handle of the array to which the place belongs, or 0.
     pub array: usize,
+}
+
+impl Side {
+    /// Refuses a place outside the array to which it is said to belong.
+    fn check_array(&self) -> Result {
+        let Place::Known(at) = self.place else { return Ok(()) };
+        if self.array == 0 {
+            return Ok(());
+        }
+        let image = ARRAYS.find(self.array).ok_or(INVALID_VALUE)?.image;
+        let end = image.base.saturating_add(image.bytes().unwrap_or(0));
+        let same =
+            (image.base..=end).contains(&at) && (self.pitch == image.pitch || self.pitch == self.slice);
+        if same { Ok(()) } else { Err(INVALID_VALUE) }
+    }
 }
 
 #[derive(Clone)]
@@ -341,6 +357,7 @@ impl Copy {
     /// Refuses addresses that are not valid device, managed or pinned memory.
     pub fn validate(&self) -> Result {
         for side in [&self.dst, &self.src] {
+            side.check_array()?;
             if let Place::Known(at) = side.place {
                 driver()?.space.pieces(at, self.extent(side)?)?;
             }
@@ -362,6 +379,10 @@ impl Copy {
     fn run(&self) -> Result {
         if self.bytes() == 0 {
             return Ok(());
+        }
+        // A node may outlive its array, whose addresses can be those of other memory then.
+        for side in [&self.dst, &self.src] {
+            side.check_array().map_err(|_| errors::ILLEGAL_ADDRESS)?;
         }
         for z in 0..self.depth {
             for y in 0..self.height {

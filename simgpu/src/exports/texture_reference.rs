@@ -176,7 +176,7 @@ export! {
     }
     fn cuTexRefDestroy(h: usize) {
         get(h)?;
-        // Those of a module go with it.
+        // References of a module go with the module.
         check(REFERENCES.get(h)?.variable.is_none())?;
         REFERENCES.remove(h).map(drop)
     }

@@ -255,7 +255,7 @@ fn images(format: (u32, u32), extent: [u64; 3], layered: bool) -> Images {
 
 /// Memory whose words have their own numbers.
 fn numbered() -> Vec<u64> {
-    (0..64u64).map(|i| 2 * i | (2 * i + 1) << 32).collect()
+    (0..64u64).map(|i| (2 * i) | ((2 * i + 1) << 32)).collect()
 }
 
 #[test]
