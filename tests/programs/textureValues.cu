@@ -40,7 +40,9 @@ __global__ void four(cudaTextureObject_t texture, float4 *to) {
 }
 
 __global__ void levels(cudaTextureObject_t texture, float *to) {
-    to[threadIdx.x] = tex2DLod<float>(texture, .5f, .5f, threadIdx.x * .25f);
+    const float level = threadIdx.x * .25f, step = exp2f(level) / 16;
+    to[threadIdx.x] = tex2DLod<float>(texture, .5f, .5f, level);
+    to[threadIdx.x + 16] = tex2DGrad<float>(texture, .5f, .5f, make_float2(step, 0), make_float2(0, step));
 }
 
 // The first row is copied to the second one.
@@ -274,8 +276,10 @@ static void mipmaps(float *device) {
     cudaTextureObject_t object;
     CHECK(cudaCreateTextureObject(&object, &resource, &description, nullptr));
     levels<<<1, 16>>>(object, device);
-    auto back = fetched<float>(device, 16);
+    auto back = fetched<float>(device, 32);
     for (int i = 0; i < 16; i++) EXPECT(std::fabs(back[i] - std::fmin(i * 2.5f, 25.f)) < 20 / 256.f);
+    // The level of a gradient is less exact.
+    for (int i = 0; i < 16; i++) EXPECT(std::fabs(back[16 + i] - std::fmin(i * 2.5f, 25.f)) < 2);
     CHECK(cudaDestroyTextureObject(object));
     CHECK(cudaFreeMipmappedArray(mipmap));
 }

@@ -195,6 +195,8 @@ pub struct Fetch {
     pub whole: bool,
     /// Row with the level, or `NONE`.
     pub level: u32,
+    /// Rows with the steps of the coordinates to the next pixel, right and down, or `NONE`.
+    pub steps: [[u32; 3]; 2],
     /// The one channel that `tld4` reads of four texels.
     pub gather: Option<u8>,
 }

@@ -649,6 +649,7 @@ fn visit_rows(code: &mut Code, mut f: impl FnMut(&mut u32)) {
         Code::Match { a, mask, .. } | Code::Redux { a, mask, .. } => [a, mask].into_iter().for_each(f),
         Code::Fetch(fetch) => {
             fetch.d.iter_mut().chain([&mut fetch.level]).for_each(&mut f);
+            fetch.steps.iter_mut().flatten().for_each(&mut f);
             visit_texel(&mut fetch.texel, f);
         }
         Code::Surface(access) => {

@@ -200,6 +200,16 @@ impl Texture {
         Ok(sum.map(f32::to_bits))
     }
 
+    /// Returns the level whose texels are as far apart as pixels, by the longer one of two steps.
+    pub fn level_of(&self, steps: [[f32; 3]; 2]) -> f32 {
+        let image = &self.levels[0];
+        let sizes = [image.width, image.height, image.depth].map(|n| n as f32);
+        let scale = |d: usize| if self.sampler.normalized { sizes[d] } else { 1.0 };
+        let [right, down] =
+            steps.map(|step| (0..3).map(|d| (step[d] * scale(d)).powi(2)).sum::<f32>().sqrt());
+        right.max(down).log2()
+    }
+
     /// Fetches at a point; `read` returns the channels of a texel inside a level.
     pub fn fetch<E>(
         &self,
@@ -355,6 +365,9 @@ mod tests {
         let read = |image: &Image, _: [u64; 3]| Ok::<_, Infallible>([(image.base as f32).to_bits(), 0, 0, 0]);
         let fetch = |t: &Texture, level| f32::from_bits(t.fetch(&at, level, read).unwrap()[0]);
         assert_eq!([0.4, 0.6, 9.0, f32::NAN].map(|level| fetch(&t, level)), [0.0, 1.0, 2.0, 2.0]);
+        // Steps of a texel, of two, and of none.
+        let level_of = |step| t.level_of([[step, 0.0, 0.0], [0.0, step / 2.0, 0.0]]);
+        assert_eq!([0.25, 0.5, 0.0].map(|step| fetch(&t, level_of(step))), [0.0, 1.0, 0.0]);
         t.sampler.between_levels = true;
         assert_eq!([0.0, 0.25, 9.0, -1.0].map(|level| fetch(&t, level)), [0.0, 0.25, 1.5, 0.0]);
     }

@@ -378,12 +378,16 @@ fn fetch(b: &mut Builder, inst: &Inst, four: bool, mods: &[&str], types: &[Ty]) 
     let [ty @ (Ty::F32 | Ty::S32 | Ty::U32), coordinate @ (Ty::F32 | Ty::S32)] = types[..] else {
         return unknown(&inst.op);
     };
-    let (mut gather, mut level) = (None, false);
+    let (mut gather, mut level, mut gradients) = (None, false, false);
     let geometry = match *mods {
         [geometry, "v4"] if !four => geometry,
         ["base", geometry, "v4"] if !four => geometry,
         ["level", geometry, "v4"] if !four => {
             level = true;
+            geometry
+        }
+        ["grad", geometry, "v4"] if !four && !geometry.ends_with("cube") => {
+            gradients = true;
             geometry
         }
         [channel, "2d", "v4"] if four => {
@@ -412,8 +416,22 @@ fn fetch(b: &mut Builder, inst: &Inst, four: bool, mods: &[&str], types: &[Ty]) 
     }
     let (texel, cube) = texel(b, inst, 1, geometry, coordinate)?;
     let level = if level { b.src(arg(inst, 2)?, Ty::F32)? } else { NONE };
+    let mut steps = [[NONE; 3]; 2];
+    for (i, rows) in steps.iter_mut().enumerate().filter(|_| gradients) {
+        let list = match arg(inst, 2 + i)? {
+            Operand::Vec(list) => list.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let dims = usize::from(texel.dims);
+        if list.len() < dims {
+            return unknown(&inst.op);
+        }
+        for (row, op) in rows.iter_mut().zip(&list[..dims]) {
+            *row = b.src(op, Ty::F32)?;
+        }
+    }
     let (signed, whole) = (ty == Ty::S32, coordinate == Ty::S32);
-    b.emit(Code::Fetch(Box::new(Fetch { d, hit, signed, texel, cube, whole, level, gather })));
+    b.emit(Code::Fetch(Box::new(Fetch { d, hit, signed, texel, cube, whole, level, steps, gather })));
     Ok(())
 }
 

@@ -66,7 +66,14 @@ impl Warp {
                 (point.at, point.dims) = (at, 2);
                 point.layer = Some(point.layer.unwrap_or(0) * 6 + side);
             }
-            let level = if f.level == NONE { 0.0 } else { f32::from_bits(self.lane(top, f.level, l) as u32) };
+            let number = |row: u32| match row {
+                NONE => 0.0,
+                row => f32::from_bits(self.lane(top, row, l) as u32),
+            };
+            let level = match f.steps {
+                [[NONE, ..], _] => number(f.level),
+                steps => texture.level_of(steps.map(|step| step.map(number))),
+            };
             let read = |image: &Image, at| self.read_texel(env, block, image, at, l);
             let texel = match f.gather {
                 Some(channel) => texture.gather(&point, usize::from(channel), read)?,

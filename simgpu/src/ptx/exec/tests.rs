@@ -334,11 +334,12 @@ fn textures_are_read() {
     let body = "mov.u64 %rd4, 7; mov.f32 %f1, 0f3FA00000; mov.u32 %r3, 1;\n\
          tex.a2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%r3, %f1, 0f40000000, %f1}]; st.global.f32 [%rd1], %f2;\n\
          tex.level.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F000000}], 0f40800000; st.global.f32 [%rd1+4], %f2;\n\
+         tex.grad.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F000000}], {%f1, %f1}, {%f1, 0f00000000}; st.global.f32 [%rd1+8], %f2;\n\
          tld4.r.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F800000}];\n\
          st.global.v4.f32 [%rd1+16], {%f2, %f3, %f4, %f5};";
     run_images(body, 1, 1, &mut m, images((0x20, 1), [4, 3, 2], true)).unwrap();
     let w: Vec<f32> = words(&m)[..8].iter().map(|bits| f32::from_bits(*bits)).collect();
-    assert_eq!((w[0], w[1]), (18.75, 0.75));
+    assert_eq!(w[..3], [18.75, 0.75, 0.75]);
     assert_eq!(w[4..], [4.0, 5.0, 1.0, 0.0]);
     let unknown = "mov.u64 %rd4, 0; tex.1d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1}];";
     assert_eq!(run(unknown, 1, 1, &mut m), Err(Fault::Illegal(0)));
