@@ -59,6 +59,73 @@ pub const MEMORY_DEVICE: u32 = 2;
 pub const MEMORY_ARRAY: u32 = 3;
 pub const MEMORY_UNIFIED: u32 = 4;
 
+/// `CUDA_ARRAY3D_DESCRIPTOR`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ArrayDescriptor {
+    pub Width: usize,
+    pub Height: usize,
+    pub Depth: usize,
+    pub Format: u32,
+    pub NumChannels: u32,
+    pub Flags: u32,
+}
+
+/// `CUDA_ARRAY_DESCRIPTOR`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct FlatDescriptor {
+    pub Width: usize,
+    pub Height: usize,
+    pub Format: u32,
+    pub NumChannels: u32,
+}
+
+/// `CUDA_RESOURCE_DESC`: a type and a union.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct ResourceDesc {
+    pub resType: u32,
+    pub res: [u64; 16],
+    pub flags: u32,
+}
+
+pub const RESOURCE_ARRAY: u32 = 0;
+pub const RESOURCE_MIPMAP: u32 = 1;
+pub const RESOURCE_LINEAR: u32 = 2;
+pub const RESOURCE_PITCH2D: u32 = 3;
+
+/// `CUDA_TEXTURE_DESC`
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct TextureDesc {
+    pub addressMode: [u32; 3],
+    pub filterMode: u32,
+    pub flags: u32,
+    pub maxAnisotropy: u32,
+    pub mipmapFilterMode: u32,
+    pub mipmapLevelBias: f32,
+    pub minMipmapLevelClamp: f32,
+    pub maxMipmapLevelClamp: f32,
+    pub borderColor: [f32; 4],
+    pub reserved: [u32; 12],
+}
+
+/// `CUDA_RESOURCE_VIEW_DESC`
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct ViewDesc {
+    pub format: u32,
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+    pub firstMipmapLevel: u32,
+    pub lastMipmapLevel: u32,
+    pub firstLayer: u32,
+    pub lastLayer: u32,
+    pub reserved: [u32; 16],
+}
+
 #[repr(C)]
 pub struct LaunchAttribute {
     pub id: u32,

@@ -1,5 +1,6 @@
 //! The one driver of the process.
 
+pub mod array;
 pub mod capture;
 pub mod checkpoint;
 pub mod context;
@@ -9,6 +10,7 @@ pub mod module;
 pub mod op;
 pub mod stream;
 pub mod submit;
+pub mod texture;
 
 use crate::config::Config;
 use crate::driver::context::{CONTEXTS, Context};

@@ -1,5 +1,5 @@
 // A sparse array: memory of a pool of tiles is mapped into it, used, and unmapped. The simulated
-// driver has no arrays.
+// driver has no sparse arrays.
 #include "driver.h"
 
 #include <numeric>

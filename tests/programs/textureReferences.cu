@@ -1,5 +1,5 @@
 // Texture references of the driver interface, which old programs still use: their properties, and
-// on a card a kernel that reads memory through one.
+// a kernel that reads memory through one.
 #define CUDA_ENABLE_DEPRECATED
 #include "driver.h"
 
@@ -129,21 +129,17 @@ static void arrays() {
     description.Format = CU_AD_FORMAT_FLOAT;
     description.NumChannels = 1;
     CUarray array, found;
-    CUresult made = cuArrayCreate_(&array, &description);
-    if (made != CUDA_ERROR_NOT_SUPPORTED) {
-        CUtexref reference;
-        CHECK_DRIVER(made);
-        CHECK_DRIVER(cuTexRefCreate_(&reference));
-        CHECK_DRIVER(cuTexRefSetArray_(reference, array, CU_TRSA_OVERRIDE_FORMAT));
-        CHECK_DRIVER(cuTexRefGetArray_(&found, reference));
-        EXPECT(found == array);
-        CHECK_DRIVER(cuTexRefDestroy_(reference));
-        CHECK_DRIVER(cuArrayDestroy_(array));
-    }
+    CUtexref reference;
+    CHECK_DRIVER(cuArrayCreate_(&array, &description));
+    CHECK_DRIVER(cuTexRefCreate_(&reference));
+    CHECK_DRIVER(cuTexRefSetArray_(reference, array, CU_TRSA_OVERRIDE_FORMAT));
+    CHECK_DRIVER(cuTexRefGetArray_(&found, reference));
+    EXPECT(found == array);
+    CHECK_DRIVER(cuTexRefDestroy_(reference));
+    CHECK_DRIVER(cuArrayDestroy_(array));
     std::printf("textureReferences: arrays right\n");
 }
 
-// The simulated driver does not load an image with a texture.
 static void kernel(char *device) {
     DRIVER(cuModuleLoadData);
     DRIVER(cuModuleUnload);
@@ -155,31 +151,30 @@ static void kernel(char *device) {
     DRIVER(cuTexRefSetFlags);
     DRIVER(cuLaunchKernel);
     CUmodule module;
-    if (cuModuleLoadData_(&module, IMAGE) == CUDA_SUCCESS) {
-        CUtexref reference, again;
-        CUsurfref surface;
-        CUfunction function;
-        CHECK_DRIVER(cuModuleGetFunction_(&function, module, "fetch"));
-        CHECK_DRIVER(cuModuleGetTexRef_(&reference, module, "image"));
-        CHECK_DRIVER(cuModuleGetTexRef_(&again, module, "image"));
-        EXPECT(reference == again);
-        EXPECT(cuModuleGetTexRef_(&again, module, "other") != CUDA_SUCCESS);
-        EXPECT(cuModuleGetSurfRef_(&surface, module, "other") != CUDA_SUCCESS);
-        const int COUNT = 256;
-        std::vector<float> values(COUNT), back(COUNT);
-        std::iota(values.begin(), values.end(), 3.f);
-        CHECK(cudaMemcpy(device, values.data(), COUNT * sizeof(float), cudaMemcpyHostToDevice));
-        CUdeviceptr from = reinterpret_cast<CUdeviceptr>(device), to = from + 65536;
-        CHECK_DRIVER(cuTexRefSetFormat_(reference, CU_AD_FORMAT_FLOAT, 1));
-        CHECK_DRIVER(cuTexRefSetFlags_(reference, CU_TRSF_READ_AS_INTEGER));
-        CHECK_DRIVER(cuTexRefSetAddress_(nullptr, reference, from, COUNT * sizeof(float)));
-        void *arguments[] = {&to};
-        CHECK_DRIVER(cuLaunchKernel_(function, 1, 1, 1, COUNT, 1, 1, 0, nullptr, arguments, nullptr));
-        CHECK(cudaDeviceSynchronize());
-        CHECK(cudaMemcpy(back.data(), device + 65536, COUNT * sizeof(float), cudaMemcpyDeviceToHost));
-        EXPECT(values == back);
-        CHECK_DRIVER(cuModuleUnload_(module));
-    }
+    CHECK_DRIVER(cuModuleLoadData_(&module, IMAGE));
+    CUtexref reference, again;
+    CUsurfref surface;
+    CUfunction function;
+    CHECK_DRIVER(cuModuleGetFunction_(&function, module, "fetch"));
+    CHECK_DRIVER(cuModuleGetTexRef_(&reference, module, "image"));
+    CHECK_DRIVER(cuModuleGetTexRef_(&again, module, "image"));
+    EXPECT(reference == again);
+    EXPECT(cuModuleGetTexRef_(&again, module, "other") != CUDA_SUCCESS);
+    EXPECT(cuModuleGetSurfRef_(&surface, module, "other") != CUDA_SUCCESS);
+    const int COUNT = 256;
+    std::vector<float> values(COUNT), back(COUNT);
+    std::iota(values.begin(), values.end(), 3.f);
+    CHECK(cudaMemcpy(device, values.data(), COUNT * sizeof(float), cudaMemcpyHostToDevice));
+    CUdeviceptr from = reinterpret_cast<CUdeviceptr>(device), to = from + 65536;
+    CHECK_DRIVER(cuTexRefSetFormat_(reference, CU_AD_FORMAT_FLOAT, 1));
+    CHECK_DRIVER(cuTexRefSetFlags_(reference, CU_TRSF_READ_AS_INTEGER));
+    CHECK_DRIVER(cuTexRefSetAddress_(nullptr, reference, from, COUNT * sizeof(float)));
+    void *arguments[] = {&to};
+    CHECK_DRIVER(cuLaunchKernel_(function, 1, 1, 1, COUNT, 1, 1, 0, nullptr, arguments, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaMemcpy(back.data(), device + 65536, COUNT * sizeof(float), cudaMemcpyDeviceToHost));
+    EXPECT(values == back);
+    CHECK_DRIVER(cuModuleUnload_(module));
     std::printf("textureReferences: kernel right\n");
 }
 

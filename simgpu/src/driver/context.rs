@@ -281,6 +281,8 @@ impl Context {
                 d.space.set_peer(self.device, peer.device, false);
             }
         }
+        crate::driver::texture::forget_context(me);
+        crate::driver::array::forget_context(me);
         d.space.remove_context(me);
     }
 }

@@ -8,6 +8,7 @@ use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::fatbin::{self, Image};
 use crate::memory::Allocation;
 use crate::ptx;
+use crate::ptx::ast::Reference;
 use crate::ptx::code::Program;
 use crate::ptx::exec::{Consts, resolve_consts};
 use crate::registry::{Registry, handle};
@@ -317,6 +318,13 @@ impl Module {
     pub fn global(&self, name: &str) -> Result<(u64, u64)> {
         let (_, i) = self.names.iter().find(|(n, _)| n == name).ok_or(NOT_FOUND)?;
         Ok((self.variables[*i].base, self.variables[*i].size))
+    }
+
+    /// Returns the address of a variable that refers to a texture or a surface.
+    pub fn reference(&self, name: &str, kind: Reference) -> Result<u64> {
+        let Content::Program(program) = &*self.content else { return Err(NOT_FOUND) };
+        let found = program.vars.iter().position(|v| v.name == name && v.reference == Some(kind));
+        Ok(self.variables[found.ok_or(NOT_FOUND)?].base)
     }
 
     pub fn unload(self: &Arc<Self>) {

@@ -1,8 +1,10 @@
 //! Entries of a stream, which are also the nodes of a graph.
 
+use crate::driver::array::ARRAYS;
 use crate::driver::driver;
 use crate::driver::module::Function;
 use crate::driver::stream::Stream;
+use crate::driver::texture;
 use crate::errors::{self, Error, INVALID_VALUE, Result};
 use crate::ipc::Counter;
 use crate::memory::{Allocation, Piece};
@@ -30,6 +32,23 @@ pub struct Side {
     /// Bytes from row to row; `slice` is from slice to slice.
     pub pitch: u64,
     pub slice: u64,
+    /// Handle of the array to which the place belongs, or 0.
+    pub array: usize,
+}
+
+impl Side {
+    /// Refuses a place outside the array to which it is said to belong.
+    fn check_array(&self) -> Result {
+        let Place::Known(at) = self.place else { return Ok(()) };
+        if self.array == 0 {
+            return Ok(());
+        }
+        let image = ARRAYS.find(self.array).ok_or(INVALID_VALUE)?.image;
+        let end = image.base.saturating_add(image.bytes().unwrap_or(0));
+        let same =
+            (image.base..=end).contains(&at) && (self.pitch == image.pitch || self.pitch == self.slice);
+        if same { Ok(()) } else { Err(INVALID_VALUE) }
+    }
 }
 
 #[derive(Clone)]
@@ -246,6 +265,7 @@ impl Launch {
             params: self.params.clone(),
             dynamic_shared: self.shared,
             mem: d.space.view(),
+            images: if program.uses_images { texture::images() } else { Arc::default() },
             device: stream.device,
             sms: d.config.sms,
             grid_id: next_grid_id(),
@@ -317,7 +337,7 @@ fn row(side: &Side, y: u64, z: u64, width: u64) -> Result<Vec<(*mut u8, usize, O
 
 impl Copy {
     pub fn linear(dst: Place, src: Place, bytes: u64) -> Copy {
-        let side = |place| Side { place, pitch: bytes, slice: bytes };
+        let side = |place| Side { place, pitch: bytes, slice: bytes, array: 0 };
         Copy { dst: side(dst), src: side(src), width: bytes, height: 1, depth: 1 }
     }
 
@@ -337,6 +357,7 @@ impl Copy {
     /// Refuses addresses that are not valid device, managed or pinned memory.
     pub fn validate(&self) -> Result {
         for side in [&self.dst, &self.src] {
+            side.check_array()?;
             if let Place::Known(at) = side.place {
                 driver()?.space.pieces(at, self.extent(side)?)?;
             }
@@ -358,6 +379,10 @@ impl Copy {
     fn run(&self) -> Result {
         if self.bytes() == 0 {
             return Ok(());
+        }
+        // A node may outlive its array, whose addresses can be those of other memory then.
+        for side in [&self.dst, &self.src] {
+            side.check_array().map_err(|_| errors::ILLEGAL_ADDRESS)?;
         }
         for z in 0..self.depth {
             for y in 0..self.height {

@@ -1,7 +1,8 @@
 //! Copies and fills.
 
 use super::{out_opt, read, slice};
-use crate::abi::{MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
+use crate::abi::{MEMORY_ARRAY, MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
+use crate::driver::array::ARRAYS;
 use crate::driver::capture::{forbid_legacy, forbid_unsafe};
 use crate::driver::context::{by_handle, working};
 use crate::driver::driver;
@@ -25,80 +26,126 @@ fn linear(dst: u64, dst_host: bool, src: u64, src_host: bool, bytes: usize) -> R
     Ok(Copy::linear(place(dst, dst_host)?, place(src, src_host)?, bytes as u64))
 }
 
-fn side(kind: u32, host: u64, device: u64, offset: u64, pitch: u64, rows: u64) -> Result<Side> {
-    let place = match kind {
-        MEMORY_HOST => any_place(host + offset)?,
-        MEMORY_DEVICE => Place::Known(device + offset),
-        MEMORY_UNIFIED => any_place(device + offset)?,
-        // Arrays are not simulated.
-        _ => return Err(NOT_SUPPORTED),
-    };
-    Ok(Side { place, pitch, slice: pitch * rows })
+/// One end of a copy as the program describes it; in a copy of two dimensions, `z` is 0.
+struct End {
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: usize,
+    /// Bytes, rows and slices before the box.
+    at: [u64; 3],
+    pitch: u64,
+    rows: u64,
+    level: usize,
+}
+
+impl End {
+    /// Returns the end's side of a box of `extent`: bytes, rows and slices.
+    fn side(&self, extent: [u64; 3]) -> Result<Side> {
+        let [x, y, z] = self.at;
+        if self.kind == MEMORY_ARRAY {
+            if self.level != 0 {
+                return Err(INVALID_VALUE);
+            }
+            return array_side(self.array, self.at, extent);
+        }
+        let or = |given: u64, other: u64| if given == 0 { other } else { given };
+        let (pitch, rows) = (or(self.pitch, extent[0]), or(self.rows, extent[1]));
+        if extent[1] > 1 && pitch < extent[0] {
+            return Err(INVALID_VALUE);
+        }
+        let slice = pitch.wrapping_mul(rows);
+        let offset = x.wrapping_add(y.wrapping_mul(pitch)).wrapping_add(z.wrapping_mul(slice));
+        let place = match self.kind {
+            MEMORY_HOST => any_place(self.host.wrapping_add(offset))?,
+            MEMORY_DEVICE => Place::Known(self.device.wrapping_add(offset)),
+            MEMORY_UNIFIED => any_place(self.device.wrapping_add(offset))?,
+            _ => return Err(INVALID_VALUE),
+        };
+        Ok(Side { place, pitch, slice, array: 0 })
+    }
+}
+
+/// Returns the side of a box inside an array, which starts at a whole element.
+fn array_side(h: usize, at: [u64; 3], extent: [u64; 3]) -> Result<Side> {
+    let image = ARRAYS.get(h)?.image;
+    if !at[0].is_multiple_of(image.format.bytes()) {
+        return Err(INVALID_VALUE);
+    }
+    let offset = image.offset(at, extent).ok_or(INVALID_VALUE)?;
+    Ok(Side { place: Place::Known(image.base + offset), pitch: image.pitch, slice: image.slice(), array: h })
+}
+
+/// Returns the side of a range of an array's bytes.
+fn array_bytes(h: usize, offset: usize, bytes: usize) -> Result<Side> {
+    let image = ARRAYS.get(h)?.image;
+    let (offset, bytes) = (offset as u64, bytes as u64);
+    let inside = offset.checked_add(bytes).is_some_and(|end| image.bytes().is_some_and(|all| end <= all));
+    if !inside {
+        return Err(INVALID_VALUE);
+    }
+    Ok(Side { place: Place::Known(image.base + offset), pitch: bytes, slice: bytes, array: h })
+}
+
+fn row(dst: Side, src: Side, bytes: usize) -> Copy {
+    Copy { dst, src, width: bytes as u64, height: 1, depth: 1 }
+}
+
+fn plain_side(place: Place, bytes: usize) -> Side {
+    Side { place, pitch: bytes as u64, slice: bytes as u64, array: 0 }
+}
+
+fn from_box(dst: &End, src: &End, extent: [u64; 3]) -> Result<Copy> {
+    let [width, height, depth] = extent;
+    Ok(Copy { src: src.side(extent)?, dst: dst.side(extent)?, width, height, depth })
 }
 
 pub fn from_2d(p: &Memcpy2D) -> Result<Copy> {
-    let (sp, dp) = (p.srcPitch as u64, p.dstPitch as u64);
-    let width = p.WidthInBytes as u64;
-    let pitch = |given: u64| if given == 0 { width } else { given };
-    let (sp, dp) = (pitch(sp), pitch(dp));
-    if p.Height > 1 && (sp < width || dp < width) {
-        return Err(INVALID_VALUE);
-    }
-    Ok(Copy {
-        src: side(
-            p.srcMemoryType,
-            p.srcHost,
-            p.srcDevice,
-            p.srcXInBytes as u64 + p.srcY as u64 * sp,
-            sp,
-            p.Height as u64,
-        )?,
-        dst: side(
-            p.dstMemoryType,
-            p.dstHost,
-            p.dstDevice,
-            p.dstXInBytes as u64 + p.dstY as u64 * dp,
-            dp,
-            p.Height as u64,
-        )?,
-        width,
-        height: p.Height as u64,
-        depth: 1,
-    })
+    let src = End {
+        kind: p.srcMemoryType,
+        host: p.srcHost,
+        device: p.srcDevice,
+        array: p.srcArray,
+        at: [p.srcXInBytes as u64, p.srcY as u64, 0],
+        pitch: p.srcPitch as u64,
+        rows: 0,
+        level: 0,
+    };
+    let dst = End {
+        kind: p.dstMemoryType,
+        host: p.dstHost,
+        device: p.dstDevice,
+        array: p.dstArray,
+        at: [p.dstXInBytes as u64, p.dstY as u64, 0],
+        pitch: p.dstPitch as u64,
+        rows: 0,
+        level: 0,
+    };
+    from_box(&dst, &src, [p.WidthInBytes as u64, p.Height as u64, 1])
 }
 
 pub fn from_3d(p: &Memcpy3D) -> Result<Copy> {
-    let width = p.WidthInBytes as u64;
-    let or = |given: usize, other: u64| if given == 0 { other } else { given as u64 };
-    let (sp, dp) = (or(p.srcPitch, width), or(p.dstPitch, width));
-    let (sh, dh) = (or(p.srcHeight, p.Height as u64), or(p.dstHeight, p.Height as u64));
-    if p.Height > 1 && (sp < width || dp < width) {
-        return Err(INVALID_VALUE);
-    }
-    let at = |x: usize, y: usize, z: usize, pitch: u64, rows: u64| {
-        x as u64 + y as u64 * pitch + z as u64 * pitch * rows
+    let src = End {
+        kind: p.srcMemoryType,
+        host: p.srcHost,
+        device: p.srcDevice,
+        array: p.srcArray,
+        at: [p.srcXInBytes as u64, p.srcY as u64, p.srcZ as u64],
+        pitch: p.srcPitch as u64,
+        rows: p.srcHeight as u64,
+        level: p.srcLOD,
     };
-    Ok(Copy {
-        src: side(
-            p.srcMemoryType,
-            p.srcHost,
-            p.srcDevice,
-            at(p.srcXInBytes, p.srcY, p.srcZ, sp, sh),
-            sp,
-            sh,
-        )?,
-        dst: side(
-            p.dstMemoryType,
-            p.dstHost,
-            p.dstDevice,
-            at(p.dstXInBytes, p.dstY, p.dstZ, dp, dh),
-            dp,
-            dh,
-        )?,
-        width,
-        height: p.Height as u64,
-        depth: p.Depth as u64,
-    })
+    let dst = End {
+        kind: p.dstMemoryType,
+        host: p.dstHost,
+        device: p.dstDevice,
+        array: p.dstArray,
+        at: [p.dstXInBytes as u64, p.dstY as u64, p.dstZ as u64],
+        pitch: p.dstPitch as u64,
+        rows: p.dstHeight as u64,
+        level: p.dstLOD,
+    };
+    from_box(&dst, &src, [p.WidthInBytes as u64, p.Height as u64, p.Depth as u64])
 }
 
 fn fill(at: u64, pitch: usize, value: u32, element: u32, width: usize, height: usize) -> Result<Fill> {
@@ -211,7 +258,7 @@ unsafe fn box_batch(
             let side = |at: u64, pitch: u64, rows: u64| -> Result<Side> {
                 let pitch = if pitch == 0 { extent[0] } else { pitch };
                 let rows = if rows == 0 { extent[1] } else { rows };
-                Ok(Side { place: any_place(at)?, pitch, slice: pitch * rows })
+                Ok(Side { place: any_place(at)?, pitch, slice: pitch.wrapping_mul(rows), array: 0 })
             };
             let copy = Copy {
                 src: side(p[1], p[2], p[3])?,
@@ -303,6 +350,48 @@ export! {
 
     fn cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (p: *const Memcpy3D, stream: usize) {
         submit_copy(from_3d(&read(p)?)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds (dst: usize, to: usize, src: usize, from: usize, bytes: usize) {
+        working()?;
+        let copy = row(array_bytes(dst, to, bytes)?, array_bytes(src, from, bytes)?, bytes);
+        submit_copy(copy, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (dst: u64, src: usize, from: usize, bytes: usize) {
+        working()?;
+        let copy = row(plain_side(Place::Known(dst), bytes), array_bytes(src, from, bytes)?, bytes);
+        submit_copy(copy, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (dst: usize, to: usize, src: u64, bytes: usize) {
+        working()?;
+        let copy = row(array_bytes(dst, to, bytes)?, plain_side(Place::Known(src), bytes), bytes);
+        submit_copy(copy, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyAtoH_v2 | cuMemcpyAtoH_v2_ptds (dst: u64, src: usize, from: usize, bytes: usize) {
+        working()?;
+        let copy = row(plain_side(any_place(dst)?, bytes), array_bytes(src, from, bytes)?, bytes);
+        submit_copy(copy, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds (dst: usize, to: usize, src: u64, bytes: usize) {
+        working()?;
+        let copy = row(array_bytes(dst, to, bytes)?, plain_side(any_place(src)?, bytes), bytes);
+        submit_copy(copy, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz (dst: u64, src: usize, from: usize, bytes: usize, stream: usize) {
+        working()?;
+        let copy = row(plain_side(any_place(dst)?, bytes), array_bytes(src, from, bytes)?, bytes);
+        submit_copy(copy, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz (dst: usize, to: usize, src: u64, bytes: usize, stream: usize) {
+        working()?;
+        let copy = row(array_bytes(dst, to, bytes)?, plain_side(any_place(src)?, bytes), bytes);
+        submit_copy(copy, stream, PER_THREAD, false)
     }
 
     fn cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (

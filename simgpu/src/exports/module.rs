@@ -1,6 +1,6 @@
 //! Modules, libraries, kernels and functions.
 
-use super::{out, out_opt, text};
+use super::{out, out_opt, text, texture_reference};
 use crate::driver::context::working;
 use crate::driver::module::{
     self, Content, FUNCTIONS, Function, KERNELS, LIBRARIES, Library, MODULES, Module,
@@ -8,6 +8,7 @@ use crate::driver::module::{
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
+use crate::ptx::ast::Reference;
 use crate::registry::handle;
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -172,6 +173,7 @@ export! {
             return Err(errors::NOT_PERMITTED);
         }
         crate::driver::capture::forbid_unsafe()?;
+        texture_reference::forget(&m);
         m.unload();
         Ok(())
     }
@@ -204,14 +206,16 @@ export! {
         Ok(())
     }
 
-    fn cuModuleGetTexRef(_to: *mut usize, m: usize, _name: *const c_char) {
-        module(m)?;
-        Err(NOT_FOUND)
+    fn cuModuleGetTexRef(to: *mut usize, m: usize, name: *const c_char) {
+        let m = module(m)?;
+        let address = m.reference(text(name)?, Reference::Texture)?;
+        out(to, texture_reference::texture_of(&m, address))
     }
 
-    fn cuModuleGetSurfRef(_to: *mut usize, m: usize, _name: *const c_char) {
-        module(m)?;
-        Err(NOT_FOUND)
+    fn cuModuleGetSurfRef(to: *mut usize, m: usize, name: *const c_char) {
+        let m = module(m)?;
+        let address = m.reference(text(name)?, Reference::Surface)?;
+        out(to, texture_reference::surface_of(&m, address))
     }
 
     fn cuLibraryLoadData(

@@ -4,13 +4,14 @@ use super::copy::from_3d;
 use super::graph::{exec, graph, node, nodes};
 use super::{out, read, slice};
 use crate::abi::{
-    BatchMemOp, HostNodeParams, KernelNodeParams, KernelNodeParamsV2, MEMORY_DEVICE, MEMORY_HOST, Memcpy3D,
-    MemsetNodeParams, NodeParams,
+    BatchMemOp, HostNodeParams, KernelNodeParams, KernelNodeParamsV2, MEMORY_ARRAY, MEMORY_DEVICE,
+    MEMORY_HOST, Memcpy3D, MemsetNodeParams, NodeParams,
 };
+use crate::driver::array::ARRAYS;
 use crate::driver::context::{CONTEXTS, by_handle, current};
 use crate::driver::driver;
 use crate::driver::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
-use crate::driver::op::{Copy, Fill, Launch, Op, Place};
+use crate::driver::op::{Copy, Fill, Launch, Op, Place, Side};
 use crate::driver::stream::EVENTS;
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
@@ -86,28 +87,60 @@ fn pinned(at: u64) -> bool {
     driver().is_ok_and(|d| d.space.find(at).is_some_and(|a| a.on_host()))
 }
 
-fn describe_copy(c: &Copy) -> Memcpy3D {
-    let side = |place: &Place| match place {
+/// One side of a copy in the words of `CUDA_MEMCPY3D`.
+#[derive(Default)]
+struct Described {
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: usize,
+    /// Bytes, rows and slices before the box, in an array.
+    at: [usize; 3],
+    pitch: usize,
+    rows: usize,
+}
+
+fn describe_side(side: &Side, boxed: bool) -> Described {
+    if let (Place::Known(at), Some(array)) = (&side.place, ARRAYS.find(side.array)) {
+        let (image, offset) = (array.image, at.saturating_sub(array.image.base));
+        let (z, rest) = (offset / image.slice(), offset % image.slice());
+        let at = [rest % image.pitch, rest / image.pitch, z].map(|n| n as usize);
+        return Described { kind: MEMORY_ARRAY, array: side.array, at, ..Described::default() };
+    }
+    let (kind, host, device) = match &side.place {
         Place::Known(at) if pinned(*at) => (MEMORY_HOST, *at, 0),
         Place::Known(at) => (MEMORY_DEVICE, 0, *at),
         Place::Pageable(at) => (MEMORY_HOST, *at, 0),
         Place::Staged(bytes) => (MEMORY_HOST, bytes.as_ptr() as u64, 0),
     };
-    let ((sk, sh, sd), (dk, dh, dd)) = (side(&c.src.place), side(&c.dst.place));
     // A single row has no pitch.
-    let pitch = |p: u64| if c.height > 1 || c.depth > 1 { p } else { 0 };
-    let rows = |pitch: u64, slice: u64| slice.checked_div(pitch).unwrap_or(0) as usize;
+    let pitch = if boxed { side.pitch } else { 0 };
+    let rows = side.slice.checked_div(pitch).unwrap_or(0) as usize;
+    Described { kind, host, device, pitch: pitch as usize, rows, ..Described::default() }
+}
+
+fn describe_copy(c: &Copy) -> Memcpy3D {
+    let boxed = c.height > 1 || c.depth > 1;
+    let (src, dst) = (describe_side(&c.src, boxed), describe_side(&c.dst, boxed));
     Memcpy3D {
-        srcMemoryType: sk,
-        srcHost: sh,
-        srcDevice: sd,
-        srcPitch: pitch(c.src.pitch) as usize,
-        srcHeight: rows(pitch(c.src.pitch), c.src.slice),
-        dstMemoryType: dk,
-        dstHost: dh,
-        dstDevice: dd,
-        dstPitch: pitch(c.dst.pitch) as usize,
-        dstHeight: rows(pitch(c.dst.pitch), c.dst.slice),
+        srcXInBytes: src.at[0],
+        srcY: src.at[1],
+        srcZ: src.at[2],
+        srcMemoryType: src.kind,
+        srcHost: src.host,
+        srcDevice: src.device,
+        srcArray: src.array,
+        srcPitch: src.pitch,
+        srcHeight: src.rows,
+        dstXInBytes: dst.at[0],
+        dstY: dst.at[1],
+        dstZ: dst.at[2],
+        dstMemoryType: dst.kind,
+        dstHost: dst.host,
+        dstDevice: dst.device,
+        dstArray: dst.array,
+        dstPitch: dst.pitch,
+        dstHeight: dst.rows,
         WidthInBytes: c.width as usize,
         Height: c.height as usize,
         Depth: c.depth as usize,

@@ -81,6 +81,15 @@ pub enum Init {
     },
 }
 
+/// Kind of a variable without bytes of its own, which the program binds to memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reference {
+    /// `.texref`
+    Texture,
+    /// `.surfref`
+    Surface,
+}
+
 /// A variable or parameter.
 #[derive(Debug, Clone)]
 pub struct Var {
@@ -94,6 +103,7 @@ pub struct Var {
     pub external: bool,
     /// `.attribute(.managed)`
     pub managed: bool,
+    pub reference: Option<Reference>,
 }
 
 impl Var {
@@ -116,6 +126,11 @@ pub enum Operand {
     Addr {
         base: Option<String>,
         offset: i64,
+    },
+    /// `[base, {coordinates}]` of a texture or a surface.
+    Texel {
+        base: String,
+        at: Vec<Operand>,
     },
     Vec(Vec<Operand>),
     /// `(a, b)`: the argument and return lists of a call.

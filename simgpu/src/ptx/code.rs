@@ -1,6 +1,6 @@
 //! The register bytecode that PTX is lowered to.
 
-use super::ast::Ty;
+use super::ast::{Reference, Ty};
 use super::rows::{Fn1, Fn2, Fn3, Fn4, FnCmp};
 use std::collections::HashMap;
 
@@ -168,6 +168,57 @@ pub struct Carry {
     pub carry_out: bool,
     /// The hidden predicate that holds the carry flag.
     pub flag: u32,
+}
+
+/// Rows with the object and the coordinates of a texture or surface instruction.
+#[derive(Debug, Clone, Copy)]
+pub struct Texel {
+    pub object: u32,
+    /// Row with the layer, or `NONE`.
+    pub layer: u32,
+    /// The first `dims` are in use.
+    pub at: [u32; 3],
+    pub dims: u8,
+}
+
+/// `tex` and `tld4`
+#[derive(Debug, Clone)]
+pub struct Fetch {
+    pub d: [u32; 4],
+    /// Predicate that receives whether the texel has memory, or `NONE`.
+    pub hit: u32,
+    pub signed: bool,
+    pub texel: Texel,
+    /// `true` if the coordinates are a direction, which selects a face.
+    pub cube: bool,
+    /// `true` if the coordinates are integers.
+    pub whole: bool,
+    /// Row with the level, or `NONE`.
+    pub level: u32,
+    /// Rows with the steps of the coordinates to the next pixel, right and down, or `NONE`.
+    pub steps: [[u32; 3]; 2],
+    /// The one channel that `tld4` reads of four texels.
+    pub gather: Option<u8>,
+}
+
+/// Effect of an access outside a surface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bounds {
+    Trap,
+    Clamp,
+    Zero,
+}
+
+/// `suld.b` and `sust.b`
+#[derive(Debug, Clone)]
+pub struct SurfaceAccess {
+    pub values: [u32; 4],
+    pub n: u8,
+    pub ty: Ty,
+    pub store: bool,
+    /// The first coordinate counts bytes.
+    pub texel: Texel,
+    pub bounds: Bounds,
 }
 
 #[derive(Debug, Clone)]
@@ -358,6 +409,8 @@ pub enum Code {
     ActiveMask {
         d: u32,
     },
+    Fetch(Box<Fetch>),
+    Surface(Box<SurfaceAccess>),
     Fence,
     Nanosleep {
         a: u32,
@@ -424,6 +477,7 @@ pub struct GlobalVar {
     pub align: u64,
     pub init: Vec<u8>,
     pub relocs: Vec<Reloc>,
+    pub reference: Option<Reference>,
 }
 
 /// A lowered module: code, functions and variables, before its addresses are known.
@@ -442,4 +496,6 @@ pub struct Program {
     /// Shared memory of all module variables together; dynamic shared memory follows it.
     pub shared_total: u32,
     pub uses_heap: bool,
+    /// `true` if it reads textures, or accesses surfaces.
+    pub uses_images: bool,
 }

@@ -1,8 +1,11 @@
 //! Runs the blocks of a grid.
 
 use super::code::{Const, Program, Reduce};
+use super::image::Image;
+use super::sampler::Texture;
 use super::warp::{Status, Warp};
 use std::any::Any;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -33,6 +36,14 @@ pub struct Span {
 pub struct MemView {
     pub spans: Vec<Span>,
     pub keep: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+/// Textures and surfaces that kernels of one launch can use: by the number of the object, or by the
+/// address of the variable that refers to it.
+#[derive(Default)]
+pub struct Images {
+    pub textures: HashMap<u64, Arc<Texture>>,
+    pub surfaces: HashMap<u64, Image>,
 }
 
 /// Services of the driver for device code.
@@ -68,6 +79,7 @@ pub struct Env {
     /// Address of zeroed memory for the barrier of a cooperative grid; 0 for other grids.
     pub workspace: u64,
     pub mem: Arc<MemView>,
+    pub images: Arc<Images>,
     pub device: u32,
     pub sms: u32,
     pub grid_id: u64,

@@ -2,7 +2,8 @@
 
 use super::ast::{Body, Function, Init, Module, Operand, Space, Stmt, Ty, Var};
 use super::code::{
-    Addr, CODE_WINDOW, Code, Const, Func, GlobalVar, Instr, Mem, NEGATED, NONE, Program, Reloc, Slot, Special,
+    Addr, CODE_WINDOW, Code, Const, Func, GlobalVar, Instr, Mem, NEGATED, NONE, Program, Reloc, Slot,
+    Special, Texel,
 };
 use super::select;
 use super::warp::{LANE_MEMORY_LIMIT, ROW_LIMIT};
@@ -115,6 +116,7 @@ pub fn lower(m: &Module) -> Res<Program> {
         b.run().map_err(|e| format!("{}: {e}", f.name))?;
         let (func, code, uses) = b.finish(prog.code.len() as u32)?;
         prog.uses_heap |= uses.heap;
+        prog.uses_images |= uses.images;
         prog.funcs[index] = func;
         prog.code.extend(code);
         used.push(uses);
@@ -149,6 +151,7 @@ fn place(v: &Var, name: &str, prog: &mut Program, scope: &mut Scope) -> Res<()> 
                 align: u64::from(v.align.max(1)),
                 init: Vec::new(),
                 relocs: Vec::new(),
+                reference: v.reference,
             });
         }
     }
@@ -221,6 +224,7 @@ pub struct Uses {
     pub shared: Vec<String>,
     pub calls: Vec<u32>,
     pub heap: bool,
+    pub images: bool,
 }
 
 /// Builds the bytecode of one function.
@@ -599,6 +603,11 @@ fn special(name: &str) -> Option<Special> {
     })
 }
 
+fn visit_texel(texel: &mut Texel, f: impl FnMut(&mut u32)) {
+    let [x, y, z] = &mut texel.at;
+    [&mut texel.object, &mut texel.layer, x, y, z].into_iter().for_each(f);
+}
+
 /// Calls `f` on every row index of an instruction (predicates are not rows).
 fn visit_rows(code: &mut Code, mut f: impl FnMut(&mut u32)) {
     match code {
@@ -638,6 +647,15 @@ fn visit_rows(code: &mut Code, mut f: impl FnMut(&mut u32)) {
         Code::BarWarp { mask } | Code::Vote { mask, .. } => f(mask),
         Code::Shfl { a, b, c, mask, .. } => [a, b, c, mask].into_iter().for_each(f),
         Code::Match { a, mask, .. } | Code::Redux { a, mask, .. } => [a, mask].into_iter().for_each(f),
+        Code::Fetch(fetch) => {
+            fetch.d.iter_mut().chain([&mut fetch.level]).for_each(&mut f);
+            fetch.steps.iter_mut().flatten().for_each(&mut f);
+            visit_texel(&mut fetch.texel, f);
+        }
+        Code::Surface(access) => {
+            access.values.iter_mut().for_each(&mut f);
+            visit_texel(&mut access.texel, f);
+        }
         Code::Pred { .. }
         | Code::PredConst { .. }
         | Code::Special { .. }

@@ -48,7 +48,7 @@ impl Warp {
 
     #[allow(clippy::too_many_arguments)]
     #[inline]
-    fn locate(
+    pub(super) fn locate(
         &mut self,
         env: &Env,
         block: &mut BlockState,

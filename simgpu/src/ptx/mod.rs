@@ -5,6 +5,7 @@ pub mod atomics;
 pub mod code;
 pub mod exec;
 pub mod format;
+pub mod image;
 pub mod lex;
 pub mod lower;
 pub mod memory;
@@ -12,8 +13,10 @@ pub mod ops;
 pub mod parse;
 pub mod round;
 pub mod rows;
+pub mod sampler;
 pub mod select;
 pub mod special;
+pub mod texture;
 pub mod warp;
 
 /// Parses and lowers one PTX text.

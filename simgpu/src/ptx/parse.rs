@@ -1,6 +1,6 @@
 //! Recursive-descent parser for the PTX that nvcc emits.
 
-use super::ast::{Body, Function, Init, Inst, Module, Operand, Space, Stmt, Ty, Var};
+use super::ast::{Body, Function, Init, Inst, Module, Operand, Reference, Space, Stmt, Ty, Var};
 use super::lex::{Tok, Token, lex};
 use std::collections::HashMap;
 
@@ -209,6 +209,7 @@ impl<'a> Parser<'a> {
         let mut align = 0;
         let mut managed = false;
         let mut ty = None;
+        let mut reference = None;
         let mut lanes = 1u64;
         loop {
             match self.peek() {
@@ -236,6 +237,8 @@ impl<'a> Parser<'a> {
                     match &w[1..] {
                         "v2" => lanes = 2,
                         "v4" => lanes = 4,
+                        "texref" => (ty, reference) = (Some(Ty::B64), Some(Reference::Texture)),
+                        "surfref" => (ty, reference) = (Some(Ty::B64), Some(Reference::Surface)),
                         name => match Ty::parse(name) {
                             Some(t) => ty = Some(t),
                             None => return Err(format!("line {}: unsupported type '{w}'", self.line())),
@@ -267,6 +270,7 @@ impl<'a> Parser<'a> {
             init: Vec::new(),
             external: false,
             managed,
+            reference,
         })
     }
 
@@ -559,6 +563,16 @@ impl<'a> Parser<'a> {
                     }
                     _ => None,
                 };
+                if let Some(base) = base.clone()
+                    && self.eat(b',')
+                {
+                    let at = match self.operand()? {
+                        Operand::Vec(list) => list,
+                        one => vec![one],
+                    };
+                    self.expect(b']')?;
+                    return Ok(Operand::Texel { base, at });
+                }
                 let mut offset = 0;
                 if base.is_none() {
                     offset = self.int()? as i64;

@@ -2,8 +2,8 @@
 
 use super::ast::{Inst, Operand, Space, Ty};
 use super::code::{
-    Addr, AtomOp, Builtin, CallSite, Callee, Carry, Code, Combine, Const, LOCAL_WINDOW, Mem, NEGATED, NONE,
-    PARAM_WINDOW, PredOp, Reduce, SHARED_WINDOW, Shuffle, Slot, Vote,
+    Addr, AtomOp, Bounds, Builtin, CallSite, Callee, Carry, Code, Combine, Const, Fetch, LOCAL_WINDOW, Mem,
+    NEGATED, NONE, PARAM_WINDOW, PredOp, Reduce, SHARED_WINDOW, Shuffle, Slot, SurfaceAccess, Texel, Vote,
 };
 use super::lower::{Builder, Res};
 use super::ops;
@@ -57,6 +57,8 @@ pub fn instruction(b: &mut Builder, inst: &Inst) -> Res<()> {
         "mov" => mov(b, inst, ty.unwrap_or(Ty::B64)),
         "ld" | "ldu" => load(b, inst, &plain, ty),
         "st" => store(b, inst, &plain, ty),
+        "tex" | "tld4" => fetch(b, inst, name == "tld4", &plain, &types),
+        "suld" | "sust" => surface(b, inst, name == "sust", &plain, ty),
         "atom" | "red" => atomic(b, inst, name == "red", &plain, ty),
         "cvta" => cvta(b, inst, &plain),
         "cvt" => {
@@ -339,6 +341,131 @@ fn store(b: &mut Builder, inst: &Inst, mods: &[&str], ty: Option<Ty>) -> Res<()>
         _ => return unknown(&inst.op),
     }
     b.emit(Code::St { s, n, ty, at });
+    Ok(())
+}
+
+/// Returns the rows of an operand `[object, {coordinates}]`, and whether it names a direction.
+fn texel(b: &mut Builder, inst: &Inst, i: usize, geometry: &str, ty: Ty) -> Res<(Texel, bool)> {
+    let (layered, dims, cube) = match geometry {
+        "1d" => (false, 1, false),
+        "2d" => (false, 2, false),
+        "3d" => (false, 3, false),
+        "a1d" => (true, 1, false),
+        "a2d" => (true, 2, false),
+        "cube" => (false, 3, true),
+        "acube" => (true, 3, true),
+        _ => return unknown(&inst.op),
+    };
+    let Operand::Texel { base, at } = arg(inst, i)? else { return unknown(&inst.op) };
+    // Vectors have no three elements; the fourth one is not used.
+    let first = usize::from(layered);
+    if at.len() < first + dims {
+        return unknown(&inst.op);
+    }
+    b.uses.images = true;
+    let mut texel = Texel { object: NONE, layer: NONE, at: [NONE; 3], dims: dims as u8 };
+    texel.object = b.src(&Operand::Name(base.clone()), Ty::B64)?;
+    if layered {
+        texel.layer = b.src(&at[0], Ty::S32)?;
+    }
+    for (row, op) in texel.at.iter_mut().zip(&at[first..first + dims]) {
+        *row = b.src(op, ty)?;
+    }
+    Ok((texel, cube))
+}
+
+fn fetch(b: &mut Builder, inst: &Inst, four: bool, mods: &[&str], types: &[Ty]) -> Res<()> {
+    let [ty @ (Ty::F32 | Ty::S32 | Ty::U32), coordinate @ (Ty::F32 | Ty::S32)] = types[..] else {
+        return unknown(&inst.op);
+    };
+    let (mut gather, mut level, mut gradients) = (None, false, false);
+    let geometry = match *mods {
+        [geometry, "v4"] if !four => geometry,
+        ["base", geometry, "v4"] if !four => geometry,
+        ["level", geometry, "v4"] if !four => {
+            level = true;
+            geometry
+        }
+        ["grad", geometry, "v4"] if !four && !geometry.ends_with("cube") => {
+            gradients = true;
+            geometry
+        }
+        [channel, "2d", "v4"] if four => {
+            gather = "rgba".find(channel).filter(|_| channel.len() == 1).map(|i| i as u8);
+            if gather.is_none() {
+                return unknown(&inst.op);
+            }
+            "2d"
+        }
+        _ => return unknown(&inst.op),
+    };
+    let (list, hit) = match arg(inst, 0)? {
+        Operand::Vec(list) => (list, NONE),
+        Operand::Pair(list, hit) => match (&**list, &**hit) {
+            (Operand::Vec(list), Operand::Name(hit)) => (list, b.pred(hit)?),
+            _ => return unknown(&inst.op),
+        },
+        _ => return unknown(&inst.op),
+    };
+    if list.len() != 4 {
+        return unknown(&inst.op);
+    }
+    let mut d = [NONE; 4];
+    for (row, op) in d.iter_mut().zip(list) {
+        *row = b.dst(op)?;
+    }
+    let (texel, cube) = texel(b, inst, 1, geometry, coordinate)?;
+    let level = if level { b.src(arg(inst, 2)?, Ty::F32)? } else { NONE };
+    let mut steps = [[NONE; 3]; 2];
+    for (i, rows) in steps.iter_mut().enumerate().filter(|_| gradients) {
+        let list = match arg(inst, 2 + i)? {
+            Operand::Vec(list) => list.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let dims = usize::from(texel.dims);
+        if list.len() < dims {
+            return unknown(&inst.op);
+        }
+        for (row, op) in rows.iter_mut().zip(&list[..dims]) {
+            *row = b.src(op, Ty::F32)?;
+        }
+    }
+    let (signed, whole) = (ty == Ty::S32, coordinate == Ty::S32);
+    b.emit(Code::Fetch(Box::new(Fetch { d, hit, signed, texel, cube, whole, level, steps, gather })));
+    Ok(())
+}
+
+fn surface(b: &mut Builder, inst: &Inst, store: bool, mods: &[&str], ty: Option<Ty>) -> Res<()> {
+    let Some(ty @ (Ty::B8 | Ty::B16 | Ty::B32 | Ty::B64)) = ty else { return unknown(&inst.op) };
+    let ["b", geometry, rest @ .., bounds] = mods else { return unknown(&inst.op) };
+    let mut n = 1;
+    for m in rest {
+        match *m {
+            "v2" => n = 2,
+            "v4" => n = 4,
+            "ca" | "cg" | "cs" | "cv" | "wb" | "wt" => {}
+            _ => return unknown(&inst.op),
+        }
+    }
+    let bounds = match *bounds {
+        "trap" => Bounds::Trap,
+        "clamp" => Bounds::Clamp,
+        "zero" => Bounds::Zero,
+        _ => return unknown(&inst.op),
+    };
+    let (texel, cube) = texel(b, inst, usize::from(!store), geometry, Ty::S32)?;
+    let list = match arg(inst, usize::from(store))? {
+        Operand::Vec(list) => list.as_slice(),
+        one => std::slice::from_ref(one),
+    };
+    if cube || list.len() != usize::from(n) {
+        return unknown(&inst.op);
+    }
+    let mut values = [NONE; 4];
+    for (row, op) in values.iter_mut().zip(list) {
+        *row = if store { b.src(op, ty)? } else { b.dst(op)? };
+    }
+    b.emit(Code::Surface(Box::new(SurfaceAccess { values, n, ty, store, texel, bounds })));
     Ok(())
 }
 

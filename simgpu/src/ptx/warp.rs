@@ -607,6 +607,12 @@ impl Warp {
                 let d = row!(d);
                 lanes(active, |l| d[l].set(u64::from(active)));
             }
+            Code::Fetch(fetch) => {
+                self.fetch_texels(env, block, top, active, fetch)?;
+                // Without sparse arrays, every texel has memory.
+                self.set_pred(top, fetch.hit, u32::MAX, active);
+            }
+            Code::Surface(access) => self.access_surface(env, block, top, active, access)?,
             Code::Fence => fence(Ordering::SeqCst),
             Code::Nanosleep { a } => {
                 let ns = row!(a)[active.trailing_zeros() as usize].get() as u32;

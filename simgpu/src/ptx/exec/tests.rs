@@ -1,6 +1,8 @@
 //! Small kernels, run without a driver.
 
 use super::super::compile;
+use super::super::image::Format;
+use super::super::sampler::{Mode, Sampler};
 use super::*;
 use std::sync::Mutex;
 
@@ -21,9 +23,14 @@ impl Host for Sink {
 
 /// Runs `k(u64 out)` over `memory` at device address 0x10000.
 fn run(body: &str, grid: u32, block: u32, memory: &mut [u64]) -> Result<(), Fault> {
+    run_images(body, grid, block, memory, Images::default())
+}
+
+/// As [`run`], with textures and surfaces.
+fn run_images(body: &str, grid: u32, block: u32, memory: &mut [u64], images: Images) -> Result<(), Fault> {
     let text = format!(
         ".version 8.4\n.target sm_75\n.address_size 64\n.visible .entry k(.param .u64 out)\n{{\n\
-         .reg .pred %p<9>; .reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .f32 %f<9>;\n\
+         .reg .pred %p<9>; .reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .f32 %f<9>; .reg .b16 %rs<9>;\n\
          ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x;\n\
          mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2;\n{body}\nret;\n}}"
     );
@@ -47,6 +54,7 @@ fn run(body: &str, grid: u32, block: u32, memory: &mut [u64]) -> Result<(), Faul
             }],
             keep: Vec::new(),
         }),
+        images: Arc::new(images),
         device: 0,
         sms: 40,
         grid_id: 1,
@@ -177,6 +185,7 @@ fn functions_return_values_and_recurse() {
             }],
             keep: Vec::new(),
         }),
+        images: Arc::default(),
         device: 0,
         sms: 1,
         grid_id: 1,
@@ -204,6 +213,7 @@ fn endless_recursion_faults() {
         dynamic_shared: 0,
         workspace: 0,
         mem: Arc::default(),
+        images: Arc::default(),
         device: 0,
         sms: 1,
         grid_id: 1,
@@ -219,4 +229,118 @@ fn endless_recursion_faults() {
         }
     };
     assert!(matches!(end, Err(Fault::Illegal(_))));
+}
+
+/// Words of the tests' memory that belong to an image, after the words that kernels write.
+const IMAGE_WORDS: std::ops::Range<usize> = 32..64;
+
+/// The object 7: an image of `extent` in the middle of the memory of a test.
+fn images(format: (u32, u32), extent: [u64; 3], layered: bool) -> Images {
+    let image = Image::packed(Format::new(format.0, format.1).unwrap(), extent, layered).unwrap();
+    let image = Image { base: 0x10000 + IMAGE_WORDS.start as u64 * 4, ..image };
+    let sampler = Sampler {
+        modes: [Mode::Clamp; 3],
+        linear: true,
+        normalized: false,
+        fractions: false,
+        srgb: false,
+        border: [0.0; 4],
+        between_levels: false,
+        bias: 0.0,
+        levels: [0.0; 2],
+    };
+    let texture = Arc::new(Texture { levels: vec![image], sampler });
+    Images { textures: HashMap::from([(7, texture)]), surfaces: HashMap::from([(7, image)]) }
+}
+
+/// Memory whose words have their own numbers.
+fn numbered() -> Vec<u64> {
+    (0..64u64).map(|i| (2 * i) | ((2 * i + 1) << 32)).collect()
+}
+
+#[test]
+fn surfaces_keep_their_bounds() {
+    let plane = || images((0x03, 1), [4, 3, 1], false);
+    let address = "mov.u64 %rd4, 7; shl.b32 %r3, %r1, 2; sub.s32 %r3, %r3, 4;";
+    // Each of six lanes writes one word of the second row, or beyond its ends.
+    let mut m = numbered();
+    let body = format!("{address} mov.u32 %r4, 1; sust.b.2d.b32.zero [%rd4, {{%r3, %r4}}], {{%r1}};");
+    run_images(&body, 1, 6, &mut m, plane()).unwrap();
+    assert_eq!(words(&m)[34..42], [34, 35, 1, 2, 3, 4, 40, 41]);
+    for (bounds, expected) in [("zero", [0, 36, 37, 38, 39, 0]), ("clamp", [36, 36, 37, 38, 39, 39])] {
+        let mut m = numbered();
+        let body = format!(
+            "{address} mov.u32 %r4, 1; suld.b.2d.b32.{bounds} {{%r5}}, [%rd4, {{%r3, %r4}}]; st.global.u32 [%rd3], %r5;"
+        );
+        run_images(&body, 1, 6, &mut m, plane()).unwrap();
+        assert_eq!(words(&m)[..6], expected);
+    }
+    // Rows and slices outside, with each sign.
+    for at in ["0, 3", "0, -1", "16, 0", "-4, 0", "2147483644, 2147483647"] {
+        let (x, y) = at.split_once(", ").unwrap();
+        let move_in = format!("mov.u64 %rd4, 7; mov.u32 %r3, {x}; mov.u32 %r4, {y};");
+        let mut m = numbered();
+        let store = |bounds| format!("{move_in} sust.b.2d.b32.{bounds} [%rd4, {{%r3, %r4}}], {{%r1}};");
+        run_images(&store("zero"), 1, 1, &mut m, plane()).unwrap();
+        assert_eq!(m, numbered());
+        let fault = run_images(&store("trap"), 1, 1, &mut m, plane()).unwrap_err();
+        assert!(matches!(fault, Fault::Illegal(_)), "{at}: {fault:?}");
+        run_images(&store("clamp"), 1, 1, &mut m, plane()).unwrap();
+        assert!(m[..16] == numbered()[..16] && m[22..] == numbered()[22..]);
+    }
+    let stray = "mov.u64 %rd4, 7; sust.b.2d.b32.trap [%rd4, {2, 0}], {%r1};";
+    assert!(matches!(run_images(stray, 1, 1, &mut m, plane()), Err(Fault::Misaligned(_))));
+    let unknown = "mov.u64 %rd4, 8; sust.b.2d.b32.zero [%rd4, {0, 0}], {%r1};";
+    assert_eq!(run_images(unknown, 1, 1, &mut m, plane()), Err(Fault::Illegal(8)));
+    // Memory that was freed meanwhile.
+    let freed = images((0x03, 1), [4, 300, 1], false);
+    let last = "mov.u64 %rd4, 7; sust.b.2d.b32.trap [%rd4, {0, 299}], {%r1};";
+    assert!(matches!(run_images(last, 1, 1, &mut m, freed), Err(Fault::Illegal(_))));
+}
+
+#[test]
+fn surfaces_have_layers_and_vectors() {
+    let mut m = numbered();
+    let body = "mov.u64 %rd4, 7; mov.u32 %r3, 1; mov.u32 %r4, 0;\n\
+         suld.b.a2d.v2.b32.trap {%r5, %r6}, [%rd4, {%r3, 8, %r3, %r3}]; st.global.v2.u32 [%rd1], {%r5, %r6};\n\
+         suld.b.3d.v2.b16.trap {%rs1, %rs2}, [%rd4, {4, %r4, %r3, %r3}]; st.global.v2.u16 [%rd1+8], {%rs1, %rs2};\n\
+         suld.b.a1d.b64.trap {%rd5}, [%rd4, {%r3, 8}]; st.global.u64 [%rd1+16], %rd5;\n\
+         sust.b.1d.v4.b8.trap [%rd4, {4}], {1, 2, 3, 4};";
+    run_images(body, 1, 1, &mut m, images((0x03, 2), [2, 2, 2], true)).unwrap();
+    let w = words(&m);
+    assert_eq!((w[0], w[1], w[2], w[4], w[5]), (46, 47, 41, 42, 43));
+    assert_eq!(w[33], 0x0403_0201);
+    // Rows of three bytes: a word may begin at each.
+    let mut m = numbered();
+    let body = "mov.u64 %rd4, 7; suld.b.2d.b16.trap {%rs1}, [%rd4, {0, 1}]; st.global.u16 [%rd1], %rs1;\n\
+         sust.b.2d.b16.trap [%rd4, {0, 3}], {0xabcd};";
+    run_images(body, 1, 1, &mut m, images((0x01, 1), [3, 5, 1], false)).unwrap();
+    assert_eq!((words(&m)[0] as u16, words(&m)[34]), (0x2100, 0x00ab_cd22));
+}
+
+#[test]
+fn textures_are_read() {
+    let mut m = numbered();
+    let body = "mov.u64 %rd4, 7; sub.s32 %r3, %r1, 1;\n\
+         tex.1d.v4.s32.s32 {%r5, %r6, %r7, %r8}|%p1, [%rd4, {%r3}]; selp.b32 %r9, %r5, -1, %p1;\n\
+         st.global.u32 [%rd3], %r9;";
+    run_images(body, 1, 6, &mut m, images((0x0a, 1), [4, 1, 1], false)).unwrap();
+    assert_eq!(words(&m)[..6], [32, 32, 33, 34, 35, 35]);
+    // Linear filters between floats, in the second layer, and four texels at once.
+    let mut m = vec![0; 64];
+    for i in 0..24 {
+        m[16 + i / 2] |= u64::from((i as f32).to_bits()) << (32 * (i % 2));
+    }
+    let body = "mov.u64 %rd4, 7; mov.f32 %f1, 0f3FA00000; mov.u32 %r3, 1;\n\
+         tex.a2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%r3, %f1, 0f40000000, %f1}]; st.global.f32 [%rd1], %f2;\n\
+         tex.level.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F000000}], 0f40800000; st.global.f32 [%rd1+4], %f2;\n\
+         tex.grad.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F000000}], {%f1, %f1}, {%f1, 0f00000000}; st.global.f32 [%rd1+8], %f2;\n\
+         tld4.r.2d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1, 0f3F800000}];\n\
+         st.global.v4.f32 [%rd1+16], {%f2, %f3, %f4, %f5};";
+    run_images(body, 1, 1, &mut m, images((0x20, 1), [4, 3, 2], true)).unwrap();
+    let w: Vec<f32> = words(&m)[..8].iter().map(|bits| f32::from_bits(*bits)).collect();
+    assert_eq!(w[..3], [18.75, 0.75, 0.75]);
+    assert_eq!(w[4..], [4.0, 5.0, 1.0, 0.0]);
+    let unknown = "mov.u64 %rd4, 0; tex.1d.v4.f32.f32 {%f2, %f3, %f4, %f5}, [%rd4, {%f1}];";
+    assert_eq!(run(unknown, 1, 1, &mut m), Err(Fault::Illegal(0)));
 }
