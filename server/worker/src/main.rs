@@ -9,7 +9,6 @@ mod calls;
 mod contained;
 mod containment;
 mod contexts;
-mod core_dump;
 mod devices;
 mod driver;
 mod execute;

@@ -42,9 +42,6 @@ use crate::replies::Replies;
 use crate::session::Session;
 use crate::supervise::Supervisor;
 
-/// `CU_CTX_COREDUMP_ENABLE | CU_CTX_USER_COREDUMP_ENABLE`
-const COREDUMP_FLAGS: u32 = 0x20 | 0x40;
-
 impl Perform for Session {
     fn replay(&self) -> &Replay {
         &self.replay
@@ -171,9 +168,6 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             let ordinal = session.contexts.device(device)?;
             allocations::context_created(session, handle, device as u32)?;
             let mut ctx = std::ptr::null_mut();
-            // Such a context would make a dump on this host, and abort this process. `CORE_DUMP`
-            // asks for the program's dumps.
-            let flags = flags & !COREDUMP_FLAGS;
             // SAFETY: the out pointer is valid.
             check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, flags, ordinal) })
                 .inspect_err(|_| allocations::context_gone(session, handle))?;
@@ -190,14 +184,15 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::PRIMARY_RESET => {
             let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
-            reset(session, executor, device, answer)
-        }
-        op::CORE_DUMP => {
-            let flags = r.word()? as u32;
-            session.core_dump.enable(session.driver, &session.replies, flags)?;
-            // A context makes dumps only if they were enabled before its creation.
-            let mut devices = 0..session.contexts.devices.len() as u32;
-            devices.try_for_each(|device| reset(session, executor, device, answer))
+            leave(session, make(CTX, 0, 1, device), answer);
+            executor.current = 0;
+            session.contexts.reset(session.driver, device)?;
+            if device == 0 {
+                session.landing.pin_again(session.driver);
+                session.lanes.pin_again(session.driver);
+                session.shared_events.register_again(session.driver)?;
+            }
+            Ok(())
         }
         op::CTX_SET_LIMIT => {
             let (limit, value) = (r.word()? as i32, r.word()? as usize);
@@ -295,19 +290,6 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
     }
 }
 
-/// Replaces a device's primary context.
-fn reset(session: &Session, executor: &mut Executor, device: u32, answer: &mut Answer) -> Done {
-    leave(session, make(CTX, 0, 1, device), answer);
-    executor.current = 0;
-    session.contexts.reset(session.driver, device)?;
-    if device == 0 {
-        session.landing.pin_again(session.driver);
-        session.lanes.pin_again(session.driver);
-        session.shared_events.register_again(session.driver)?;
-    }
-    Ok(())
-}
-
 /// Ends the use of a context that is about to be destroyed or reset.
 fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     // An error in the context goes with it.
@@ -329,7 +311,7 @@ mod tests {
     #[test]
     fn each_operation_of_a_program_has_an_arm() {
         // Frames of the greeting, of the connection and its lanes, and those that a worker sends.
-        const ELSEWHERE: [u16; 19] = [
+        const ELSEWHERE: [u16; 18] = [
             op::HELLO,
             op::LANE,
             op::MEASURE,
@@ -348,7 +330,6 @@ mod tests {
             op::WANTED,
             op::RELEASE,
             op::REPLY_PART,
-            op::DUMPED,
         ];
         // No library sends it any more; its number stays taken.
         const UNUSED: [u16; 1] = [op::TPC_TOPOLOGY];
