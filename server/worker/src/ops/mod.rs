@@ -169,7 +169,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             allocations::context_created(session, handle, device as u32)?;
             let mut ctx = std::ptr::null_mut();
             // SAFETY: the out pointer is valid.
-            check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, flags, ordinal) })
+            check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, of_driver(flags), ordinal) })
                 .inspect_err(|_| allocations::context_gone(session, handle))?;
             executor.current = 0;
             Ok(session.contexts.put(handle, ctx, device as u32)?)
@@ -290,6 +290,15 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
     }
 }
 
+/// Returns the flags of a context without those for core dumps.
+///
+/// The driver would write a dump on this host at a fault, and abort this process.
+fn of_driver(flags: u32) -> u32 {
+    /// `CU_CTX_COREDUMP_ENABLE | CU_CTX_USER_COREDUMP_ENABLE`
+    const DUMPS: u32 = 0x20 | 0x40;
+    flags & !DUMPS
+}
+
 /// Ends the use of a context that is about to be destroyed or reset.
 fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     // An error in the context goes with it.
@@ -307,6 +316,13 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn context_of_a_program_dumps_nothing_here() {
+        const BLOCKING_SYNC: u32 = 4;
+        const SYNC_MEMOPS: u32 = 0x80;
+        assert_eq!(of_driver(BLOCKING_SYNC | 0x20 | 0x40 | SYNC_MEMOPS), BLOCKING_SYNC | SYNC_MEMOPS);
+    }
 
     #[test]
     fn each_operation_of_a_program_has_an_arm() {
