@@ -71,6 +71,20 @@ pub struct ArrayDescriptor {
     pub Flags: u32,
 }
 
+impl ArrayDescriptor {
+    /// Describes an array of this width, height and depth.
+    pub fn new([width, height, depth]: [usize; 3], format: u32, channels: u32, flags: u32) -> Self {
+        Self {
+            Width: width,
+            Height: height,
+            Depth: depth,
+            Format: format,
+            NumChannels: channels,
+            Flags: flags,
+        }
+    }
+}
+
 /// `CUDA_ARRAY_DESCRIPTOR`
 #[repr(C)]
 #[derive(Clone, Copy)]

@@ -10,15 +10,7 @@ const FLOAT: u32 = 0x20;
 const U8: u32 = 1;
 
 fn create(extent: [usize; 3], format: u32, channels: u32, flags: u32) -> usize {
-    let [width, height, depth] = extent;
-    let d = ArrayDescriptor {
-        Width: width,
-        Height: height,
-        Depth: depth,
-        Format: format,
-        NumChannels: channels,
-        Flags: flags,
-    };
+    let d = ArrayDescriptor::new(extent, format, channels, flags);
     let mut h = 0;
     // SAFETY: locals of the right types.
     unsafe { ok(array::cuArray3DCreate_v2(&raw mut h, &raw const d)) };
@@ -136,7 +128,7 @@ fn flat_copies(device: u64) {
 
 fn levels() {
     let before = free();
-    let d = ArrayDescriptor { Width: 64, Height: 32, Depth: 0, Format: FLOAT, NumChannels: 4, Flags: 0 };
+    let d = ArrayDescriptor::new([64, 32, 0], FLOAT, 4, 0);
     let (mut mipmap, mut level, mut again) = (0, 0, 0);
     // SAFETY: locals of the right types.
     unsafe {

@@ -44,15 +44,7 @@ fn resource(kind: u32, words: &[u64]) -> ResourceDesc {
 }
 
 fn create(extent: [usize; 3], format: u32, flags: u32) -> usize {
-    let [width, height, depth] = extent;
-    let d = ArrayDescriptor {
-        Width: width,
-        Height: height,
-        Depth: depth,
-        Format: format,
-        NumChannels: 1,
-        Flags: flags,
-    };
+    let d = ArrayDescriptor::new(extent, format, 1, flags);
     let mut h = 0;
     // SAFETY: locals of the right types.
     unsafe { ok(array::cuArray3DCreate_v2(&raw mut h, &raw const d)) };

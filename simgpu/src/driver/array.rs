@@ -197,18 +197,6 @@ pub fn forget_context(context: usize) {
 mod tests {
     use super::*;
 
-    fn descriptor(extent: [usize; 3], format: u32, channels: u32, flags: u32) -> ArrayDescriptor {
-        let [width, height, depth] = extent;
-        ArrayDescriptor {
-            Width: width,
-            Height: height,
-            Depth: depth,
-            Format: format,
-            NumChannels: channels,
-            Flags: flags,
-        }
-    }
-
     #[test]
     fn descriptors_are_checked() {
         for (extent, channels, flags) in [
@@ -220,7 +208,7 @@ mod tests {
             ([32, 32, 6], 1, CUBEMAP),
             ([32, 32, 12], 1, CUBEMAP | LAYERED),
         ] {
-            let image = described(&descriptor(extent, 0x20, channels, flags)).unwrap();
+            let image = described(&ArrayDescriptor::new(extent, 0x20, channels, flags)).unwrap();
             assert_eq!(
                 image.width * image.height * image.depth,
                 extent.map(|n| n.max(1) as u64).iter().product()
@@ -237,9 +225,12 @@ mod tests {
             ([usize::MAX, usize::MAX, usize::MAX], 4, 0),
             ([64, 32, 0], 1, 0x1000),
         ] {
-            assert_eq!(described(&descriptor(extent, 0x20, channels, flags)).err(), Some(INVALID_VALUE));
+            assert_eq!(
+                described(&ArrayDescriptor::new(extent, 0x20, channels, flags)).err(),
+                Some(INVALID_VALUE)
+            );
         }
-        assert_eq!(described(&descriptor([256, 256, 0], 0xb0, 3, 0)).err(), Some(NOT_SUPPORTED));
-        assert_eq!(described(&descriptor([256, 256, 0], 0x20, 1, 0x40)).err(), Some(NOT_SUPPORTED));
+        assert_eq!(described(&ArrayDescriptor::new([256, 256, 0], 0xb0, 3, 0)).err(), Some(NOT_SUPPORTED));
+        assert_eq!(described(&ArrayDescriptor::new([256, 256, 0], 0x20, 1, 0x40)).err(), Some(NOT_SUPPORTED));
     }
 }

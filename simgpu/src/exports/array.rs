@@ -48,14 +48,7 @@ fn settle(context: usize) -> Result {
 export! {
     fn cuArrayCreate_v2(to: *mut usize, descriptor: *const FlatDescriptor) {
         let d = read(descriptor)?;
-        create(to, ArrayDescriptor {
-            Width: d.Width,
-            Height: d.Height,
-            Depth: 0,
-            Format: d.Format,
-            NumChannels: d.NumChannels,
-            Flags: 0,
-        })
+        create(to, ArrayDescriptor::new([d.Width, d.Height, 0], d.Format, d.NumChannels, 0))
     }
 
     fn cuArray3DCreate_v2(to: *mut usize, descriptor: *const ArrayDescriptor) {
