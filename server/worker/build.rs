@@ -82,10 +82,13 @@ fn member(fields: &mut String, loads: &mut String, name: &str, arguments: &str) 
 /// Returns a structure of the driver's functions, and its loader.
 fn structure(name: &str, callers: &str, fields: &str, loads: &str) -> String {
     format!(
-        "/// The driver's functions that {callers} code calls.\n#[allow(non_snake_case)]\npub struct {name} {{\n{fields}}}\n\n\
-         impl {name} {{\n    /// # Safety\n    /// The symbols are those of a CUDA driver, which stays loaded.\n    \
+        "/// The driver's functions that {callers} code calls.\n\
+         #[allow(non_snake_case)]\npub struct {name} {{\n{fields}}}\n\n\
+         impl {name} {{\n    /// # Safety\n    \
+         /// The symbols are those of a CUDA driver, which stays loaded.\n    \
          pub unsafe fn load(symbols: &impl Symbols) -> Self {{\n        \
-         // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
+         // SAFETY: the caller vouches for the symbols; the types are those of cuda.h.\n        \
+         unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
     )
 }
 
