@@ -21,8 +21,6 @@ use super::stock::WorkerId;
 use super::supervisor::Supervisor;
 use super::worker::{Command, Queues, hex, stop_request};
 
-/// Messages of a worker after which the runtime polls again for everything else.
-const MESSAGES_A_TURN: u64 = 32;
 /// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
 /// its resources are free again soon.
 const STOP_GRACE: Duration = Duration::from_secs(1);
@@ -82,8 +80,6 @@ struct Attendance<'a> {
     channel_open: bool,
     killed: bool,
     stopping: bool,
-    /// Number of messages.
-    messages: u64,
     said_end: bool,
     said_ready: bool,
     lent_code: bool,
@@ -161,7 +157,6 @@ impl Supervisor {
             channel_open: true,
             killed: false,
             stopping: false,
-            messages: 0,
             said_end: false,
             said_ready: false,
             // An earlier server did: what the worker's driver has deleted since does not come back.
@@ -220,15 +215,7 @@ impl Supervisor {
                 }
                 // Last, so that a worker that sends much delays nothing above.
                 message = channel.recv(), if task.channel_open && task.received.paused.is_none() => match message {
-                    Ok(Some((message, descriptor))) => {
-                        task.on_message(message, descriptor).await?;
-                        task.messages += 1;
-                        // While a socket is never empty, this loop never waits, and perhaps no
-                        // other thread polls for the worker's exit and for requests of others.
-                        if task.messages.is_multiple_of(MESSAGES_A_TURN) {
-                            tokio::task::yield_now().await;
-                        }
-                    }
+                    Ok(Some((message, descriptor))) => task.on_message(message, descriptor).await?,
                     // It is about to exit, or it closed its channel to evade a stop request.
                     Ok(None) => task.on_closed_channel(),
                     Err(e) if e.raw_os_error().is_some() => task.on_closed_channel(),

@@ -52,6 +52,9 @@ impl Channel {
     /// A descriptor is an error beside any message but [`FromWorker::ShareGiven`], and so is a
     /// second one.
     pub async fn recv(&self) -> io::Result<Option<(FromWorker, Option<OwnedFd>)>> {
+        // A socket that is never empty is always ready. Without a turn for other tasks, perhaps no
+        // thread would poll for the worker's exit and for requests of others meanwhile.
+        tokio::task::consume_budget().await;
         let mut packet = vec![0; MAX_PACKET];
         loop {
             let mut ready = self.fd.readable().await?;
