@@ -16,6 +16,11 @@ pub enum Channel {
 }
 
 impl Channel {
+    const ALL: [Channel; 8] = {
+        use Channel::*;
+        [U8, U16, U32, S8, S16, S32, F16, F32]
+    };
+
     /// Returns the type in memory; the bits of half precision have no type of their own.
     pub fn ty(self) -> Ty {
         match self {
@@ -39,17 +44,7 @@ pub struct Format {
 impl Format {
     /// Returns the format with the numbers of `CUDA_ARRAY_DESCRIPTOR`, if it is simulated.
     pub fn new(channel: u32, channels: u32) -> Option<Format> {
-        let channel = match channel {
-            0x01 => Channel::U8,
-            0x02 => Channel::U16,
-            0x03 => Channel::U32,
-            0x08 => Channel::S8,
-            0x09 => Channel::S16,
-            0x0a => Channel::S32,
-            0x10 => Channel::F16,
-            0x20 => Channel::F32,
-            _ => return None,
-        };
+        let channel = Channel::ALL.into_iter().find(|known| *known as u32 == channel)?;
         matches!(channels, 1 | 2 | 4).then_some(Format { channel, channels })
     }
 
