@@ -29,6 +29,9 @@ use crate::show::table;
 /// Percentiles of round trips: key of the JSON, thousandths.
 const PERCENTILES: [(&str, usize); 4] = [("p50", 500), ("p90", 900), ("p99", 990), ("p99_9", 999)];
 
+/// Time of the row of programs, as a multiple of another row's.
+const PARTS_OF_PROGRAMS: u32 = 4;
+
 #[derive(clap::Args)]
 pub struct Netperf {
     /// Server to measure [default: the first one that is online]
@@ -140,22 +143,35 @@ impl Drop for Progress {
     }
 }
 
-/// Measures each number of lanes, encrypted and, if the server allows it, not.
-fn measure_all(given: &describe::Endpoint, options: &Netperf) -> Result<Vec<Series>> {
-    let ways: &[bool] = if given.clear { &[true, false] } else { &[true] };
-    let mut lanes = options.lanes.clone();
+/// Returns the numbers of lanes to measure, encrypted and, if the server allows it, not.
+///
+/// Each one has its part of the time. A program's has the most, because a rate over a short time
+/// says less.
+fn rows(clear: bool, lanes: &[u16], time: Duration) -> Vec<(bool, u16, Duration)> {
+    let ways: &[bool] = if clear { &[true, false] } else { &[true] };
+    let mut lanes = lanes.to_vec();
     lanes.sort_unstable();
     lanes.dedup();
-    let rows: Vec<_> = ways.iter().flat_map(|way| lanes.iter().map(|lanes| (*way, *lanes))).collect();
-    let time = Duration::from_secs(options.seconds.into()) / rows.len() as u32;
+    let parts = |encrypted, number| match encrypted != clear && lanes.last() == Some(&number) {
+        true => PARTS_OF_PROGRAMS,
+        false => 1,
+    };
+    let rows = ways.iter().flat_map(|way| lanes.iter().map(|number| (*way, *number)));
+    let sum: u32 = rows.clone().map(|(way, number)| parts(way, number)).sum();
+    rows.map(|(way, number)| (way, number, time * parts(way, number) / sum)).collect()
+}
+
+/// Measures each row.
+fn measure_all(given: &describe::Endpoint, options: &Netperf) -> Result<Vec<Series>> {
+    let rows = rows(given.clear, &options.lanes, Duration::from_secs(options.seconds.into()));
     let progress = Progress(nix::unistd::isatty(std::io::stderr()) == Ok(true));
     let (memory, mut found) = (Memory::new(), Vec::new());
-    for (number, (encrypted, lanes)) in rows.iter().enumerate() {
+    for (number, (encrypted, lanes, time)) in rows.iter().enumerate() {
         let way = if *encrypted { "encrypted" } else { "clear" };
         let show = |phase: &str| {
             progress.show(&format!("{} of {}: {lanes} lanes, {way}, {phase}", number + 1, rows.len()));
         };
-        let series = measure(&connectable(given, *encrypted), *lanes, time, memory, show);
+        let series = measure(&connectable(given, *encrypted), *lanes, *time, memory, show);
         found.push(series.map_err(|lost| {
             Failure::new(code::UNREACHABLE, lost.0)
                 .hint("`gpusession health` checks the server's data port and the way to it")
@@ -320,6 +336,14 @@ mod tests {
         assert_eq!(value["programs"], json!({ "encrypted": false, "lanes": 8 }));
         assert_eq!(value["runs"][3]["rtt_usec"]["p99_9"], Value::Null);
         assert_eq!(value["runs"][3]["to_server"]["bytes_per_s"], 10_000_000_000_u64);
+    }
+
+    #[test]
+    fn a_programs_row_has_the_most_of_the_time() {
+        let second = Duration::from_secs(1);
+        assert_eq!(rows(false, &[8, 1, 8], 5 * second), [(true, 1, second), (true, 8, 4 * second)]);
+        let both = [(true, 8, second), (false, 8, 4 * second)];
+        assert_eq!(rows(true, &[8], 5 * second), both);
     }
 
     #[test]
