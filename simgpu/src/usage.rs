@@ -2,9 +2,13 @@
 //!
 //! A small file holds one entry per process. The entry of an exited process does not count and is
 //! reused, so that a killed process leaves no trace.
+//!
+//! A live process holds a record lock for its entry, which the kernel takes back at its exit: an
+//! isolated process cannot look at others in `/proc`.
 
 use crate::config::{Config, DEVICES};
 use std::fs::{File, OpenOptions};
+use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::PathBuf;
@@ -42,7 +46,8 @@ pub struct Fault {
 ///
 /// Devices are those of the machine, whichever of them the process sees.
 pub struct Usage {
-    file: Option<File>,
+    /// It stays open, because closing it would take back all locks of the process.
+    file: Option<ManuallyDrop<File>>,
     words: *const AtomicU64,
     /// Replaces a file that cannot be opened.
     own: Box<[AtomicU64]>,
@@ -82,17 +87,28 @@ fn open_or_create(config: &Config) -> std::io::Result<File> {
     })
 }
 
-/// Returns the start time of a process in clock ticks, which distinguishes it from a later process
-/// with the same pid.
+/// Returns the start time of this process in clock ticks, which distinguishes it from an earlier
+/// process with the same pid.
+fn start_time() -> u64 {
+    let started = || {
+        let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+        stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    };
+    started().unwrap_or(0)
+}
+
+/// Returns the record lock of an entry, which is a byte behind all entries.
 ///
-/// A zombie has none: a driver frees its memory when it exits.
-fn start_time(pid: u32) -> Option<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    let (state, threads, start) = (fields.next()?, fields.nth(16)?, fields.nth(1)?);
-    // A main thread that exits before other threads is a zombie, too.
-    let ended = matches!(state, "Z" | "X") && threads.parse::<u32>().is_ok_and(|n| n <= 1);
-    if ended { None } else { start.parse().ok() }
+/// Locks of this kind belong to a process: its children inherit none, and it has none left once the
+/// last of its threads has ended.
+fn record(entry: usize) -> libc::flock {
+    // SAFETY: all zeros are a valid value of this structure of numbers.
+    let mut record: libc::flock = unsafe { std::mem::zeroed() };
+    record.l_type = libc::F_WRLCK as libc::c_short;
+    record.l_whence = libc::SEEK_SET as libc::c_short;
+    record.l_start = (ALL_WORDS * 8 + entry) as libc::off_t;
+    record.l_len = 1;
+    record
 }
 
 impl Usage {
@@ -115,7 +131,7 @@ impl Usage {
             };
             if p != libc::MAP_FAILED {
                 usage.words = p.cast();
-                usage.file = Some(file);
+                usage.file = Some(ManuallyDrop::new(file));
             }
         }
         if usage.words.is_null() {
@@ -198,9 +214,23 @@ impl Usage {
 
     fn alive(&self, entry: usize) -> bool {
         let pid = self.word(entry, 0).load(Ordering::Relaxed) as u32;
-        pid != 0
-            && (pid == std::process::id()
-                || start_time(pid) == Some(self.word(entry, 1).load(Ordering::Relaxed)))
+        if pid == 0 || pid == std::process::id() {
+            return pid != 0;
+        }
+        let Some(file) = &self.file else { return false };
+        let mut record = record(entry);
+        // SAFETY: the descriptor is open, and the call writes to the structure only.
+        let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &raw mut record) };
+        asked == 0 && record.l_type != libc::F_UNLCK as libc::c_short
+    }
+
+    /// Shows other processes that this one lives, which has the entry.
+    fn hold(&self, entry: usize) {
+        let record = record(entry);
+        if let Some(file) = &self.file {
+            // SAFETY: the descriptor is open, and the call reads the structure only.
+            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &raw const record) };
+        }
     }
 
     fn sum(&self, device: u32) -> u64 {
@@ -211,19 +241,15 @@ impl Usage {
     }
 
     fn own_entry(&self) -> Option<usize> {
-        let pid = u64::from(std::process::id());
-        if let Some(e) = (0..ENTRIES).find(|&e| self.word(e, 0).load(Ordering::Relaxed) == pid) {
-            let start = start_time(pid as u32).unwrap_or(0);
-            if self.word(e, 1).swap(start, Ordering::Relaxed) != start {
-                self.clear(e);
-            }
-            return Some(e);
+        let (pid, start) = (u64::from(std::process::id()), start_time());
+        let known = (0..ENTRIES).find(|&e| self.word(e, 0).load(Ordering::Relaxed) == pid);
+        let entry = known.or_else(|| (0..ENTRIES).find(|&e| !self.alive(e)))?;
+        self.hold(entry);
+        if self.word(entry, 1).swap(start, Ordering::Relaxed) != start || known.is_none() {
+            self.clear(entry);
         }
-        let e = (0..ENTRIES).find(|&e| !self.alive(e))?;
-        self.clear(e);
-        self.word(e, 1).store(start_time(pid as u32).unwrap_or(0), Ordering::Relaxed);
-        self.word(e, 0).store(pid, Ordering::Relaxed);
-        Some(e)
+        self.word(entry, 0).store(pid, Ordering::Relaxed);
+        Some(entry)
     }
 
     fn clear(&self, entry: usize) {
@@ -395,26 +421,35 @@ mod tests {
     }
 
     #[test]
-    fn a_zombie_has_ended_but_not_while_its_threads_run() {
-        let until = |pid: u32, state: char| {
-            let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-            while !stat().rsplit_once(')').unwrap().1.trim_start().starts_with(state) {
-                std::thread::sleep(std::time::Duration::from_millis(1));
-            }
+    fn a_process_counts_until_its_last_thread_has_ended() {
+        let config = Config { machine: format!("threads-{}", std::process::id()), ..Config::default() };
+        let usage = Usage::open(&config);
+        let lock = record(5).l_start;
+        // A process whose main thread exits, and whose other thread continues.
+        let code = format!(
+            "import ctypes, fcntl, threading, time\nfile = open({:?}, 'r+b')\n\
+             fcntl.lockf(file, fcntl.LOCK_EX, 1, {lock})\n\
+             threading.Thread(target=lambda: time.sleep(60)).start()\n\
+             ctypes.CDLL(None).pthread_exit(None)",
+            path(&config)
+        );
+        let mut child = std::process::Command::new("python3").args(["-c", &code]).spawn().unwrap();
+        let main_thread_has_ended = || {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+            stat.rsplit_once(')').unwrap().1.trim_start().starts_with('Z')
         };
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        assert!(start_time(child.id()).is_some());
+        while !main_thread_has_ended() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        usage.word(5, 0).store(u64::from(child.id()), Ordering::Relaxed);
+        usage.word(5, 2).store(300, Ordering::Relaxed);
+        assert_eq!(usage.used(0), 300);
         child.kill().unwrap();
-        until(child.id(), 'Z');
-        assert_eq!(start_time(child.id()), None);
+        // Before the parent takes its exit status.
+        while usage.used(0) != 0 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         child.wait().unwrap();
-        // The main thread exits, another thread continues.
-        let code = "import ctypes, threading, time\nthreading.Thread(target=lambda: time.sleep(60)).start()\n\
-                    ctypes.CDLL(None).pthread_exit(None)";
-        let mut child = std::process::Command::new("python3").args(["-c", code]).spawn().unwrap();
-        until(child.id(), 'Z');
-        assert!(start_time(child.id()).is_some());
-        child.kill().unwrap();
-        child.wait().unwrap();
+        std::fs::remove_file(path(&config)).ok();
     }
 }

@@ -36,7 +36,7 @@ const READABLE_FILES: &[&str] = &[
     "/lib",
     "/lib64",
     "/opt",
-    "/proc",
+    OWN_FOLDER,
     "/sys",
     "/run/nvidia-persistenced",
     "/etc/ld.so.cache",
@@ -55,7 +55,11 @@ const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "
 ///
 /// Only clients of MPS may create files in it, since no account would count them.
 const SHARED_MEMORY: &str = "/dev/shm";
+const OWN_FOLDER: &str = "/proc/self";
 const OWN_THREADS: &str = "/proc/self/task";
+/// Files about the machine and its processes; those about other processes have their numbers as
+/// names.
+const PROC: &str = "/proc";
 /// Limits of open files, and of the bytes of one written file.
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
@@ -189,12 +193,16 @@ fn no_capabilities() -> std::io::Result<()> {
 fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
     // open.
-    std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
+    for folder in [OWN_FOLDER, OWN_THREADS] {
+        std::mem::forget(PathFd::new(folder).map_err(|e| e.to_string())?);
+    }
     let said = |e: landlock::RulesetError| e.to_string();
     let own = std::env::current_exe().ok();
+    let machine = of_the_machine().map_err(|e| format!("{PROC}: {e}"))?;
     let read = READABLE_FILES
         .iter()
         .map(Path::new)
+        .chain(machine.iter().map(PathBuf::as_path))
         .chain(Path::new(files.driver).parent())
         .chain(own.as_deref().and_then(Path::parent));
     // A driver's folder may consist of links.
@@ -232,6 +240,21 @@ fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
         RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
         RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
     }
+}
+
+/// Returns what `/proc` has beside processes.
+///
+/// Links there lead to this process.
+fn of_the_machine() -> std::io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(PROC)? {
+        let entry = entry?;
+        let of_a_process = entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit);
+        if !of_a_process && !entry.file_type()?.is_symlink() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the rights that a process has by rules only: files, connections, and other processes.
@@ -579,6 +602,14 @@ mod tests {
                 std::thread::spawn(other).join().unwrap().unwrap();
                 assert!(std::fs::write("/proc/self/oom_score_adj", "0").is_err());
                 assert!(name(1).is_err(), "another process");
+                for file in ["status", "cmdline", "stat", "cgroup"] {
+                    let other =
+                        std::fs::read(format!("/proc/{}/{file}", std::os::unix::process::parent_id()));
+                    assert_eq!(other.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied, "{file}");
+                }
+                for file in ["/proc/cpuinfo", "/proc/meminfo", "/proc/sys/kernel/osrelease", "/proc/mounts"] {
+                    assert!(std::fs::read(file).is_ok(), "{file}");
+                }
             }
             lacking => assert!(lacking.len() == 1 && lacking[0].starts_with("landlock: "), "{lacking:?}"),
         }
