@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use gpusession_common::words::Sharing;
 use serde_json::{Value, json};
 
 use super::target::{Target, config_file, must_run, running};
@@ -79,6 +80,26 @@ pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb
     out.answer("config", must_run(server, &ask)?, print_config_changes)
 }
 
+/// Returns a text if clients of several groups may share a GPU, or get one after another unseen.
+///
+/// Groups of clients are the nearest that a configuration has to tenants.
+fn tenants_that_share(config: &Config) -> Option<String> {
+    let groups = config.limits.groups.iter().filter(|(_, group)| !group.clients.is_empty());
+    let names: Vec<_> = groups.map(|(name, _)| name.as_str()).collect();
+    let ways = config.gpu_sharing.iter().map(|(_, sharing)| *sharing).chain([config.sharing]);
+    let lacking = match (ways.into_iter().all(|way| way == Sharing::Exclusive), config.scrub) {
+        _ if names.len() < 2 => return None,
+        (true, true) => return None,
+        (false, false) => "sharing = \"exclusive\" and scrub = \"verify\"",
+        (false, true) => "sharing = \"exclusive\"",
+        (true, false) => "scrub = \"verify\"",
+    };
+    Some(format!(
+        "limits.group: clients of {} use the same GPUs; where they may attack each other, set {lacking}",
+        names.join(", ")
+    ))
+}
+
 pub(super) fn check_config(
     out: &mut Output<'_>,
     file: Option<&Path>,
@@ -108,6 +129,7 @@ pub(super) fn check_config(
             folder.display()
         ));
     }
+    warnings.extend(tenants_that_share(config));
     // A limit of any layer is described by its row.
     let row = |key: &str| {
         let limit = key.strip_prefix("limits.").and_then(|k| k.rsplit('.').next());

@@ -131,6 +131,15 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     let checked = server.verb(&["check-config", "--explain"]);
     let said = String::from_utf8_lossy(&checked.stdout);
     assert!(said.contains("good") && said.contains("note: GPUs are not checked"), "{said}");
+    let groups = "[limits.group.physics]\nclients = [\"p-*\"]\n[limits.group.biology]\nclients = [\"b-*\"]\n";
+    let notes = |lines: &str| {
+        server.configure("no-probe.so", &format!("{lines}{groups}"));
+        String::from_utf8_lossy(&server.verb(&["check-config"]).stdout).into_owned()
+    };
+    let both = "clients of biology, physics use the same GPUs";
+    assert!(notes("").contains(both) && notes("sharing = \"exclusive\"\n").contains(both));
+    let apart = notes("sharing = \"exclusive\"\nscrub = \"verify\"\n");
+    assert!(apart.contains("good") && !apart.contains("use the same GPUs"), "{apart}");
 }
 
 #[test]
