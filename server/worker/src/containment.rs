@@ -9,89 +9,25 @@
 //! * core dumps and large files (resource limits).
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 
-use gpusession_proto::supervise::{Isolation, Start};
-use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr,
-    RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
-};
+use gpusession_proto::supervise::Isolation;
+use landlock::ABI;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     apply_filter_all_threads,
 };
 
-use crate::devices;
-
+mod files;
 mod listed;
+
+use files::files_only;
+pub use files::{Files, Gpus};
 pub use listed::keep_journal;
 
-/// Readable and executable files.
-///
-/// These are libraries, facts about the machine for the driver, and tables of the loader and the
-/// resolver.
-const READABLE_FILES: &[&str] = &[
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/opt",
-    OWN_FOLDER,
-    "/sys",
-    "/run/nvidia-persistenced",
-    "/etc/ld.so.cache",
-    "/etc/nvidia",
-    "/etc/localtime",
-    "/etc/nsswitch.conf",
-    "/etc/passwd",
-    "/etc/group",
-];
-/// Writable files in addition to the lease's GPUs.
-///
-/// These are devices that every process may use, and this process's own threads. NVIDIA's driver
-/// sets the names of its threads; a failure there fails `cuInit`.
-const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", OWN_THREADS];
-/// Folder whose existing files are readable and writable.
-///
-/// Only clients of MPS may create files in it, since no account would count them.
-const SHARED_MEMORY: &str = "/dev/shm";
-const OWN_FOLDER: &str = "/proc/self";
-const OWN_THREADS: &str = "/proc/self/task";
-/// Files about the machine and its processes; those about other processes have their numbers as
-/// names.
-const PROC: &str = "/proc";
 /// Limits of open files, and of the bytes of one written file.
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
-
-/// Files that a process needs in addition to those of every driver's process.
-#[derive(Default)]
-pub struct Files<'a> {
-    /// The driver's library.
-    pub driver: &'a str,
-    pub gpus: Gpus,
-    /// Whether the process is a client of MPS.
-    pub mps: bool,
-}
-
-/// GPUs whose device files a process opens.
-#[derive(Default)]
-pub enum Gpus {
-    #[default]
-    All,
-    /// By UUID.
-    These(Vec<[u8; 16]>),
-}
-
-impl<'a> From<&'a Start> for Files<'a> {
-    fn from(start: &'a Start) -> Self {
-        Self {
-            driver: &start.driver,
-            gpus: Gpus::These(start.devices.iter().map(|device| device.uuid).collect()),
-            mps: start.mps,
-        }
-    }
-}
 
 /// System calls that a process needs in addition to those of every driver's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,91 +124,6 @@ fn no_capabilities() -> std::io::Result<()> {
             _ => Err(std::io::Error::last_os_error()),
         }
     }
-}
-
-fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
-    // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
-    // open.
-    for folder in [OWN_FOLDER, OWN_THREADS] {
-        std::mem::forget(PathFd::new(folder).map_err(|e| e.to_string())?);
-    }
-    let said = |e: landlock::RulesetError| e.to_string();
-    let own = std::env::current_exe().ok();
-    let machine = of_the_machine().map_err(|e| format!("{PROC}: {e}"))?;
-    let read = READABLE_FILES
-        .iter()
-        .map(Path::new)
-        .chain(machine.iter().map(PathBuf::as_path))
-        .chain(Path::new(files.driver).parent())
-        .chain(own.as_deref().and_then(Path::parent));
-    // A driver's folder may consist of links.
-    let target = std::fs::canonicalize(files.driver).ok();
-    let target = target.as_deref().and_then(Path::parent);
-    let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
-    // The folder in which an MPS daemon listens, if one runs.
-    let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
-    let write = WRITE.iter().copied().chain(runtime.as_deref());
-    let compiled = std::env::var("CUDA_CACHE_PATH").ok();
-    let (gpus, known) = match &files.gpus {
-        // Clients of MPS open further devices, which no test has determined: allow all of them.
-        _ if files.mps => (vec!["/dev".into()], Ok(())),
-        Gpus::These(uuids) => devices::of_gpus(uuids),
-        Gpus::All => (devices::all(), Ok(())),
-    };
-    let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
-    let write = write.chain(gpus.iter().map(PathBuf::as_path));
-    let shared = match files.mps {
-        true => AccessFs::from_all(abi),
-        false => {
-            let files = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate;
-            files & AccessFs::from_all(abi)
-        }
-    };
-    let status = handled(files.mps, abi)
-        .and_then(Ruleset::create)
-        .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
-        .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
-        .and_then(|r| r.add_rules(path_beneath_rules([SHARED_MEMORY], shared)))
-        .and_then(|r| r.restrict_self())
-        .map_err(said)?;
-    match status.ruleset {
-        RulesetStatus::FullyEnforced => known,
-        RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
-        RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
-    }
-}
-
-/// Returns what `/proc` has beside processes.
-///
-/// Links there lead to this process.
-fn of_the_machine() -> std::io::Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(PROC)? {
-        let entry = entry?;
-        let of_a_process = entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit);
-        if !of_a_process && !entry.file_type()?.is_symlink() {
-            found.push(entry.path());
-        }
-    }
-    Ok(found)
-}
-
-/// Returns the rights that a process has by rules only: files, connections, and other processes.
-///
-/// No rule allows a connection.
-fn handled(mps: bool, abi: ABI) -> Result<Ruleset, RulesetError> {
-    let mut all = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(abi))?;
-    if abi >= ABI::V4 {
-        all = all.handle_access(AccessNet::from_all(abi))?;
-    }
-    if abi >= ABI::V6 {
-        // No test has determined whether a client of MPS uses the abstract sockets of NVIDIA's
-        // daemons, which no rule could allow.
-        all = all.scope(if mps { Scope::Signal.into() } else { Scope::from_all(abi) })?;
-    }
-    Ok(all)
 }
 
 /// Restricts the system calls of all threads, once the driver is warm.
@@ -553,6 +404,8 @@ fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
+
     use super::*;
 
     /// Set in a test's own process.
