@@ -10,7 +10,8 @@
 //! | `client-HASH` | none | memory of all its workers, weight of processor time |
 //! | `client-HASH/worker-ID` | one worker or endpoint, from before its first instruction | memory, threads |
 //!
-//! An endpoint of `netperf` is in a group beside its client's, whose bound is for workers.
+//! An endpoint of `netperf` is in a group beside its client's, whose bound is for workers. With a
+//! starter, that group is in the starter's unit, where the starter's process is in `starter`.
 //! In a group counts what no process's numbers have, such as a memory file that is mapped nowhere.
 //! Everywhere else the supervisor only samples what workers have.
 
@@ -22,17 +23,20 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 /// Mount point of the hierarchy.
 const MOUNT: &str = "/sys/fs/cgroup";
-/// Group of the server, as the unit names it.
-const SERVER: &str = "server";
+/// Group of the server, as its unit names it (`DelegateSubgroup=`).
+pub const SERVER: &str = "server";
+/// Group of the starter.
+pub const STARTER: &str = "starter";
 /// Rounds in which processes that an earlier version left in the unit's own group are moved.
 const MOVES: usize = 5;
 
 /// Bounds of one worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bounds {
     /// Host memory in bytes.
     pub memory: u64,
@@ -82,15 +86,15 @@ impl fmt::Display for Cgroups {
 }
 
 impl Cgroups {
-    /// Prepares the groups of the unit that runs this process.
-    pub fn of_this_unit() -> Self {
+    /// Prepares the groups of the unit that runs this process, in the group `subgroup` of it.
+    pub fn of_this_unit(subgroup: &str) -> Self {
         let found = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string()).and_then(|text| {
             let own = text.lines().find_map(|line| line.strip_prefix("0::/"));
-            let own = own.map(|own| Path::new(MOUNT).join(own)).filter(|own| own.ends_with(SERVER));
+            let own = own.map(|own| Path::new(MOUNT).join(own)).filter(|own| own.ends_with(subgroup));
             let root = own.as_deref().and_then(Path::parent).ok_or(
                 "no delegated control group: it needs cgroup v2, systemd 254, and the unit's Delegate=",
             )?;
-            Tree::open(root).map_err(|e| format!("{}: {e}", root.display()))
+            Tree::open(root, subgroup).map_err(|e| format!("{}: {e}", root.display()))
         });
         Self(Arc::new(found.map_or_else(Mode::Sampled, Mode::Bounded)))
     }
@@ -199,7 +203,7 @@ struct Written {
 }
 
 impl Tree {
-    fn open(root: &Path) -> io::Result<Self> {
+    fn open(root: &Path, subgroup: &str) -> io::Result<Self> {
         let controllers = fs::read_to_string(root.join("cgroup.controllers"))?;
         let has = |name| controllers.split_whitespace().any(|c| c == name);
         if !has("memory") || !has("pids") {
@@ -213,7 +217,7 @@ impl Tree {
             }
             for pid in left.lines() {
                 // The process may have exited.
-                let _ = put(&root.join(SERVER).join("cgroup.procs"), pid);
+                let _ = put(&root.join(subgroup).join("cgroup.procs"), pid);
             }
         }
         enable(root, "+memory +pids")?;
@@ -375,7 +379,7 @@ mod tests {
     #[test]
     fn a_worker_and_its_client_have_their_bounds() {
         let root = unit("cpu memory pids\n");
-        let tree = Tree::open(root.path()).unwrap();
+        let tree = Tree::open(root.path(), SERVER).unwrap();
         let (client, worker) = (tree.client("vm-1"), tree.worker("vm-1", "ab"));
         assert!(!client.display().to_string().contains("vm-1"), "workers read the names of groups");
         group(&client);
@@ -398,7 +402,7 @@ mod tests {
     #[test]
     fn the_bound_that_the_kernel_met_is_known() {
         let root = unit("memory pids");
-        let tree = Tree::open(root.path()).unwrap();
+        let tree = Tree::open(root.path(), SERVER).unwrap();
         let (client, worker) = (tree.client("vm-1"), tree.worker("vm-1", "ab"));
         group(&client);
         group(&worker);
@@ -418,7 +422,7 @@ mod tests {
     #[test]
     fn without_the_controllers_there_are_no_groups() {
         let root = unit("cpu io pids\n");
-        let error = Tree::open(root.path()).unwrap_err().to_string();
+        let error = Tree::open(root.path(), SERVER).unwrap_err().to_string();
         assert_eq!(error, "the controllers memory and pids are not delegated");
         let sampled = Cgroups(Arc::new(Mode::Sampled("why".into())));
         assert!(sampled.create("vm-1", "ab", BOUNDS).unwrap().is_none());
@@ -448,7 +452,7 @@ mod tests {
         }
 
         fn tree(&self) -> Option<Tree> {
-            Tree::open(&self.0).inspect_err(|e| eprintln!("skipped: {}: {e}", self.0.display())).ok()
+            Tree::open(&self.0, SERVER).inspect_err(|e| eprintln!("skipped: {}: {e}", self.0.display())).ok()
         }
     }
 

@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd as _;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,9 +18,9 @@ use tracing::{debug, info, warn};
 
 use crate::cgroups::Bounds;
 use crate::clock::{self, Clock, Moment, Random};
-use crate::spawn::clean_environment;
+use crate::starter::Group;
+use crate::starter::link::{Program, Starter};
 use crate::supervise::channel::Channel;
-use crate::supervise::process::{Process, end_group};
 use crate::supervise::{AdoptError, Supervisor, WorkerId, hex};
 
 /// Most measurements at a time, of all clients.
@@ -120,6 +119,7 @@ impl Table {
 
 struct Inner {
     supervisor: Supervisor,
+    starter: Starter,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     table: Mutex<Table>,
@@ -140,15 +140,28 @@ impl Drop for Entry {
     fn drop(&mut self) {
         let ended = self.endpoints.table().end(&self.id, self.started);
         if let Some(client) = ended {
-            self.endpoints.0.supervisor.cgroups().remove(&client, &hex(&self.id));
+            // With a starter there is none.
+            self.endpoints.0.supervisor.cgroups().remove(&beside(&client), &hex(&self.id));
         }
     }
 }
 
+/// Returns the name of a group beside the client's, whose bound is for its workers.
+fn beside(client: &str) -> String {
+    // No client has such a name.
+    format!("{client} netperf")
+}
+
 impl Endpoints {
-    /// Starts endpoints as the supervisor starts workers.
-    pub fn new(supervisor: &Supervisor, clock: Arc<dyn Clock>, random: Arc<dyn Random>) -> Self {
-        Self(Arc::new(Inner { supervisor: supervisor.clone(), clock, random, table: Mutex::default() }))
+    /// Has `starter` start endpoints, with the isolation of the supervisor's workers.
+    pub fn new(
+        supervisor: &Supervisor,
+        starter: Starter,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+    ) -> Self {
+        let (supervisor, table) = (supervisor.clone(), Mutex::default());
+        Self(Arc::new(Inner { supervisor, starter, clock, random, table }))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -178,13 +191,13 @@ impl Endpoints {
             table.begin(id, Running { client: client.into(), key, encrypted, connections: sender }, now);
         }
         let mut entry = Entry { endpoints: self.clone(), id, started: false };
-        let (process, channel, fingerprint) =
+        let (program, channel, fingerprint) =
             self.start(client, &id, key, encrypted).await.map_err(NoMeasurement::Failed)?;
         entry.started = true;
         let life = Duration::from_secs((seconds.min(MAX_SECONDS) + GRACE_SECONDS).into());
         info!(gpusession_client = client, "client {client}: measures the network for {seconds} s");
         tokio::spawn(async move {
-            let why = attend(&entry.id, process, &channel, connections, Instant::now() + life).await;
+            let why = attend(&entry.id, program, &channel, connections, Instant::now() + life).await;
             debug!("measurement {}: ended: {why}", hex(&entry.id));
             drop(entry);
         });
@@ -197,7 +210,7 @@ impl Endpoints {
         id: &WorkerId,
         key: [u8; 32],
         encrypted: bool,
-    ) -> Result<(Owned, Channel, [u8; 32]), String> {
+    ) -> Result<(Program, Channel, [u8; 32]), String> {
         let supervisor = &self.0.supervisor;
         // With a grace, lanes acknowledge chunks, like those of this client's programs.
         let resumes = supervisor.resume_grace(client) > Duration::ZERO;
@@ -216,16 +229,10 @@ impl Endpoints {
             staging_bytes: 0,
             isolation: supervisor.isolation().workers,
         };
-        let program = supervisor.program();
-        let failed = |e: std::io::Error| format!("{}: {e}", program.display());
-        let variables = clean_environment(Path::new(""));
-        // Beside the client's group, whose bound is for its workers; no client has such a name.
-        let beside = format!("{client} netperf");
-        let group = supervisor.cgroups().create(&beside, &hex(id), BOUNDS).map_err(failed)?;
-        let started = supervisor.spawner().start(program, &["--measure"], variables, false, group).await;
-        let (child, fd) = started.map_err(failed)?;
-        let pid = child.id().unwrap_or_default();
-        let process = Owned(Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?);
+        let failed = |e: std::io::Error| e.to_string();
+        let group = Group { of: beside(client), id: *id, bounds: BOUNDS };
+        let started = self.0.starter.endpoint(group, supervisor.spawner(), supervisor.cgroups()).await;
+        let (program, fd) = started.map_err(failed)?;
         let channel = Channel::new(fd).map_err(failed)?;
         let ready = async {
             channel.send(&ToWorker::Start(start), None).await.map_err(|e| e.to_string())?;
@@ -243,7 +250,7 @@ impl Endpoints {
         };
         let ready = timeout(READY_TIMEOUT, ready).await;
         let fingerprint = ready.unwrap_or_else(|_| Err("it is not ready within 10 s".into()))?;
-        Ok((process, channel, fingerprint))
+        Ok((program, channel, fingerprint))
     }
 
     /// Returns `true` if the id is an endpoint's.
@@ -279,19 +286,10 @@ impl Endpoints {
     }
 }
 
-/// A process that is killed with its group on drop.
-struct Owned(Process);
-
-impl Drop for Owned {
-    fn drop(&mut self) {
-        self.0.kill();
-    }
-}
-
 /// Hands connections over until the endpoint exits or its time is up; returns the reason.
 async fn attend(
     id: &WorkerId,
-    mut process: Owned,
+    mut program: Program,
     channel: &Channel,
     mut connections: mpsc::Receiver<Adopted>,
     until: Instant,
@@ -315,7 +313,7 @@ async fn attend(
                 Ok(None) => return "it exited".into(),
                 Err(e) => return e.to_string(),
             },
-            _ = process.0.wait() => return "it exited".into(),
+            _ = program.wait() => return "it exited".into(),
             () = tokio::time::sleep_until(until) => return "its time is up".into(),
         }
     }

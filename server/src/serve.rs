@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 use crate::accounting::Accounting;
 use crate::audit;
 use crate::cache::{Cache, MEASURE_INTERVAL, TRIM_INTERVAL};
-use crate::cgroups::Cgroups;
+use crate::cgroups::{self, Cgroups};
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
@@ -119,7 +119,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         idle_exit: config.worker_idle_exit,
         isolation: isolation.clone(),
         mps: host.mps,
-        cgroups: Cgroups::of_this_unit(),
+        cgroups: Cgroups::of_this_unit(cgroups::SERVER),
     };
     info!("{}", options.cgroups);
     let (registry, lost) = LocalRegistry::open(

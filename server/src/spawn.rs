@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::OnceLock;
@@ -14,7 +15,9 @@ use std::thread;
 use gpusession_proto::supervise::WORKER_FD;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+use nix::sys::signal::{Signal, killpg};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use nix::unistd::Pid;
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 
@@ -54,6 +57,25 @@ pub fn stack_can_be_unlimited() -> bool {
         || nix::unistd::geteuid().is_root()
 }
 
+/// Occupies the descriptor under which a worker finds its channel, for as long as this process
+/// runs.
+///
+/// The channel of a new worker is moved there between fork and exec. No descriptor that the
+/// standard library needs meanwhile may have that number.
+pub fn hold_worker_fd() -> io::Result<()> {
+    static HELD: OnceLock<Vec<File>> = OnceLock::new();
+    let mut held = Vec::new();
+    loop {
+        let file = File::open("/dev/null")?;
+        if file.as_raw_fd() > WORKER_FD {
+            break;
+        }
+        held.push(file);
+    }
+    let _ = HELD.set(held);
+    Ok(())
+}
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Thread that starts all workers and daemons.
@@ -66,18 +88,7 @@ pub struct Spawner(mpsc::Sender<Job>);
 impl Spawner {
     /// Starts the thread; needs a runtime.
     pub fn new() -> io::Result<Self> {
-        // The channel of a new worker is moved to descriptor 3 between fork and exec. No descriptor
-        // that the standard library needs there may have that number.
-        static HELD: OnceLock<Vec<File>> = OnceLock::new();
-        let mut held = Vec::new();
-        loop {
-            let file = File::open("/dev/null")?;
-            if file.as_raw_fd() > WORKER_FD {
-                break;
-            }
-            held.push(file);
-        }
-        let _ = HELD.set(held);
+        hold_worker_fd()?;
         let (sender, orders) = mpsc::channel::<Job>();
         let runtime = tokio::runtime::Handle::current();
         thread::Builder::new().name("spawner".into()).spawn(move || {
@@ -107,11 +118,7 @@ impl Spawner {
 
     /// Starts a program that the kernel kills with the server.
     pub async fn start_bound(&self, mut command: Command) -> io::Result<Child> {
-        let parent = nix::unistd::getpid();
-        // SAFETY: as in `start`.
-        unsafe {
-            command.pre_exec(move || end_with(parent));
-        }
+        bind(command.as_std_mut());
         self.on_thread(move || command.spawn()).await
     }
 
@@ -144,15 +151,32 @@ fn start(
         .stdout(Stdio::null())
         .process_group(0)
         .kill_on_drop(!outlives);
+    if !outlives {
+        bind(command.as_std_mut());
+    }
+    as_worker(command.as_std_mut(), theirs, group);
+    let child = command.spawn()?;
+    Ok((child, ours))
+}
+
+/// Has the kernel kill a command's process with the thread that starts it.
+pub fn bind(command: &mut std::process::Command) {
     let parent = nix::unistd::getpid();
-    let theirs_raw = theirs.as_raw_fd();
     // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe,
     // and allocates nothing: `io::Error::from` of an errno stores the number.
     unsafe {
+        command.pre_exec(move || end_with(parent));
+    }
+}
+
+/// Has a command start with a worker's channel and stack, inside the control group whose
+/// `cgroup.procs` is `group`.
+///
+/// The command keeps both descriptors. [`hold_worker_fd`] comes first.
+pub fn as_worker(command: &mut std::process::Command, channel: OwnedFd, group: Option<OwnedFd>) {
+    // SAFETY: as in `bind`.
+    unsafe {
         command.pre_exec(move || {
-            if !outlives {
-                end_with(parent)?;
-            }
             // Before the worker runs anything, so that all that it takes counts there.
             if let Some(group) = &group {
                 enter(group)?;
@@ -162,12 +186,17 @@ fn start(
                 let _ = getrlimit(Resource::RLIMIT_STACK)
                     .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_STACK, hard, hard));
             }
-            inherit_as_worker_fd(theirs_raw)
+            inherit_as_worker_fd(channel.as_raw_fd())
         });
     }
-    let child = command.spawn()?;
-    drop(theirs);
-    Ok((child, ours))
+}
+
+/// Kills a process group of a worker or helper.
+pub fn end_group(pid: u32) {
+    // Groups 0 and 1 never belong to one.
+    if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
+        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+    }
 }
 
 /// Starts the worker's program as a helper of this process, with the workers' environment.
@@ -207,8 +236,8 @@ pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Makes the kernel kill this process with the thread that started it; runs between fork and exec.
-fn end_with(parent: nix::unistd::Pid) -> io::Result<()> {
-    nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+fn end_with(parent: Pid) -> io::Result<()> {
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
     if nix::unistd::getppid() != parent {
         // The server exited before the request, so that nothing would kill this process.
         return Err(io::Error::from(nix::errno::Errno::ESRCH));

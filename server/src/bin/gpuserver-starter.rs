@@ -1,12 +1,14 @@
-//! `gpuserver-starter`: starts programs that load the driver, as a user of their own.
+//! `gpuserver-starter`: starts programs that load the driver or meet a client's bytes, as a user of
+//! their own.
 
 use std::process::ExitCode;
 
 use anyhow::bail;
 use clap::Parser;
+use gpuserver::cgroups::{self, Cgroups};
 use gpuserver::{local_service, log, spawn, starter};
 
-/// Starts programs that load the driver for gpuserver, as a user of their own
+/// Starts gpuserver's programs that load the driver or meet a client's bytes, as another user
 #[derive(Debug, Parser)]
 #[command(name = "gpuserver-starter", version)]
 struct Options {
@@ -28,11 +30,13 @@ fn main() -> ExitCode {
 
 fn serve(service: &local_service::Service) -> anyhow::Result<()> {
     let served = service.served()?;
+    spawn::hold_worker_fd()?;
     let listener = service.listener("gpuserver-worker.socket")?;
     let program = spawn::worker_program();
     if served.uid == nix::unistd::geteuid().as_raw() {
         bail!("this program runs as the server's own user; User= of its unit names another one");
     }
-    tracing::info!("starting {} for {}", program.display(), service.server());
-    Ok(starter::service::serve(&listener, &program, &served)?)
+    let groups = Cgroups::of_this_unit(cgroups::STARTER);
+    tracing::info!("starting {} for {}; {groups}", program.display(), service.server());
+    Ok(starter::service::serve(&listener, &program, &served, &groups)?)
 }

@@ -58,6 +58,7 @@ use crate::registry::{Registry, Standing};
 use crate::signer::link::Signer;
 use crate::signer::tokens::{Terms, TokenFacts};
 use crate::signer::{Operation, Privileged, Refused};
+use crate::starter::link::Starter;
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
 
@@ -108,7 +109,8 @@ impl Pool {
         administrators.complete(&old);
         let clients = Clients::new(store::read(&files.clients)?);
         let config = Mutex::new(Arc::new(facts.config.clone()));
-        let endpoints = Endpoints::new(&supervisor, clock.clone(), random.clone());
+        let starter = Starter::new(facts.config.starter.as_deref(), supervisor.program());
+        let endpoints = Endpoints::new(&supervisor, starter, clock.clone(), random.clone());
         Ok(Self {
             facts,
             config,

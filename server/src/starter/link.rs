@@ -1,4 +1,5 @@
-//! The server's way to programs that load the driver: a starter, or children of this process.
+//! The server's way to programs that load the driver or meet a client's bytes: a starter, or
+//! children of this process.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -19,8 +20,9 @@ use tokio::net::unix::pipe;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use super::{Purpose, Request, STREAMS, Said};
-use crate::spawn::clean_environment;
+use super::{Group, Purpose, Request, STREAMS, Said};
+use crate::cgroups::Cgroups;
+use crate::spawn::{Spawner, clean_environment, end_group, socket_pair};
 
 /// Longest time for the start of a program, and of the starter before it.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -28,7 +30,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Most bytes that a program without input may write to each of its streams.
 const MAX_OUTPUT: u64 = 1 << 20;
 
-/// Way to start programs that load the driver.
+/// Way to start programs that load the driver or meet a client's bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Starter {
     /// Children of this process, with its user; the worker's program.
@@ -40,21 +42,34 @@ pub enum Starter {
 /// A started program, killed with its group on drop.
 #[derive(Debug)]
 pub enum Program {
-    /// Child of this process.
-    Child(Child),
-    /// Connection to the starter.
-    Started(UnixStream),
+    /// Child of this process, and leader of its group.
+    Child(Child, u32),
+    /// Connection to the starter, with what it has sent of its next message.
+    Started(UnixStream, Vec<u8>),
 }
 
 impl Program {
-    /// Waits for its end.
+    fn of(child: Child) -> io::Result<Self> {
+        let pid = child.id().ok_or(io::ErrorKind::NotFound)?;
+        Ok(Self::Child(child, pid))
+    }
+
+    /// Waits for its end; loses nothing if it is dropped before.
     pub async fn wait(&mut self) -> io::Result<ExitStatus> {
         match self {
-            Self::Child(child) => child.wait().await,
-            Self::Started(socket) => match hear(socket).await? {
+            Self::Child(child, _) => child.wait().await,
+            Self::Started(socket, part) => match hear(socket, part).await? {
                 Said::Ended(status) => Ok(ExitStatus::from_raw(status)),
                 other => Err(unexpected(&other)),
             },
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if let Self::Child(_, group) = self {
+            end_group(*group);
         }
     }
 }
@@ -77,7 +92,8 @@ impl Starter {
         let (theirs_in, to) = pipe2(OFlag::O_CLOEXEC)?;
         let (from, theirs_out) = pipe2(OFlag::O_CLOEXEC)?;
         let errors = io::stderr().as_fd().try_clone_to_owned()?;
-        let started = self.start(purpose, driver, more, [theirs_in, theirs_out, errors]).await?;
+        let streams = [theirs_in, theirs_out, errors];
+        let started = self.start(request(purpose, driver, more), streams).await?;
         Ok((started, pipe::Sender::from_owned_fd(to)?, pipe::Receiver::from_owned_fd(from)?))
     }
 
@@ -86,35 +102,72 @@ impl Starter {
         let (from, theirs_out) = pipe2(OFlag::O_CLOEXEC)?;
         let (errors, theirs_err) = pipe2(OFlag::O_CLOEXEC)?;
         let nothing = File::open("/dev/null")?.into();
-        let mut started = self.start(purpose, driver, &[], [nothing, theirs_out, theirs_err]).await?;
+        let streams = [nothing, theirs_out, theirs_err];
+        let mut started = self.start(request(purpose, driver, &[]), streams).await?;
         let (stdout, stderr) = tokio::try_join!(written(from), written(errors))?;
         Ok(Output { status: started.wait().await?, stdout, stderr })
     }
 
-    async fn start(
+    /// Starts the endpoint of a measurement; returns it with the other end of its channel.
+    ///
+    /// A child of this process gets its control group in `groups`, of which the caller removes it.
+    pub async fn endpoint(
         &self,
-        purpose: Purpose,
-        driver: &Path,
-        more: &[&str],
-        streams: [OwnedFd; STREAMS],
-    ) -> io::Result<Program> {
-        let arguments = [driver.as_os_str().to_owned()].into_iter();
-        let request = Request {
-            purpose,
-            arguments: arguments.chain(more.iter().map(OsString::from)).collect(),
-            environment: clean_environment(driver),
-        };
+        group: Group,
+        spawner: &Spawner,
+        groups: &Cgroups,
+    ) -> io::Result<(Program, OwnedFd)> {
+        let environment = clean_environment(Path::new(""));
         match self {
-            Self::Here(program) => child(program, &request, streams).map(Program::Child).map_err(|e| {
-                io::Error::new(e.kind(), format!("{}: cannot be started: {e}", program.display()))
-            }),
+            Self::Here(program) => {
+                let procs = groups.create(&group.of, &group.name(), group.bounds)?;
+                let flag = &[Purpose::MEASURE];
+                let (child, channel) = spawner
+                    .start(program, flag, environment, false, procs)
+                    .await
+                    .map_err(|e| not(program, &e))?;
+                Ok((Program::of(child)?, channel))
+            }
             Self::Socket(path) => {
-                let asked = timeout(START_TIMEOUT, ask(path, &request, streams)).await;
-                let asked = asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-                asked.map(Program::Started).map_err(|e| away(path, &e))
+                let (ours, theirs) = socket_pair()?;
+                let nothing = || File::options().read(true).write(true).open("/dev/null");
+                let errors = io::stderr().as_fd().try_clone_to_owned()?;
+                let descriptors = [nothing()?.into(), nothing()?.into(), errors, theirs];
+                let purpose = Purpose::Measure(group);
+                let request = Request { purpose, arguments: Vec::new(), environment };
+                Ok((started(path, &request, &descriptors).await?, ours))
             }
         }
     }
+
+    async fn start(&self, request: Request, streams: [OwnedFd; STREAMS]) -> io::Result<Program> {
+        match self {
+            Self::Here(program) => {
+                Program::of(child(program, &request, streams).map_err(|e| not(program, &e))?)
+            }
+            Self::Socket(path) => started(path, &request, &streams).await,
+        }
+    }
+}
+
+fn request(purpose: Purpose, driver: &Path, more: &[&str]) -> Request {
+    let arguments = [driver.as_os_str().to_owned()].into_iter();
+    Request {
+        purpose,
+        arguments: arguments.chain(more.iter().map(OsString::from)).collect(),
+        environment: clean_environment(driver),
+    }
+}
+
+fn not(program: &Path, e: &io::Error) -> io::Error {
+    io::Error::new(e.kind(), format!("{}: cannot be started: {e}", program.display()))
+}
+
+/// Has the starter at `path` start a program.
+async fn started(path: &Path, request: &Request, descriptors: &[OwnedFd]) -> io::Result<Program> {
+    let asked = timeout(START_TIMEOUT, ask(path, request, descriptors)).await;
+    let asked = asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    asked.map(|socket| Program::Started(socket, Vec::new())).map_err(|e| away(path, &e))
 }
 
 /// Reads what a program writes until it ends.
@@ -144,11 +197,11 @@ fn child(program: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> io::
 }
 
 /// Has the starter start a program; returns the connection, which is the program's life.
-async fn ask(path: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> io::Result<UnixStream> {
+async fn ask(path: &Path, request: &Request, descriptors: &[OwnedFd]) -> io::Result<UnixStream> {
     let bytes = message::encode(request);
     message::body_len([bytes[0], bytes[1], bytes[2], bytes[3]]).map_err(io::Error::other)?;
     let mut socket = UnixStream::connect(path).await?;
-    let raw = streams.each_ref().map(AsRawFd::as_raw_fd);
+    let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&raw)];
     socket.writable().await?;
     let sent = socket.try_io(Interest::WRITABLE, || {
@@ -161,19 +214,29 @@ async fn ask(path: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> io:
         Err(e) => Err(e),
     };
     // A starter that refuses the caller answers before it reads.
-    match hear(&mut socket).await.map_err(|e| sent.err().unwrap_or(e))? {
+    match hear(&mut socket, &mut Vec::new()).await.map_err(|e| sent.err().unwrap_or(e))? {
         Said::Started(_) => Ok(socket),
         Said::Refused(why) => Err(io::Error::other(why)),
         other => Err(unexpected(&other)),
     }
 }
 
-async fn hear(socket: &mut UnixStream) -> io::Result<Said> {
-    let mut prefix = [0; 4];
-    socket.read_exact(&mut prefix).await?;
-    let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
-    socket.read_exact(&mut body).await?;
-    message::decode(&body).map_err(io::Error::other)
+/// Reads a message; `part`: what an earlier call has read of it.
+async fn hear(socket: &mut UnixStream, part: &mut Vec<u8>) -> io::Result<Said> {
+    loop {
+        let wanted = match part.first_chunk::<4>() {
+            Some(prefix) => 4 + message::body_len(*prefix).map_err(io::Error::other)?,
+            None => 4,
+        };
+        if part.len() == wanted && wanted > 4 {
+            return message::decode(&part[4..]).map_err(io::Error::other);
+        }
+        // Bytes are read or not; a dropped future has read none.
+        let more = (wanted - part.len()) as u64;
+        if (&mut *socket).take(more).read_buf(part).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
 }
 
 fn unexpected(said: &Said) -> io::Error {
@@ -189,7 +252,7 @@ fn away(socket: &Path, e: &io::Error) -> io::Error {
 /// Describes the users of a server's processes; `socket`: its key `starter`.
 pub fn users(socket: Option<&Path>) -> &'static str {
     match socket {
-        Some(_) => "one for the server and its workers, one for the monitor",
+        Some(_) => "one for the server and its workers, one for the monitor and measurements",
         None => "one for all",
     }
 }

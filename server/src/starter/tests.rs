@@ -1,14 +1,21 @@
+use std::io::{IoSlice, Read};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use gpusession_proto::message;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::link::{Starter, unit_of};
-use super::{Purpose, service};
+use super::link::{Program, Starter, unit_of};
+use super::{Group, Purpose, Request, service};
+use crate::cgroups::{self, Bounds, Cgroups};
 use crate::peer::Served;
+use crate::spawn::{self, Spawner};
 
 /// A starter of this user, whose program is a script.
 fn starter(folder: &Path, script: &str) -> Starter {
@@ -18,7 +25,9 @@ fn starter(folder: &Path, script: &str) -> Starter {
     let socket = folder.join("start.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let served = Served { uid: nix::unistd::geteuid().as_raw(), unit: None };
-    std::thread::spawn(move || service::serve(&listener, &program, &served));
+    spawn::hold_worker_fd().unwrap();
+    let groups = Cgroups::of_this_unit(cgroups::STARTER);
+    std::thread::spawn(move || service::serve(&listener, &program, &served, &groups));
     Starter::Socket(socket)
 }
 
@@ -68,6 +77,80 @@ async fn the_end_of_a_program_is_told_and_leaves_nothing_of_its_group() {
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9));
     let end = timeout(Duration::from_secs(10), from.read_to_end(&mut Vec::new())).await;
     assert_eq!(end.unwrap().unwrap(), 0);
+}
+
+/// Starts an endpoint, and returns it with its channel and its first message.
+async fn endpoint(starter: &Starter, spawner: &Spawner) -> (Program, OwnedFd, String) {
+    let bounds = Bounds { memory: 1 << 30, threads: 64 };
+    let group = Group { of: "vm-1 netperf".into(), id: [0xab; 16], bounds };
+    let groups = Cgroups::of_this_unit(cgroups::SERVER);
+    let (program, channel) = starter.endpoint(group, spawner, &groups).await.unwrap();
+    let said = heard(&channel);
+    (program, channel, said)
+}
+
+/// Returns the next packet of a channel; empty: the other end is closed.
+fn heard(channel: &OwnedFd) -> String {
+    let mut readable = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
+    assert_eq!(poll(&mut readable, PollTimeout::from(10_000u16)), Ok(1), "no packet");
+    let mut bytes = [0; 4096];
+    let n = nix::unistd::read(channel, &mut bytes).unwrap();
+    String::from_utf8(bytes[..n].to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn an_endpoint_has_a_workers_channel_and_stack_and_ends_with_its_connection() {
+    let folder = tempfile::tempdir().unwrap();
+    let script =
+        "exec >&3; sleep 1000 & echo \"$@ $(ulimit -s) $(readlink /proc/$$/fd/0) $!\"; read line <&3; wait";
+    let there = starter(folder.path(), script);
+    let here = Starter::Here(folder.path().join("program"));
+    let spawner = Spawner::new().unwrap();
+    for starter in [&there, &here] {
+        let (mut program, channel, said) = endpoint(starter, &spawner).await;
+        let words: Vec<_> = said.split_whitespace().collect();
+        assert_eq!(words[..3], ["--measure", "unlimited", "/dev/null"], "{said}");
+        // No message comes while it runs, and a wait that is given up loses nothing.
+        assert!(timeout(Duration::from_millis(50), program.wait()).await.is_err());
+        assert!(Path::new("/proc").join(words[3]).exists());
+        drop(program);
+        assert_eq!(heard(&channel), "", "both have closed the channel");
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_an_endpoint_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let starter = starter(folder.path(), "echo hello >&3; read line <&3; exit 7");
+    let (mut program, channel, said) = endpoint(&starter, &Spawner::new().unwrap()).await;
+    assert_eq!(said, "hello\n");
+    assert!(timeout(Duration::from_millis(50), program.wait()).await.is_err());
+    // The shell reads each byte by itself, and loses the rest of a packet.
+    nix::unistd::write(&channel, b"\n").unwrap();
+    let status = timeout(Duration::from_secs(10), program.wait()).await.unwrap().unwrap();
+    assert_eq!(status.code(), Some(7));
+}
+
+#[test]
+fn a_request_with_other_descriptors_starts_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let Starter::Socket(path) = starter(folder.path(), "exec sleep 1000") else { unreachable!() };
+    let bounds = Bounds { memory: 1 << 30, threads: 64 };
+    let measure = Purpose::Measure(Group { of: String::new(), id: [1; 16], bounds });
+    for (purpose, descriptors) in [(Purpose::Monitor, 4), (measure, 3), (Purpose::Probe, 0)] {
+        let request = Request { purpose, arguments: Vec::new(), environment: Vec::new() };
+        let socket = UnixStream::connect(&path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let nothing = std::fs::File::open("/dev/null").unwrap();
+        let beside = vec![nothing.as_raw_fd(); descriptors];
+        let rights = [ControlMessage::ScmRights(&beside)];
+        let bytes = message::encode(&request);
+        sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&bytes)], &rights, MsgFlags::empty(), None).unwrap();
+        let mut said = Vec::new();
+        let _ = (&socket).read_to_end(&mut said);
+        let said = String::from_utf8_lossy(&said);
+        assert!(said.contains("descriptors beside the request"), "{:?}: {said}", request.purpose);
+    }
 }
 
 #[tokio::test]

@@ -24,8 +24,8 @@ use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
-use super::process::end_group;
 use super::record::WorkerRecord;
+use crate::spawn::end_group;
 
 /// Version of the records.
 const SCHEMA: u32 = 1;

@@ -6,13 +6,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::ExitStatus;
 
-use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::Child;
 
 use crate::pidfd::pidfd_open;
+use crate::spawn::end_group;
 
 /// Process of a worker, with its pidfd.
 #[derive(Debug)]
@@ -73,14 +74,6 @@ impl Process {
     fn ended(&self) -> bool {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         poll(&mut [PollFd::new(self.pidfd(), PollFlags::POLLIN)], PollTimeout::ZERO).is_ok_and(|n| n > 0)
-    }
-}
-
-/// Kills a worker's process group.
-pub fn end_group(pid: u32) {
-    // Groups 0 and 1 never belong to a worker.
-    if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
-        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 

@@ -112,7 +112,7 @@ mod tests {
     use super::super::worker::{Command, Queues, Worker, orders};
     use super::*;
     use crate::accounting::Accounting;
-    use crate::cgroups::Cgroups;
+    use crate::cgroups::{self, Cgroups};
     use crate::clock::SystemRandom;
     use crate::clock::testing::TestClock;
     use crate::isolation::Decision;
@@ -128,7 +128,7 @@ mod tests {
             idle_exit: Duration::ZERO,
             isolation: Decision::off(""),
             mps: None,
-            cgroups: Cgroups::of_this_unit(),
+            cgroups: Cgroups::of_this_unit(cgroups::SERVER),
         };
         let accounting = Accounting::open(folder.path()).unwrap();
         let (clock, random) = (Arc::new(TestClock::default()), Arc::new(SystemRandom));

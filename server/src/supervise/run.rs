@@ -15,13 +15,13 @@ use super::event::Event;
 use super::exit::describe;
 use super::handover::Keepable;
 use super::mps;
-use super::process::{Process, end_group};
+use super::process::Process;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor, staging};
 use super::unadmitted::Unadmitted;
 use super::worker::{Changes, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
 use crate::clock;
-use crate::spawn;
+use crate::spawn::{self, end_group};
 
 /// Variable by which the driver keeps no compiled code.
 const CACHE_DISABLE: &str = "CUDA_CACHE_DISABLE";

@@ -6,9 +6,9 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use super::exit::stop;
-use super::process::end_group;
 use super::supervisor::{State, Supervisor};
 use super::worker::{Command, Phase};
+use crate::spawn::end_group;
 
 /// Time that a server that is forced to quit waits for the workers that it killed.
 const KILL_TIMEOUT: Duration = Duration::from_millis(500);

@@ -15,14 +15,14 @@ use crate::workers::Site;
 use gpusession_test_server::{Server, alive, eventually, rest};
 
 /// An endpoint as its client knows it.
-struct Endpoint<'a> {
+pub struct Endpoint<'a> {
     server: &'a Server,
     id: [u8; 16],
     key: [u8; 32],
 }
 
 impl<'a> Endpoint<'a> {
-    fn new(server: &'a Server, reply: MeasureReply) -> Self {
+    pub fn new(server: &'a Server, reply: MeasureReply) -> Self {
         let id = reply.endpoint.unwrap().id.try_into().unwrap();
         Self { server, id, key: reply.key.try_into().unwrap() }
     }
@@ -49,7 +49,7 @@ impl<'a> Endpoint<'a> {
     }
 
     /// Opens a session, and returns its log and its secret.
-    fn open(&self) -> (TcpStream, [u8; 32]) {
+    pub fn open(&self) -> (TcpStream, [u8; 32]) {
         let mut log = self.connect(&self.key, 0, 0);
         send(&mut log, op::HELLO, 1, |w| w.bytes(&self.ticket().seal(&self.key)));
         let body = reply(&mut log, 1);
@@ -79,7 +79,7 @@ fn send(stream: &mut TcpStream, operation: u16, seq: u64, body: impl FnOnce(&mut
     let _ = stream.write_all(&frame);
 }
 
-fn reply(stream: &mut TcpStream, seq: u64) -> Vec<u8> {
+pub fn reply(stream: &mut TcpStream, seq: u64) -> Vec<u8> {
     let mut head = [0; HEADER];
     stream.read_exact(&mut head).unwrap();
     let header = Header::parse(&head).unwrap();
@@ -90,7 +90,7 @@ fn reply(stream: &mut TcpStream, seq: u64) -> Vec<u8> {
 }
 
 /// Sends a measurement's words.
-fn ask(stream: &mut TcpStream, seq: u64, words: &[u64]) {
+pub fn ask(stream: &mut TcpStream, seq: u64, words: &[u64]) {
     send(stream, op::MEASURE, seq, |w| words.iter().for_each(|word| w.word(*word)));
 }
 

@@ -1,15 +1,18 @@
-//! A server whose monitor has a user of its own, by a starter.
+//! A server whose monitor and measurements have a user of their own, by a starter.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use gpusession_test_server::{Server, eventually};
+use gpusession_proto::control::MeasureRequest;
+use gpusession_test_server::{Server, alive, eventually};
 use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User};
+
+use crate::netperf::{Endpoint, ask, reply};
 
 /// Users of the server, of the starter, and of neither. The tests need root.
 const SERVER: u32 = 65534;
@@ -26,12 +29,17 @@ impl Drop for Starter {
 }
 
 impl Starter {
+    /// Starts a starter of fake workers.
     async fn start(socket: &Path) -> Self {
+        Self::of(socket, &artefact("gpuserver", Artefact::Example("fake-worker"))).await
+    }
+
+    async fn of(socket: &Path, worker: &Path) -> Self {
         let user = User::from_uid(SERVER.into()).unwrap().expect("a user of that number").name;
         let process = Command::new(artefact("gpuserver", Artefact::Program("gpuserver-starter")))
             .args(["--user", &user, "--listen"])
             .arg(socket)
-            .env("GPUSERVER_WORKER", artefact("gpuserver", Artefact::Example("fake-worker")))
+            .env("GPUSERVER_WORKER", worker)
             .stdin(Stdio::null())
             .uid(STARTER)
             .gid(STARTER)
@@ -43,18 +51,28 @@ impl Starter {
         starter
     }
 
-    /// Returns pid and user of each monitor that it started.
     fn monitors(&self) -> Vec<(i32, u32)> {
+        self.programs("--monitor")
+    }
+
+    /// Returns pid and user of each program with this flag that it started.
+    fn programs(&self, flag: &str) -> Vec<(i32, u32)> {
         let of = |entry: std::fs::DirEntry| {
             let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
             let parent: u32 = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?;
             let line = std::fs::read(entry.path().join("cmdline")).ok()?;
-            let monitors = line.split(|b| *b == 0).any(|argument| argument == b"--monitor");
+            let of_it = line.split(|b| *b == 0).any(|argument| argument == flag.as_bytes());
             let pid = entry.file_name().to_str()?.parse().ok()?;
-            (parent == self.0.id() && monitors).then_some((pid, entry.metadata().ok()?.uid()))
+            (parent == self.0.id() && of_it).then_some((pid, uid(pid)?))
         };
         std::fs::read_dir("/proc").unwrap().flatten().filter_map(of).collect()
     }
+}
+
+/// Returns the user of a process; a process that lists none of its files is root's in `/proc`.
+fn uid(pid: i32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_whitespace().next()?.parse().ok()
 }
 
 fn as_user(uid: u32, command: &mut Command) -> Output {
@@ -63,8 +81,12 @@ fn as_user(uid: u32, command: &mut Command) -> Output {
 
 /// Prepares a server of another user, with folders of its own.
 async fn prepare() -> Server {
-    let mut server = Server::prepare("libcuda.so.1", "").await;
-    server.configure("libcuda.so.1", &format!("starter = {:?}", server.path("start/start.sock")));
+    prepare_with("libcuda.so.1", "").await
+}
+
+async fn prepare_with(driver: &str, lines: &str) -> Server {
+    let mut server = Server::prepare("libcuda.so.1", lines).await;
+    server.configure(driver, &format!("{lines}\nstarter = {:?}", server.path("start/start.sock")));
     server.user = Some(SERVER);
     std::fs::write(server.path("readings.json"), "[]").unwrap();
     for (folder, mode) in [("", 0o755), ("start", 0o777), ("run", 0o755), ("state", 0o700)] {
@@ -95,7 +117,7 @@ async fn the_monitor_has_a_user_of_its_own() {
     let users = || starter.monitors().into_iter().map(|(_, uid)| uid).collect::<Vec<_>>();
     eventually("the monitor runs", async || users() == [STARTER]).await;
     let status = &server.json(&["status"])["server"];
-    assert_eq!(status["users"], "one for the server and its workers, one for the monitor");
+    assert_eq!(status["users"], "one for the server and its workers, one for the monitor and measurements");
     // It comes back, and ends with the server.
     let (first, _) = starter.monitors()[0];
     kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
@@ -137,4 +159,57 @@ async fn the_user_of_the_monitor_has_no_right_of_the_servers() {
         assert!(said.contains("answers root and the server alone"), "{asked:?}");
     }
     drop(starter);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_measurement_has_the_user_of_the_starter_and_ends_with_either() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let lines = "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]";
+    let mut server = prepare_with("sim/libcuda.so.1", lines).await;
+    std::fs::create_dir(server.path("sim")).unwrap();
+    std::fs::set_permissions(server.path("sim"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let library = artefact("simgpu", Artefact::Library("libsimgpu.so"));
+        symlink(library, server.path("sim").join(name)).unwrap();
+    }
+    let worker = artefact("gpuserver-worker", Artefact::Program("gpuserver-worker"));
+    server.variables = vec![
+        ("GPUSERVER_WORKER", worker.clone().into()),
+        ("SIMGPU_MACHINE", format!("starter_{}", std::process::id()).into()),
+    ];
+    let starter = Starter::of(&server.path("start/start.sock"), &worker).await;
+    server.run().await;
+    let pid = server.json(&["status"])["server"]["pid"].as_u64().unwrap();
+    let begin = async |name: &str| {
+        let mut vm = server.client(name).await;
+        let asked = vm.pool.measure(MeasureRequest { seconds: 10 }).await;
+        Endpoint::new(&server, asked.unwrap().into_inner())
+    };
+    let endpoint = begin("vm-1").await;
+    let (mut log, _secret) = endpoint.open();
+    ask(&mut log, 2, &[0, 0, 0]);
+    assert_eq!(reply(&mut log, 2).len(), 24);
+    let [(first, of)] = starter.programs("--measure")[..] else { panic!("not one endpoint") };
+    assert_eq!((of, uid(pid as i32)), (STARTER, Some(SERVER)));
+    let status = std::fs::read_to_string(format!("/proc/{first}/status")).unwrap();
+    assert!(status.contains("\nSeccomp:\t2\n") && status.contains("\nNoNewPrivs:\t1\n"), "{status}");
+    // It ends with its client, and others with the server or the starter.
+    drop(log);
+    eventually("the endpoint ends", async || !alive(first as u32)).await;
+    let endpoint = begin("vm-2").await;
+    let (_log, _secret) = endpoint.open();
+    let [(second, _)] = starter.programs("--measure")[..] else { panic!("not one endpoint") };
+    drop(starter);
+    eventually("the endpoint ends with the starter", async || !alive(second as u32)).await;
+    let starter = {
+        std::fs::remove_file(server.path("start/start.sock")).unwrap();
+        Starter::of(&server.path("start/start.sock"), &worker).await
+    };
+    let endpoint = begin("vm-3").await;
+    let (_log, _secret) = endpoint.open();
+    assert_eq!(starter.programs("--measure").len(), 1);
+    server.signal(Signal::SIGKILL);
+    eventually("the endpoint ends with the server", async || starter.programs("--measure").is_empty()).await;
 }

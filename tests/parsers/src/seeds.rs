@@ -1,9 +1,10 @@
 //! Inputs that the parsers accept: the search starts from them.
 
 use gpuserver::admin::Ask;
+use gpuserver::cgroups::Bounds;
 use gpuserver::signer::tokens::Tokens;
 use gpuserver::signer::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
-use gpuserver::starter::{self, Purpose, Said};
+use gpuserver::starter::{self, Group, Purpose, Said};
 use gpusession_common::keys::uncommented;
 use gpusession_login::{Open, Reply, Request, variables as login_variables};
 use gpusession_proto::frame::{Header, Writer, op};
@@ -337,8 +338,14 @@ pub fn starter() -> Vec<Vec<u8>> {
         arguments: vec!["/usr/lib/libcuda.so.1".into(), "require".into()],
         environment: vec![("PATH".into(), "/usr/bin:/bin".into())],
     };
+    let bounds = Bounds { memory: 3 << 30, threads: 256 };
+    let measure = starter::Request {
+        purpose: Purpose::Measure(Group { of: "vm-1 netperf".into(), id: [7; 16], bounds }),
+        arguments: Vec::new(),
+        environment: Vec::new(),
+    };
     let said = [Said::Started(4711), Said::Refused("no".into()), Said::Ended(9)];
-    said.iter().map(body).chain([body(&request)]).collect()
+    said.iter().map(body).chain([body(&request), body(&measure)]).collect()
 }
 
 pub fn units() -> Vec<Vec<u8>> {
