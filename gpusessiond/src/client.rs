@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 
 use crate::identity::{self, Identity};
 use crate::pool::{PoolError, PoolServer, Trouble};
-use crate::trust::Fingerprint;
+use crate::trust::{self, Fingerprint};
 
 /// Time to establish a connection, including TLS.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -78,7 +78,7 @@ impl Peer {
     ///
     /// A channel whose server gets another name ends, so that each answer has one possible sender.
     fn shows(&self, certificate: &[u8]) -> io::Result<()> {
-        let names = identity::dns_names(certificate);
+        let names = trust::dns_names(certificate);
         if *self.names.get_or_init(|| names.clone()) == names {
             return Ok(());
         }
@@ -107,6 +107,14 @@ impl Remote {
         let renewed = connection.certificate != self.identity.facts().certificate;
         if renewed || connection.peer.replaced.load(Ordering::Relaxed) {
             *connection = Connection::new(&self.address, &self.identity)?;
+        }
+        // The connection may be older than the revocation; a new one fails in TLS.
+        let names = connection.peer.names.get().map(Vec::as_slice).unwrap_or_default();
+        if let Some(server) = trust::revoked_of(names, &self.identity.revoked()) {
+            return Err(PoolError::new(
+                Trouble::Refused,
+                format!("{}: {}", self.address, trust::refusal(server)),
+            ));
         }
         Ok(connection.clone())
     }
@@ -148,12 +156,12 @@ impl Remote {
         Ok(reply.certificate_pem)
     }
 
-    /// Reports which authorities this client trusts; returns the server's list, or an empty one.
-    pub async fn authorities(&self) -> Result<String, PoolError> {
+    /// Reports which authorities this client trusts; returns the server's answer, with a list of
+    /// authorities and statements about revoked servers.
+    pub async fn authorities(&self) -> Result<control::ServerDescription, PoolError> {
         let authorities = self.identity.authorities().fingerprints().map(Vec::from).collect();
         let request = control::DescribeRequest { usage_uid: None, authorities };
-        let reply = self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await?;
-        Ok(reply.authorities_pem)
+        self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
     }
 }
 
@@ -267,7 +275,9 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     }
     let cause = std::error::Error::source(status).map_or_else(|| said.to_owned(), root_cause);
     // A TLS alert about the client's certificate does not go away by waiting.
-    let refused = cause.contains("received fatal alert") || cause.contains("invalid peer certificate");
+    let refused = cause.contains("received fatal alert")
+        || cause.contains("invalid peer certificate")
+        || cause.contains("is revoked: the pool's authority has signed that");
     let trouble = if refused { Trouble::Refused } else { trouble };
     PoolError::new(trouble, format!("{address}: {cause}{}", remedy(&cause)))
 }

@@ -21,7 +21,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::config::{ConfigError, ServerEntry, Servers};
 use crate::pool::PoolError;
-use crate::trust::{Authorities, Fingerprint, sha256};
+use crate::trust::{Authorities, Fingerprint, MAX_REVOKED, Revoked, dns_names, sha256};
 
 /// File names of an identity.
 const CERTIFICATE: &str = "client.pem";
@@ -31,6 +31,8 @@ const JOINING: &str = "joining.key";
 /// The key of a renewal under way, which may have the certificate already.
 const RENEWING: &str = "renewing.key";
 const AUTHORITY: &str = "authority.pem";
+/// Names of servers that the pool has revoked, one on a line.
+const REVOKED: &str = "revoked-servers";
 
 /// Failure to read or obtain an identity.
 #[derive(Debug, thiserror::Error)]
@@ -169,19 +171,52 @@ impl Home {
         let chain = certificates(CERTIFICATE)?;
         let authorities = Authorities::new(certificates(AUTHORITY)?).map_err(|e| bad(AUTHORITY, e))?;
         let facts = Facts::of(&chain[0]);
+        let revoked = Arc::new(self.revoked()?);
         let with = |name: &str| {
             let key = PrivateKeyDer::from_pem_slice(&read(name)?).map_err(|e| bad(name, e.to_string()))?;
-            Held::new(authorities.clone(), facts.clone(), chain.clone(), key).map_err(|e| bad(CERTIFICATE, e))
+            let trusted = (authorities.clone(), revoked.clone());
+            Held::new(trusted, facts.clone(), chain.clone(), key).map_err(|e| bad(CERTIFICATE, e))
         };
         // A renewal replaces the certificate first; power may fail before the key follows.
         with(KEY).or_else(|error| with(RENEWING).map_err(|_| error))
+    }
+
+    /// Reads the names of the servers that the pool has revoked.
+    fn revoked(&self) -> Result<Revoked, IdentityError> {
+        let path = self.identity.join(REVOKED);
+        match fs::read_to_string(&path) {
+            Ok(text) => Ok(text.lines().map(String::from).collect()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Revoked::new()),
+            Err(error) => Err(IdentityError::File { path, error }),
+        }
+    }
+
+    /// Refuses these servers from now on, in all processes that share the identity.
+    ///
+    /// Returns the names that are new.
+    pub fn refuse(&self, identity: &Identity, servers: Revoked) -> Result<Vec<String>, IdentityError> {
+        let mut all = self.revoked()?;
+        let room = MAX_REVOKED.saturating_sub(all.len());
+        let new: Vec<_> = servers.into_iter().filter(|name| !all.contains(name)).take(room).collect();
+        if new.is_empty() {
+            return Ok(new);
+        }
+        all.extend(new.iter().cloned());
+        let path = self.identity.join(REVOKED);
+        let text: String = all.iter().map(|name| format!("{name}\n")).collect();
+        write(&path, &text, 0o644)
+            .and_then(|()| fs::File::open(&self.identity)?.sync_all())
+            .map_err(|error| IdentityError::File { path, error })?;
+        self.reload(identity)?;
+        Ok(new)
     }
 
     /// Reads the identity again; returns `true` if another process has renewed it.
     pub fn reload(&self, identity: &Identity) -> Result<bool, IdentityError> {
         let (held, known) = (self.read()?, identity.held());
         let newer = held.facts.certificate != known.facts.certificate;
-        if newer || held.authorities.fingerprints().ne(known.authorities.fingerprints()) {
+        let others = held.authorities.fingerprints().ne(known.authorities.fingerprints());
+        if newer || others || held.revoked != known.revoked {
             identity.held.send_replace(Arc::new(held));
         }
         Ok(newer)
@@ -356,35 +391,26 @@ impl Facts {
     }
 }
 
-/// Returns the DNS names of a certificate (DER), which say whom in the pool it is of.
-pub fn dns_names(der: &[u8]) -> Vec<String> {
-    let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return Vec::new() };
-    let Ok(Some(names)) = parsed.subject_alternative_name() else { return Vec::new() };
-    let dns = names.value.general_names.iter().filter_map(|name| match name {
-        x509_parser::extensions::GeneralName::DNSName(name) => Some((*name).to_owned()),
-        _ => None,
-    });
-    dns.collect()
-}
-
 /// An identity as read from its files.
 struct Held {
     tls: Arc<ClientConfig>,
     facts: Facts,
     authorities: Authorities,
+    revoked: Arc<Revoked>,
 }
 
 impl Held {
     fn new(
-        authorities: Authorities,
+        (authorities, revoked): (Authorities, Arc<Revoked>),
         facts: Facts,
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
     ) -> Result<Self, String> {
-        let builder = builder().dangerous().with_custom_certificate_verifier(authorities.verifier()?);
+        let builder =
+            builder().dangerous().with_custom_certificate_verifier(authorities.verifier(revoked.clone())?);
         let mut config = builder.with_client_auth_cert(chain, key).map_err(|e| e.to_string())?;
         config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Self { tls: Arc::new(config), facts, authorities })
+        Ok(Self { tls: Arc::new(config), facts, authorities, revoked })
     }
 
     /// Checks that a renewed certificate is of this client, pool and key, and has not expired.
@@ -433,7 +459,8 @@ impl Identity {
             return Err(bad("not a file from `gpuserver admin create`"));
         }
         let key = PrivateKeyDer::from_pem_slice(&text).map_err(|e| bad(&e.to_string()))?;
-        Held::new(authorities, Facts::of(&own), vec![own], key).map(Self::new).map_err(|e| bad(&e))
+        let trusted = (authorities, Arc::default());
+        Held::new(trusted, Facts::of(&own), vec![own], key).map(Self::new).map_err(|e| bad(&e))
     }
 }
 
@@ -457,6 +484,11 @@ impl Identity {
     /// Returns the authorities that this client trusts.
     pub fn authorities(&self) -> Authorities {
         self.held().authorities.clone()
+    }
+
+    /// Returns the servers that this client refuses.
+    pub fn revoked(&self) -> Arc<Revoked> {
+        self.held().revoked.clone()
     }
 
     /// Wakes the task that looks after the identity: a server has other authorities than before.

@@ -13,6 +13,7 @@ use tracing::{info, warn};
 use crate::client::Remote;
 use crate::identity::{Facts, Home, Identity};
 use crate::pool::{PoolServer as _, Trouble};
+use crate::trust::Revoked;
 
 const DAY: u64 = 24 * 3600;
 /// Time before its end at which a certificate is renewed, give or take [`SPREAD`].
@@ -192,9 +193,12 @@ impl Renewer {
         let remotes = self.remotes()?;
         let held = self.identity.authorities();
         let (mut answers, mut wrong) = (Vec::new(), None);
+        let mut revoked = Revoked::new();
         for remote in &remotes {
             // Servers of earlier versions, and those that do not answer, name none.
-            let list = remote.authorities().await.unwrap_or_default();
+            let answer = remote.authorities().await.unwrap_or_default();
+            revoked.extend(held.revoked(&answer.revoked_servers));
+            let list = answer.authorities_pem;
             let offered = Some(list).filter(|list| !list.is_empty()).map(|list| held.offered(&list, unix));
             answers.push(match offered {
                 Some(Err(why)) => {
@@ -203,6 +207,13 @@ impl Renewer {
                 }
                 offered => offered.and_then(Result::ok),
             });
+        }
+        for server in self.home.refuse(&self.identity, revoked).map_err(|e| e.to_string())? {
+            warn!(
+                gpusession_server = server,
+                "{}; this client refuses it from now on, and its leases there end",
+                crate::trust::refusal(&server)
+            );
         }
         // A server signs with an authority that this client has reported to trust, and waits for
         // the reports before the next step.

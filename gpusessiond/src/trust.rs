@@ -4,12 +4,17 @@
 //! certificates first. An authority that is new to this client counts only with a confirmation: a
 //! certificate that names it, and that a trusted authority has signed. A server that holds no
 //! authority's key thus plants none.
+//!
+//! A server that a statement of the pool revokes is refused for ever, by its name.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::join;
+use gpusession_proto::statement::{Signed, Verdict, signed_message};
 use pem::{EncodeConfig, LineEnding, Pem};
+use ring::signature::{ECDSA_P256_SHA256_ASN1, UnparsedPublicKey};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
@@ -24,6 +29,8 @@ use x509_parser::extensions::GeneralName;
 const MAX_AUTHORITIES: usize = 4;
 /// Most certificates in a server's list: authorities and confirmations.
 const MAX_CERTIFICATES: usize = 2 * MAX_AUTHORITIES;
+/// Most servers that a client refuses, and most statements about them in an answer.
+pub const MAX_REVOKED: usize = 256;
 /// Longest list of a server, in bytes.
 const MAX_LIST: usize = 16 << 10;
 
@@ -67,7 +74,17 @@ impl Authority {
             der,
         })
     }
+
+    fn has_stated(&self, signed: &Signed) -> bool {
+        let Ok((_, parsed)) = x509_parser::parse_x509_certificate(&self.der) else { return false };
+        let point = &*parsed.public_key().subject_public_key.data;
+        let key = UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, point);
+        key.verify(&signed_message(&signed.body), &signed.signature).is_ok()
+    }
 }
+
+/// Names of servers that a client refuses.
+pub type Revoked = BTreeSet<String>;
 
 /// The authorities that a client trusts.
 #[derive(Debug, Clone)]
@@ -124,11 +141,22 @@ impl Authorities {
         Ok(())
     }
 
-    /// Returns the check of a server's certificate.
-    pub fn verifier(&self) -> Result<Arc<dyn ServerCertVerifier>, String> {
+    /// Returns the servers that these statements of the pool revoke.
+    pub fn revoked(&self, statements: &[Vec<u8>]) -> Revoked {
+        let name = |bytes: &Vec<u8>| {
+            let (signed, statement) = Signed::read(bytes).ok()?;
+            let Verdict::RevokeServer { name } = statement.verdict else { return None };
+            let authority = self.all.iter().find(|authority| authority.fingerprint == signed.authority)?;
+            authority.has_stated(&signed).then_some(name)
+        };
+        statements.iter().take(MAX_REVOKED).filter_map(name).collect()
+    }
+
+    /// Returns the check of a server's certificate, which `revoked` names not.
+    pub fn verifier(&self, revoked: Arc<Revoked>) -> Result<Arc<dyn ServerCertVerifier>, String> {
         let check = WebPkiServerVerifier::builder_with_provider(self.roots.clone(), provider());
         let check = check.build().map_err(|e| e.to_string())?;
-        Ok(Arc::new(OfThisPool { check, names: self.roots.subjects() }))
+        Ok(Arc::new(OfThisPool { check, names: self.roots.subjects(), revoked }))
     }
 
     /// Reads the list of a server; its first authority issues certificates.
@@ -218,6 +246,28 @@ fn confirms(certificate: &X509Certificate<'_>) -> Option<Fingerprint> {
 struct OfThisPool {
     check: Arc<WebPkiServerVerifier>,
     names: Vec<DistinguishedName>,
+    revoked: Arc<Revoked>,
+}
+
+/// Returns the DNS names of a certificate (DER), which say whom in the pool it is of.
+pub fn dns_names(der: &[u8]) -> Vec<String> {
+    let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return Vec::new() };
+    let Ok(Some(names)) = parsed.subject_alternative_name() else { return Vec::new() };
+    let dns = names.value.general_names.iter().filter_map(|name| match name {
+        GeneralName::DNSName(name) => Some((*name).to_owned()),
+        _ => None,
+    });
+    dns.collect()
+}
+
+/// Returns the revoked server that these DNS names of a certificate name.
+pub fn revoked_of<'a>(names: &'a [String], revoked: &Revoked) -> Option<&'a str> {
+    names.iter().filter_map(|name| join::server_of(name)).find(|name| revoked.contains(*name))
+}
+
+/// Describes the refusal of a server.
+pub fn refusal(server: &str) -> String {
+    format!("server {server} is revoked: the pool's authority has signed that; remove it from servers.toml")
 }
 
 impl ServerCertVerifier for OfThisPool {
@@ -229,7 +279,11 @@ impl ServerCertVerifier for OfThisPool {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        self.check.verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
+        let verified = self.check.verify_server_cert(end_entity, intermediates, server_name, ocsp, now)?;
+        match revoked_of(&dns_names(end_entity), &self.revoked) {
+            Some(server) => Err(rustls::Error::General(refusal(server))),
+            None => Ok(verified),
+        }
     }
 
     fn verify_tls12_signature(

@@ -33,6 +33,11 @@ pub fn server(name: &str) -> String {
     format!("{name}.server.{DOMAIN}")
 }
 
+/// Returns the server whose certificate has this DNS name.
+pub fn server_of(dns_name: &str) -> Option<&str> {
+    dns_name.strip_suffix(DOMAIN)?.strip_suffix(".server.").filter(|name| is_name(name))
+}
+
 /// Returns the DNS name in a client's certificate.
 pub fn client(name: &str) -> String {
     format!("{name}.client.{DOMAIN}")
@@ -197,6 +202,7 @@ mod tests {
         assert_eq!((identity_of(&name), client_of(&name), administrator_of(&name)), (None, None, None));
         for other in [identity(&[7; 32]), client("a"), server("a"), any_server(), name.replace("a-", "")] {
             assert_eq!(authority_of(&other), None, "{other}");
+            assert!(server_of(&other).is_none() || other == server("a"), "{other}");
         }
     }
 
@@ -207,6 +213,8 @@ mod tests {
             assert_eq!((client_of(&client), administrator_of(&client)), (Some(name), None));
             assert_eq!((client_of(&administrator), administrator_of(&administrator)), (None, Some(name)));
             assert_eq!((client_of(&server(name)), administrator_of(&server(name))), (None, None));
+            assert_eq!(server_of(&server(name)), Some(name));
+            assert_eq!((server_of(&client), server_of(&administrator)), (None, None));
         }
     }
 

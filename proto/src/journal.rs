@@ -133,6 +133,16 @@ events! {
         "A rotation of the pool's authority took a step: @GPUSESSION_REASON@.\n\
          Leases, programs and connections continue. On each server, `gpuserver pool rotate status` shows the clients that lack\n\
          the new authority, and the next command.";
+    /// A right was revoked in the whole pool.
+    StatementTaken = 0x2c41d7be90a84d5fa6f2e3b7745c1d88: SERVER, "A right was revoked in the pool", "gpuserver-statements(8)",
+        "A statement of the server @GPUSESSION_SERVER@ holds on this server: @GPUSESSION_REASON@.\n\
+         The pool's servers hand statements to each other; `gpuserver statements list` shows all of them.\n\
+         If no administrator asked for it, that server may have been taken over.";
+    /// Another server of the pool does not answer.
+    PeerSilent = 0x7d0b6a52c8e94f3b8c15d9e2fb60a413: SERVER, "Another server of the pool does not answer", "gpuserver.toml(5)",
+        "The server at @GPUSESSION_SERVER@ hands over no statements: @GPUSESSION_REASON@.\n\
+         A client that is revoked there is served here until the servers reach each other.\n\
+         `gpuserver status` shows the latest contact of each server in `peers`.";
     /// A login session began.
     SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: CLIENT, "A login session began", "pam_gpusession(8)",
         "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. It holds the user's leases of class \"session\" until it ends.";

@@ -10,6 +10,7 @@
 //! * [`journal`]: message ids of the daemons' journal entries.
 //! * [`readings`]: NVML's facts about GPUs, on the grant socket and between `gpuserver` and its
 //!   monitor.
+//! * `statement`: revocations that hold on each server of a pool (feature `control`).
 //! * [`share`]: names of a worker's objects in other processes.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
@@ -32,6 +33,8 @@ pub mod message;
 pub mod preface;
 pub mod readings;
 pub mod share;
+#[cfg(feature = "control")]
+pub mod statement;
 pub mod status;
 pub mod supervise;
 pub mod ticket;

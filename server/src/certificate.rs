@@ -17,7 +17,7 @@ pub fn fingerprint(der: &[u8]) -> [u8; 32] {
     out
 }
 
-/// Returns the holder of a certificate that TLS has verified; `None` for a server's certificate.
+/// Returns the holder of a certificate that TLS has verified.
 pub fn holder(der: &[u8]) -> Option<Holder> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let names = certificate.subject_alternative_name().ok()??;
@@ -27,7 +27,8 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
     });
     let (role, name) = names.clone().find_map(|name| {
         let client = join::client_of(name).map(|name| (Role::Client, name));
-        client.or_else(|| Some((Role::Administrator, join::administrator_of(name)?)))
+        let administrator = || Some((Role::Administrator, join::administrator_of(name)?));
+        client.or_else(administrator).or_else(|| Some((Role::Server, join::server_of(name)?)))
     })?;
     let (begins, ends) = (certificate.validity().not_before, certificate.validity().not_after);
     let identity = names.clone().find_map(join::identity_of);
@@ -64,19 +65,21 @@ pub fn day(unix: u64) -> String {
     time.map_or_else(|| format!("{unix} s after 1970"), |time| time.date().to_string())
 }
 
-/// Role of a certificate's holder, other than a server.
+/// Role of a certificate's holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// May hold leases.
     Client,
     /// May send the requests of `admin.sock`.
     Administrator,
+    /// May ask for the pool's statements.
+    Server,
 }
 
 /// Holder of a certificate, see [`holder`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// Client or administrator.
+    /// Client, administrator or server.
     pub role: Role,
     /// Name of the holder in the pool.
     pub name: String,

@@ -5,6 +5,7 @@
 //! * [`limits`]: limits of clients and users.
 //! * [`pool`]: the pool's clients and administrators, and the control service on top of them.
 //! * [`signer`]: the keys of the pool's authorities and the join tokens.
+//! * [`statements`]: revocations that hold on each server of the pool.
 //! * [`supervise`]: worker processes: started warm, handed sockets, killed in time.
 //! * [`spawn`]: starts of worker processes, and of the daemons of MPS.
 //! * [`starter`]: starts of programs that load the driver, as a user of their own.
@@ -55,6 +56,7 @@ pub mod serve;
 pub mod signer;
 pub mod spawn;
 pub mod starter;
+pub mod statements;
 pub mod store;
 pub mod supervise;
 pub mod text;

@@ -60,6 +60,13 @@ const IDENTITY: Metric = Metric(
     "gauge",
     "Time until the certificate of the server, the authority or a client expires",
 );
+const PEER: Metric = Metric(
+    "gpusession_peer_contact_age_seconds",
+    "gauge",
+    "Time since this server had all statements of another server of the pool",
+);
+const STATEMENTS: Metric =
+    Metric("gpusession_statements", "gauge", "Statements about revocations in the pool");
 const PARKED: Metric =
     Metric("gpusession_parked_bytes", "gauge", "Host memory that holds parked device memory");
 const ENDED_LEASES: Metric =
@@ -188,6 +195,13 @@ async fn text(pool: &Pool) -> String {
         (labels, i.expires_unix as f64 - unix as f64)
     });
     out.add(server, IDENTITY, identities);
+    let now = pool.now();
+    let age = |peer: crate::pool::contact::Peer| {
+        let age = now.saturating_sub(peer.contact?).as_secs_f64();
+        Some((vec![("peer", peer.address), ("name", peer.server)], age))
+    };
+    out.add(server, PEER, pool.peers().into_iter().filter_map(age));
+    out.add(server, STATEMENTS, [(vec![], pool.statements(crate::statements::Statements::len) as f64)]);
 
     let totals = pool.accounting().totals();
     let of_client = |value: fn(&crate::accounting::Totals) -> f64| {

@@ -10,6 +10,7 @@ use anyhow::{Context, anyhow};
 use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
+use gpusession_proto::control::statements_server::StatementsServer;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -213,6 +214,7 @@ fn start_tasks(
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(pool.clone().tell_of_workers());
+    tasks.spawn(pool.clone().follow_peers());
     if let Some(cache) = cache {
         tasks.spawn(keep_small(cache, pool.supervisor().clone()));
     }
@@ -565,6 +567,7 @@ async fn serve_control(
         .http2_max_header_list_size(Some(16 << 10))
         .add_service(EnrolmentServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
         .add_service(AdministrationServer::new(administration).max_decoding_message_size(MAX_MESSAGE))
+        .add_service(StatementsServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
         .add_service(PoolServer::new(service).max_decoding_message_size(MAX_MESSAGE))
         .serve_with_incoming_shutdown(ReceiverStream::new(connections), async move {
             let _ = closed.wait_for(|closed| *closed).await;

@@ -9,8 +9,11 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Sections that other tests compare, each with a site of its own.
-const ELSEWHERE: [&str; 11] = [
+const ELSEWHERE: [&str; 14] = [
+    "gpuserver pool revoke",
     "gpuserver pool rotate status",
+    "gpuserver statements import",
+    "gpuserver statements list",
     "gpusession smi",
     "gpusession stats",
     "gpusession list",
@@ -131,6 +134,10 @@ fn every_verb_prints_what_the_page_describes() {
     let status = seen.value("gpuserver status", &[]);
     let mut warned = status.clone();
     warned["server"]["warnings"] = json!(["the authority ends"]);
+    warned["server"]["peers"] = json!([
+        { "address": "gpu2:7601", "server": "gpu2", "contact_unix": 1, "trouble": "" },
+        { "address": "gpu3:7601", "server": "", "contact_unix": null, "trouble": "it does not answer" },
+    ]);
     seen.compare("gpuserver status", &[status, warned]);
     let ps = seen.value("gpuserver ps", &["--threads"]);
     seen.compare("gpuserver ps", std::slice::from_ref(&ps));

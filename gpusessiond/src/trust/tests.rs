@@ -1,4 +1,5 @@
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use gpusession_proto::statement::Statement;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SigningKey as _};
 
 use super::*;
 
@@ -140,4 +141,44 @@ fn the_file_of_authorities_reads_back() {
     );
     let read = CertificateDer::pem_slice_iter(both.to_pem().as_bytes()).collect::<Result<Vec<_>, _>>();
     assert_eq!(fingerprints(&Authorities::new(read.unwrap()).unwrap()), fingerprints(&both));
+}
+
+#[test]
+fn a_statement_of_a_trusted_authority_alone_refuses_a_server() {
+    let (pool, foreign) = (Pool::new("pool", NOW - DAY), Pool::new("foreign", NOW - DAY));
+    let stated = |by: &Pool, named: &Pool, verdict: Verdict| {
+        let statement = Statement { server: "gpu1".into(), number: 1, unix: NOW, turn: 0, verdict };
+        let body = statement.body();
+        let signature = by.issuer.key().sign(&signed_message(&body)).unwrap();
+        Signed { body, authority: sha256(&named.der), signature }.bytes()
+    };
+    let server = |name: &str| Verdict::RevokeServer { name: name.into() };
+    let mut altered = stated(&pool, &pool, server("gpu4"));
+    let at = altered.windows(4).position(|bytes| bytes == b"gpu4").unwrap();
+    altered[at + 3] = b'5';
+    let statements = [
+        b"garbage".to_vec(),
+        altered,
+        stated(&foreign, &foreign, server("gpu6")),
+        stated(&foreign, &pool, server("gpu7")),
+        stated(&pool, &pool, Verdict::RevokeAdministrator { name: "gpu8".into() }),
+        stated(&pool, &pool, server("gpu2")),
+    ];
+    let revoked = pool.trusted().revoked(&statements);
+    assert_eq!(revoked, Revoked::from(["gpu2".to_owned()]));
+    let flood = vec![statements[0].clone(); MAX_REVOKED];
+    assert!(pool.trusted().revoked(&[flood, statements.to_vec()].concat()).is_empty());
+
+    let verifier = pool.trusted().verifier(Arc::new(revoked)).unwrap();
+    let shows = |server: &str| {
+        let mut params = CertificateParams::new(vec![join::any_server(), join::server(server)]).unwrap();
+        params.not_before = time(NOW - DAY).into();
+        params.not_after = time(NOW + DAY).into();
+        let certificate = params.signed_by(&KeyPair::generate().unwrap(), &pool.issuer).unwrap();
+        let name = ServerName::try_from(join::any_server()).unwrap();
+        let now = UnixTime::since_unix_epoch(Duration::from_secs(NOW));
+        verifier.verify_server_cert(certificate.der(), &[], &name, &[], now).map_err(|e| e.to_string())
+    };
+    assert!(shows("gpu1").is_ok());
+    assert!(shows("gpu2").unwrap_err().contains("server gpu2 is revoked"));
 }

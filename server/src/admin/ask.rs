@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::answer::{
-    administrators, clients, config, gpus, leases, records, rotation, status, tokens, usage, workers,
+    administrators, clients, config, gpus, leases, records, rotation, statements, status, tokens, usage,
+    workers,
 };
 use crate::accounting::Wanted;
 use crate::audit;
@@ -181,6 +182,21 @@ pub enum Ask {
     },
     /// Drop the new authority.
     RotateAbort,
+    /// List statements after a place, a page at most.
+    Statements {
+        /// Place of the last one of the page before; 0: from the first.
+        after: u64,
+    },
+    /// Take statements from a file.
+    StatementsImport {
+        /// Statements with their signatures.
+        statements: Vec<String>,
+    },
+    /// Refuse a server from now on, on each server and each client of the pool.
+    ServerRevoke {
+        /// Name of the server.
+        name: String,
+    },
 }
 
 /// Effect of a request, and the place where it is answered.
@@ -215,6 +231,7 @@ impl Ask {
             | Self::Accounting { .. }
             | Self::Config
             | Self::Tokens
+            | Self::Statements { .. }
             | Self::Administrators => Kind::Read,
             Self::RotateStatus => Kind::ReadHere(KEPT_HERE),
             // The trail records its readers.
@@ -232,6 +249,7 @@ impl Ask {
             | Self::Reload
             | Self::TokenCreate { .. }
             | Self::TokenRevoke { .. }
+            | Self::StatementsImport { .. }
             | Self::AdministratorRevoke { .. } => Kind::Change,
             Self::Stop { .. } => {
                 Kind::ChangeHere("a server is stopped on its own host: the command waits for its process")
@@ -244,6 +262,9 @@ impl Ask {
             Self::RotateSwitch { .. } => rotate(Step::Switch),
             Self::RotateFinish { .. } => rotate(Step::Finish),
             Self::RotateAbort => rotate(Step::Abort),
+            Self::ServerRevoke { name } => {
+                Kind::Root(KEPT_HERE, Privileged::RevokeServer { name: name.clone() })
+            }
         }
     }
 
@@ -268,9 +289,14 @@ impl Ask {
         if !always {
             pool.may_change().await.map_err(untold)?;
         }
+        let makes_token = matches!(self, Self::TokenCreate { .. });
         let mut event = self.event(actor);
         event.from = from.into();
-        let done = self.answer(pool).await;
+        let mut done = self.answer(pool).await;
+        if let (true, Some(name), Ok(made)) = (makes_token, event.actor.strip_prefix("administrator "), &done)
+        {
+            done = tokens::made_by(pool, name, made).await.map(|()| made.clone());
+        }
         if let Err(refusal) = &done {
             event.result.clone_from(&refusal.code);
         }
@@ -338,6 +364,9 @@ impl Ask {
             Self::RotateSwitch { force } => rotation::step(pool, Step::Switch, force).await,
             Self::RotateFinish { force } => rotation::step(pool, Step::Finish, force).await,
             Self::RotateAbort => rotation::step(pool, Step::Abort, false).await,
+            Self::Statements { after } => statements::list(pool, after),
+            Self::StatementsImport { statements } => statements::import(pool, statements).await,
+            Self::ServerRevoke { name } => statements::revoke_server(pool, name).await,
         }
     }
 
@@ -454,7 +483,8 @@ mod tests {
     #[test]
     fn each_field_of_a_request_is_recorded_or_stays_out_of_the_trail() {
         // Secrets and long texts, and the fields of requests that change nothing.
-        const LEFT_OUT: [&str; 6] = ["csr_pem", "exported", "since_unix", "until_unix", "users", "value"];
+        const LEFT_OUT: [&str; 8] =
+            ["after", "csr_pem", "exported", "since_unix", "statements", "until_unix", "users", "value"];
         let verbs = expected(serde_json::json!({ "verb": "?" }));
         assert!(verbs.len() > 30, "{verbs:?}");
         let fields = verbs.iter().map(|verb| (verb, expected(serde_json::json!({ "verb": verb, "?": 0 }))));

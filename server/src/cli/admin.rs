@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::{Value, json};
 
+use super::clients::state_offline;
 use super::pool::own_link;
 use super::target::{Target, offline, running};
 use crate::admin::answer::administrators::{
@@ -23,6 +24,7 @@ use crate::signer::link::Link;
 use crate::store;
 use crate::text::Output;
 use clap::Subcommand;
+use gpusession_proto::statement::Verdict;
 
 /// A verb of `gpuserver admin`.
 #[derive(Debug, Subcommand)]
@@ -37,7 +39,7 @@ pub enum AdminVerb {
     },
     /// List the administrators that this server knows
     List,
-    /// Revoke all certificates of a name so far, on this server only; repeat it on each server
+    /// Revoke all certificates of a name so far, in the whole pool
     Revoke {
         /// Name of the administrator
         name: String,
@@ -77,7 +79,7 @@ pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &Admin
         AdminVerb::Revoke { name } => {
             let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;
             out.answer("administrator", value, |out, value: Value| {
-                writeln!(out, "administrator {name} is revoked on this server")?;
+                writeln!(out, "administrator {name} is revoked")?;
                 if value["known"] == false {
                     writeln!(
                         out,
@@ -121,7 +123,8 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
         }
         Ask::AdministratorRevoke { name } => {
             a_name(name)?;
-            json!({ "name": name, "known": all.revoke(name, now) })
+            let unix = state_offline(config, Verdict::RevokeAdministrator { name: name.clone() })?;
+            json!({ "name": name, "known": all.revoke(name, unix) })
         }
         _ => return Ok(serde_json::to_value(administrator_rows(&all))?),
     };

@@ -2,17 +2,22 @@
 
 use serde_json::{Value, json};
 
+use super::pool::own_link;
 use super::target::{Target, offline, running};
-use crate::admin::Ask;
 use crate::admin::answer::clients::{ClientRow, a_name, print_clients};
+use crate::admin::answer::unsigned;
+use crate::admin::{Ask, Refusal};
 use crate::audit;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Config;
 use crate::pool::Files;
 use crate::pool::clients::Clients;
+use crate::pool::statements::sign;
+use crate::statements::{Statements, Taken};
 use crate::store;
 use crate::text::Output;
 use clap::Subcommand;
+use gpusession_proto::statement::Verdict;
 
 /// A verb of `gpuserver clients`.
 #[derive(Debug, Subcommand)]
@@ -58,6 +63,20 @@ pub(super) fn clients(
     })
 }
 
+/// Has the signer make a statement, and keeps it; returns its time. The caller holds the lock.
+pub(super) fn state_offline(config: &Config, verdict: Verdict) -> anyhow::Result<u64> {
+    let path = Files::below(&config.state_dir).statements;
+    let mut all: Statements = store::read(&path)?;
+    let turn = all.next_turn(&verdict);
+    let (signed, statement) = sign(&own_link(config)?, verdict, turn).map_err(|e| unsigned(&e))?;
+    let unix = statement.unix;
+    if all.take(signed, statement, None) == Taken::Full {
+        return Err(Refusal::new("too-many", "this server has as many statements as it may").into());
+    }
+    store::write(&path, &all)?;
+    Ok(unix)
+}
+
 /// Performs a verb for clients on the files, without a server.
 ///
 /// The client's leases expire after the next start, since the client cannot renew them.
@@ -65,15 +84,18 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).clients;
     let mut clients = Clients::new(store::read(&path)?);
-    let now = SystemClock.unix();
     let (name, known) = match ask {
         Ask::Revoke { name } => {
             a_name(name)?;
-            (name, clients.revoke(name, now))
+            let identity = clients.identity(name);
+            let unix = state_offline(config, Verdict::RevokeClient { name: name.clone(), identity })?;
+            (name, clients.revoke(name, unix))
         }
         Ask::Forget { name } => {
             a_name(name)?;
-            (name, clients.forget(name, now))
+            let identity = clients.identity(name);
+            let unix = state_offline(config, Verdict::ForgetClient { name: name.clone(), identity })?;
+            (name, clients.forget(name, unix))
         }
         _ => {
             let rows: Vec<_> = clients

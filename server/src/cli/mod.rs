@@ -11,6 +11,7 @@ mod pool;
 mod remote;
 mod rotate;
 mod several;
+mod statements;
 mod stats;
 mod target;
 mod token;

@@ -36,6 +36,14 @@ pub enum PoolVerb {
         #[arg(long)]
         now: bool,
     },
+    /// Revoke a server for ever: clients and the other servers refuse it
+    ///
+    /// The server can serve again under another `name`. It has the pool's key: after the theft of
+    /// its disk or of root's rights there, also replace the authority.
+    Revoke {
+        /// Name of the server
+        name: String,
+    },
     /// Replace the authority by a new one, under running programs
     ///
     /// The steps are begin, switch and finish. Each can be repeated, and `status` shows which
@@ -121,7 +129,9 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
             write!(out.out, "{exported}")?;
             return Ok(());
         }
-        PoolVerb::Rotate { .. } => anyhow::bail!("internal error: not a verb of this function"),
+        PoolVerb::Rotate { .. } | PoolVerb::Revoke { .. } => {
+            anyhow::bail!("internal error: not a verb of this function")
+        }
         PoolVerb::Init { .. } => {
             let _lock = offline(config)?;
             made(&own_link(config)?, Operation::Init { name: config.name.clone() })?

@@ -16,6 +16,7 @@ use super::isolation::check_isolation;
 use super::pool::{PoolVerb, pool};
 use super::rotate::rotate;
 use super::several::{ps, stop, top};
+use super::statements::{StatementsVerb, statements};
 use super::stats::{StatsOptions, stats};
 use super::target::{Target, must_run};
 use super::token::{TokenVerb, token};
@@ -55,7 +56,7 @@ pub struct Cli {
 
 /// Groups of verbs in the first screen of the help.
 const GROUPS: [(&str, &str); 3] = [
-    ("Set up", "pool token clients admin config limits check-config check-isolation"),
+    ("Set up", "pool token clients admin statements config limits check-config check-isolation"),
     ("Run", "serve drain stop off on drop park unpark kill"),
     ("See, and find faults", "status gpus leases queue ps top mps stats accounting audit health report"),
 ];
@@ -132,6 +133,12 @@ pub enum Verb {
         /// Verb for clients
         #[command(subcommand)]
         verb: Option<ClientsVerb>,
+    },
+    /// List revocations of the pool, carry them between servers
+    Statements {
+        /// Verb for statements
+        #[command(subcommand)]
+        verb: Option<StatementsVerb>,
     },
     /// Show the server's addresses, driver and numbers
     Status,
@@ -273,6 +280,14 @@ impl Verb {
             Self::Report(options) => diagnosis::report(out, server, options),
             Self::CheckConfig { explain } => check_config(out, file, server.config()?, *explain),
             Self::Pool { verb: PoolVerb::Rotate { verb } } => rotate(out, server, verb),
+            Self::Pool { verb: PoolVerb::Revoke { name } } => {
+                let revoked = ask(Ask::ServerRevoke { name: name.clone() })?;
+                out.answer("revoked", revoked, |out, _: serde_json::Value| {
+                    let text = "clients refuse it as soon as they ask this server, and other servers within a minute";
+                    Ok(writeln!(out, "server {name} is revoked for ever: {text}")?)
+                })
+            }
+            Self::Statements { verb } => statements(out, server, verb.as_ref()),
             Self::Pool { verb } => pool(out, server.config()?, verb),
             Self::Token { verb } => token(out, server, verb),
             Self::Admin { verb } => administrators(out, server, verb),
@@ -335,6 +350,7 @@ impl Verb {
             Self::Token { .. }
             | Self::Admin { .. }
             | Self::Clients { .. }
+            | Self::Statements { .. }
             | Self::Status
             | Self::Ps { .. }
             | Self::Leases

@@ -15,8 +15,9 @@ use ipnet::IpNet;
 
 use super::kinds::{
     ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
-    GRACE, ISOLATION, LOCAL, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED, OVERCOMMIT,
-    PART_OF_MEMORY, PATH_OR_NONE, PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SCRUB, SHARING, SIZE, SWITCH,
+    GRACE, INTERVAL, ISOLATION, LOCAL, MEASURERS, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OFFERED,
+    OVERCOMMIT, PART_OF_MEMORY, PATH_OR_NONE, PATTERN, PEERS, PORTS, RESERVED_MEMORY, SCOPE, SCRUB, SHARING,
+    SIZE, SWITCH,
 };
 use super::origin::ConfigError;
 use super::reader::{
@@ -66,6 +67,13 @@ keys! {
         /// A measurement takes 10 s at most.
         /// Two run at a time, and a client may begin one a minute.
         netperf: String = "clients", MEASURERS, live;
+        /// Control addresses of other servers of the pool, HOST or HOST:PORT, from which this one
+        /// takes revocations; 64 at most.
+        ///
+        /// Name each server on the others: a chain is enough, since servers hand on what they took.
+        peers: Vec<Advertised> = nothing("gpu2.example.org"), PEERS, live;
+        /// Pause between two requests to each of `peers`, from "1s" to "1h".
+        peer_interval: Duration = "30s", INTERVAL, live;
         /// "local": this server alone decides about its GPUs.
         ///
         /// No other value exists yet.

@@ -47,6 +47,21 @@ pub(super) const ADVERTISED: Kind<Vec<Advertised>> = Kind {
         }
     },
 };
+pub(super) const PEERS: Kind<Vec<Advertised>> = Kind {
+    read: |v| {
+        let peers = (ADVERTISED.read)(v)?;
+        if peers.len() > 64 { Err("at most 64 servers are possible".into()) } else { Ok(peers) }
+    },
+    show: |list| if list.is_empty() { "none".into() } else { (ADVERTISED.show)(list) },
+};
+pub(super) const INTERVAL: Kind<Duration> = Kind {
+    read: |v| {
+        let time = duration(v)?;
+        let fits = (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time);
+        if fits { Ok(time) } else { Err("a time from \"1s\" to \"1h\" is wanted".into()) }
+    },
+    show: DURATION.show,
+};
 pub(super) const PORTS: Kind<(u16, u16)> = Kind {
     read: ports,
     show: |(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") },

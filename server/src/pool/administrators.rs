@@ -27,7 +27,13 @@ pub struct AdministratorRecord {
     /// versions.
     #[serde(default)]
     pub authority: String,
+    /// Ids of join tokens that the administrator made over the network, the latest last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tokens: Vec<String>,
 }
+
+/// Most tokens that a record names; earlier ones have most likely expired.
+const MAX_TOKENS: usize = 1024;
 
 /// All administrators that this server knows, by name.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -78,7 +84,8 @@ impl Administrators {
 
     fn put(&mut self, name: &str, certificate: &[u8; 32], since_unix: u64, authority: &str) {
         let (certificate, authority) = (HEXLOWER.encode(certificate), authority.into());
-        let record = AdministratorRecord { certificate, since_unix, revoked: false, authority };
+        let tokens = self.0.remove(name).map(|record| record.tokens).unwrap_or_default();
+        let record = AdministratorRecord { certificate, since_unix, revoked: false, authority, tokens };
         self.0.insert(name.into(), record);
     }
 
@@ -132,10 +139,53 @@ impl Administrators {
             since_unix: 0,
             revoked: true,
             authority: String::new(),
+            tokens: Vec::new(),
         });
         record.revoked = true;
         record.since_unix = record.since_unix.max(unix);
         known
+    }
+
+    /// Applies a statement that revokes the certificates of a name up to a time.
+    ///
+    /// Returns `true` if that changes anything.
+    pub fn settle(&mut self, name: &str, unix: u64) -> bool {
+        let known = self.0.get(name);
+        let settled = known.is_some_and(|r| r.since_unix > unix || r.revoked && r.since_unix == unix);
+        if !settled {
+            self.revoke(name, unix);
+        }
+        !settled
+    }
+
+    /// Notes a join token that an administrator made.
+    pub fn made_token(&mut self, name: &str, id: &str) {
+        let Some(record) = self.0.get_mut(name) else { return };
+        if record.tokens.len() >= MAX_TOKENS {
+            record.tokens.remove(0);
+        }
+        record.tokens.push(id.into());
+    }
+
+    /// Lists tokens of revoked administrators, with the name of each.
+    pub fn tokens_of_revoked(&self) -> Vec<(String, String)> {
+        let revoked = self.0.iter().filter(|(_, record)| record.revoked);
+        revoked.flat_map(|(name, r)| r.tokens.iter().map(|id| (name.clone(), id.clone()))).collect()
+    }
+
+    /// Forgets a token that is revoked.
+    pub fn revoked_token(&mut self, name: &str, id: &str) {
+        if let Some(record) = self.0.get_mut(name) {
+            record.tokens.retain(|known| known != id);
+        }
+    }
+
+    /// Returns the seconds until a new certificate of this name counts.
+    ///
+    /// Certificates of the second of a revocation are revoked.
+    pub fn revoked_ahead(&self, name: &str, unix: u64) -> u64 {
+        let revoked = self.0.get(name).filter(|record| record.revoked);
+        revoked.map_or(0, |record| (record.since_unix + 1).saturating_sub(unix))
     }
 
     /// Lists all administrators by name.
@@ -173,6 +223,19 @@ mod tests {
         let mut old: Administrators = serde_json::from_str(&old).unwrap();
         old.complete("a2");
         assert_eq!(old.of_others("a2"), <[String; 0]>::default(), "records of an earlier version");
+        // A statement of the pool revokes what was issued until then.
+        let mut all = Administrators::default();
+        all.put("alice", &[1; 32], 10, "a1");
+        all.made_token("alice", "aa");
+        assert_eq!(all.tokens_of_revoked(), []);
+        assert!(!all.settle("alice", 9) && all.settle("alice", 10) && !all.settle("alice", 10));
+        assert_eq!(all.admit(&[1; 32], Some(&alice(10)), "a1"), revoked);
+        assert_eq!(all.tokens_of_revoked(), [("alice".to_owned(), "aa".to_owned())]);
+        all.revoked_token("alice", "aa");
+        assert_eq!(all.tokens_of_revoked(), []);
+        assert_eq!((all.revoked_ahead("alice", 8), all.revoked_ahead("alice", 11)), (3, 0));
+        assert_eq!(all.admit(&[2; 32], Some(&alice(11)), "a1"), Ok(("alice".into(), true)));
+        assert!(!all.settle("alice", 10) && all.settle("carol", 10));
         // A name of which this server has seen no certificate.
         assert!(!all.revoke("bob", 20));
         let bob = holder(Role::Administrator, "bob", 15);

@@ -66,6 +66,7 @@ impl Pool {
         let valid = match holder.role {
             Role::Client => locked(&self.clients).accepts(&certificate, &holder, unix),
             Role::Administrator => locked(&self.administrators).is_new(&certificate, &holder).is_ok(),
+            Role::Server => self.statements(|all| all.server(&holder.name).is_none()),
         };
         valid.then_some(holder)
     }

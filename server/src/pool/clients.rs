@@ -4,13 +4,14 @@
 //! at its first call.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::certificate::Holder;
 use crate::clock::Moment;
+use crate::statements::{ClientStanding, Statements};
 
 /// Silence after which a client without an open [`Watch`](gpusession_proto::control) counts as
 /// gone.
@@ -178,6 +179,8 @@ pub struct Clients {
     forgotten: BTreeMap<String, u64>,
     by_certificate: HashMap<String, String>,
     presence: HashMap<String, Presence>,
+    /// Identities that a statement of the pool refuses for ever.
+    refused: HashSet<[u8; 32]>,
 }
 
 /// Change that a client's call brings about.
@@ -204,7 +207,8 @@ impl Clients {
             record.certificates().map(|c| (c.clone(), name.clone())).collect::<Vec<_>>()
         };
         let by_certificate = records.iter().flat_map(all).collect();
-        Self { records, forgotten, by_certificate, presence: HashMap::new() }
+        let (presence, refused) = Default::default();
+        Self { records, forgotten, by_certificate, presence, refused }
     }
 
     /// Notes a call with a certificate that `authority` has issued; `true` if the record changed.
@@ -372,6 +376,9 @@ impl Clients {
         if known.is_some_and(|record| record.revoked) {
             return Err(Refusal::Revoked(client.clone()));
         }
+        if self.refused.contains(identity) {
+            return Err(Refusal::Unknown);
+        }
         let newest = known.map(|record| record.joined_unix).max(self.forgotten.get(client).copied());
         if newest.is_some_and(|newest| *issued_unix <= newest) {
             return Err(Refusal::Unknown);
@@ -385,8 +392,9 @@ impl Clients {
     /// However long the client is silent, no token takes over its name.
     pub fn may_join(&self, name: &str, key: &[u8; 32]) -> Result<(), Refusal> {
         match self.records.get(name) {
-            None => Ok(()),
             Some(record) if record.revoked => Err(Refusal::Revoked(name.into())),
+            _ if self.refused.contains(key) => Err(Refusal::Unknown),
+            None => Ok(()),
             Some(record) if record.key == data_encoding::HEXLOWER.encode(key) => Ok(()),
             Some(_) => Err(Refusal::Taken(name.into())),
         }
@@ -532,6 +540,52 @@ impl Clients {
         record.is_some()
     }
 
+    /// Returns `true` if this server has a record of the name.
+    pub fn has(&self, name: &str) -> bool {
+        self.records.contains_key(name)
+    }
+
+    /// Returns the identity of a client, if this server knows it.
+    pub fn identity(&self, name: &str) -> Option<[u8; 32]> {
+        let key = data_encoding::HEXLOWER.decode(self.records.get(name)?.key.as_bytes()).ok()?;
+        key.try_into().ok()
+    }
+
+    /// Returns the seconds until certificates of a forgotten name count, if `unix` is too early.
+    pub fn forgotten_ahead(&self, name: &str, unix: u64) -> u64 {
+        self.forgotten.get(name).map_or(0, |until| (until + 1).saturating_sub(unix))
+    }
+
+    /// Applies the pool's statements about a client.
+    ///
+    /// Returns the reason for which its leases end, if the client could use the pool until now.
+    pub fn settle(&mut self, name: &str, statements: &Statements) -> Option<&'static str> {
+        let record = self.records.get(name);
+        let allowed = record.is_some_and(|record| !record.revoked);
+        match statements.client(name) {
+            ClientStanding::Free => None,
+            ClientStanding::Revoked { unix } => {
+                self.revoke(name, unix);
+                allowed.then_some("the client was revoked")
+            }
+            ClientStanding::Forgotten { unix } => {
+                let refused = self.identity(name).is_some_and(|key| statements.refuses(&key));
+                if refused || record.is_some_and(|record| record.joined_unix <= unix) {
+                    self.forget(name, unix);
+                    return allowed.then_some("the client was removed from the pool");
+                }
+                let until = self.forgotten.entry(name.into()).or_default();
+                *until = unix.max(*until);
+                None
+            }
+        }
+    }
+
+    /// Refuses the identities that a statement refuses.
+    pub fn refuse<'a>(&mut self, identities: impl IntoIterator<Item = &'a [u8; 32]>) {
+        self.refused.extend(identities);
+    }
+
     /// Lists all clients.
     pub fn list(&self, now: Moment) -> Vec<ClientView> {
         let view = |(name, record): (&String, &ClientRecord)| {
@@ -549,6 +603,8 @@ impl Clients {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_proto::statement::{Signed, Statement, Verdict};
+
     use super::*;
     use crate::certificate::Role;
 
@@ -646,6 +702,45 @@ mod tests {
             clients.introduce(&[6; 32], &vm("vm-1", 99), 9),
             revoked,
             "until an administrator forgets it"
+        );
+    }
+
+    #[test]
+    fn a_refused_identity_never_comes_back_and_its_name_does() {
+        let stated = |unix, turn, verdict| {
+            let statement = Statement { server: "gpu1".into(), number: 1, unix, turn, verdict };
+            let signed = Signed { body: statement.body(), authority: [0; 32], signature: Vec::new() };
+            (signed, statement)
+        };
+        let (mut clients, mut statements) = (joined(), Statements::default());
+        let (name, identity) = ("vm-1".to_owned(), Some([11; 32]));
+        let mut settle = |clients: &mut Clients, unix, turn, verdict| {
+            let (signed, statement) = stated(unix, turn, verdict);
+            statements.take(signed, statement, None);
+            let clients_of_a_restart = clients.save();
+            *clients = Clients::new(
+                serde_json::from_value(serde_json::to_value(clients_of_a_restart).unwrap()).unwrap(),
+            );
+            clients.refuse(statements.identities());
+            clients.settle("vm-1", &statements)
+        };
+        let revoke = Verdict::RevokeClient { name: name.clone(), identity };
+        assert_eq!(settle(&mut clients, 50, 1, revoke.clone()), Some("the client was revoked"));
+        assert_eq!(settle(&mut clients, 50, 1, revoke), None, "again");
+        assert_eq!(called(&mut clients, 1, 51), Err(Refusal::Revoked("vm-1".into())));
+        // A server that was taken over forgets the name, and has the signer renew the certificate.
+        assert_eq!(settle(&mut clients, 60, 2, Verdict::ForgetClient { name, identity: None }), None);
+        assert_eq!(clients.introduce(&[2; 32], &holder("vm-1", 99, [11; 32]), 99), Err(Refusal::Unknown));
+        assert_eq!(clients.may_join("vm-1", &[11; 32]), Err(Refusal::Unknown));
+        // Another machine takes the name, from the next second on.
+        assert_eq!((clients.forgotten_ahead("vm-1", 59), clients.forgotten_ahead("vm-1", 61)), (2, 0));
+        assert_eq!(clients.introduce(&[3; 32], &holder("vm-1", 60, [12; 32]), 60), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[3; 32], &holder("vm-1", 61, [12; 32]), 61), Ok(()));
+        let again = Verdict::ForgetClient { name: "vm-1".into(), identity: None };
+        assert_eq!(settle(&mut clients, 60, 2, again), None);
+        assert_eq!(
+            (called(&mut clients, 3, 62), clients.identity("vm-1")),
+            (Ok("vm-1".into()), Some([12; 32]))
         );
     }
 

@@ -4,6 +4,7 @@ pub mod administrators;
 mod allowance;
 mod authenticate;
 pub mod clients;
+pub mod contact;
 mod describe;
 mod endings;
 pub mod grpc;
@@ -12,11 +13,13 @@ pub mod idle_actions;
 mod lock;
 mod parked;
 pub mod parking;
+pub mod peers;
 pub mod readings;
 mod reload;
 mod requests;
 pub mod rotation;
 mod state;
+pub mod statements;
 mod status;
 pub mod tls;
 mod usage;
@@ -31,6 +34,7 @@ use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::journal::Event as Said;
+use gpusession_proto::statement::{Statement, Verdict};
 use tokio::sync::broadcast;
 use tokio::sync::watch::{Receiver, channel};
 use tonic::Status;
@@ -43,6 +47,8 @@ use self::describe::{limits, micros};
 use self::lock::locked;
 use self::parked::Parking;
 pub use self::state::{Facts, Files, Pool};
+use self::statements::NotStated;
+use self::status::settled;
 use self::tls::ServerCertificate;
 use self::watch::{Watches, workers_ready};
 use crate::accounting::Accounting;
@@ -57,10 +63,13 @@ use crate::netperf::Endpoints;
 use crate::registry::{Registry, Standing};
 use crate::signer::link::Signer;
 use crate::signer::tokens::{Terms, TokenFacts};
-use crate::signer::{Operation, Privileged, Refused};
+use crate::signer::{Operation, Privileged, Refused, Why};
 use crate::starter::link::Starter;
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};
+
+/// The statement of a revocation, or why the pool's other servers do not get one.
+pub type Stated = Result<Statement, NotStated>;
 
 const RELEASED: &str = "released by its client";
 /// Kind of the audit trail's event for a new lease.
@@ -108,10 +117,12 @@ impl Pool {
         let mut administrators: Administrators = store::read(&files.administrators)?;
         administrators.complete(&old);
         let clients = Clients::new(store::read(&files.clients)?);
+        let statements = Mutex::new(store::read(&files.statements)?);
+        let run = crate::clock::bytes(random.as_ref());
         let config = Mutex::new(Arc::new(facts.config.clone()));
         let starter = Starter::new(facts.config.starter.as_deref(), supervisor.program());
         let endpoints = Endpoints::new(&supervisor, starter, clock.clone(), random.clone());
-        Ok(Self {
+        let pool = Self {
             facts,
             config,
             registry,
@@ -125,6 +136,10 @@ impl Pool {
             client_file: Shared::new(files.clients),
             administrators: Mutex::new(administrators),
             administrator_file: Shared::new(files.administrators),
+            statements,
+            statement_file: Shared::new(files.statements),
+            peers: Mutex::default(),
+            run,
             rates: Mutex::default(),
             signing: tokio::sync::Mutex::default(),
             clients: Mutex::new(clients),
@@ -140,7 +155,9 @@ impl Pool {
             day: Mutex::default(),
             ending: Mutex::default(),
             stop: channel(None).0,
-        })
+        };
+        pool.settle_all();
+        Ok(pool)
     }
 
     /// Returns the facts about this server.
@@ -426,6 +443,10 @@ impl Pool {
         if let Err(e) = locked(&self.administrators).may_issue(name) {
             return Ok(Err(e));
         }
+        let ahead = locked(&self.administrators).revoked_ahead(name, self.clock.unix());
+        if let Err(status) = settled(&format!("administrator {name} was revoked"), ahead).await {
+            return Ok(Err(Refused::new(Why::Busy, status.message()).into()));
+        }
         let order = Privileged::Administrator { name: name.into(), csr_pem: csr_pem.into() };
         let signed = move |signer: &Signer| signer.link().sign(Operation::Privileged(order));
         let issued = match self.signer.aside(signed).await {
@@ -444,7 +465,9 @@ impl Pool {
     }
 
     /// Revokes an administrator. Returns `true` if this server knew the name.
-    pub async fn revoke_administrator(&self, name: &str) -> Result<bool, StoreError> {
+    ///
+    /// This server refuses the name at once; the statement may fail.
+    pub async fn revoke_administrator(self: &Arc<Self>, name: &str) -> Result<(bool, Stated), StoreError> {
         let known = {
             let mut all = locked(&self.administrators);
             let known = all.revoke(name, self.clock.unix());
@@ -453,7 +476,7 @@ impl Pool {
         };
         self.store_administrators().await?;
         info!("administrator {name}: revoked");
-        Ok(known)
+        Ok((known, self.declare(Verdict::RevokeAdministrator { name: name.into() }).await))
     }
 
     /// Lists all clients.
@@ -463,29 +486,39 @@ impl Pool {
 
     /// Revokes a client and ends its leases. Returns whether this server knew it, and how many
     /// leases ended.
-    pub async fn revoke(&self, name: &str) -> Result<(bool, usize), StoreError> {
-        let known = {
+    ///
+    /// This server refuses the client at once; the statement may fail.
+    pub async fn revoke(self: &Arc<Self>, name: &str) -> Result<(bool, usize, Stated), StoreError> {
+        let (known, identity) = {
             let mut clients = locked(&self.clients);
             let known = clients.revoke(name, self.clock.unix());
             self.client_file.changed();
-            known
+            (known, clients.identity(name))
         };
         self.store_clients().await?;
         info!(gpusession_client = name, "client {name}: revoked");
-        Ok((known, self.end_client(name, "the client was revoked").await))
+        let ended = self.end_client(name, "the client was revoked").await;
+        Ok((known, ended, self.declare(Verdict::RevokeClient { name: name.into(), identity }).await))
     }
 
     /// Removes a client and ends its leases. Returns as [`Pool::revoke`] does.
-    pub async fn forget(&self, name: &str) -> Result<(bool, usize), StoreError> {
-        let known = {
-            let mut clients = locked(&self.clients);
-            let known = clients.forget(name, self.clock.unix());
-            self.client_file.changed();
-            known
+    ///
+    /// Without a statement, a revocation of the name would come back from other servers.
+    pub async fn forget(self: &Arc<Self>, name: &str) -> Result<(bool, usize), NotStated> {
+        let (known, identity) = {
+            let clients = locked(&self.clients);
+            (clients.has(name), clients.identity(name))
         };
+        let held = self.registry.of_client(name).await.len();
+        let stated = self.declare(Verdict::ForgetClient { name: name.into(), identity }).await?;
+        {
+            let mut clients = locked(&self.clients);
+            clients.forget(name, stated.unix);
+            self.client_file.changed();
+        }
         self.store_clients().await?;
         info!(gpusession_client = name, "client {name}: forgotten");
-        Ok((known, self.end_client(name, "the client was removed from the pool").await))
+        Ok((known, held))
     }
 
     async fn end_client(&self, name: &str, reason: &str) -> usize {

@@ -9,6 +9,7 @@ use gpusession_proto::journal::Event as Said;
 use tracing::{error, info};
 
 use super::clients::ClientView;
+use super::statements::NotStated;
 use super::{Pool, locked};
 use crate::signer::authorities::{Phase, Present};
 use crate::signer::{Refused as NotRotated, Step};
@@ -28,6 +29,9 @@ pub enum Refused {
     /// The file of the clients or the administrators cannot be written.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// Revocations would end with the authority that signed them.
+    #[error("the pool's statements: {0}")]
+    Statements(#[from] NotStated),
     /// Clients would lose the pool.
     #[error(
         "{}: called in the last 30 days, and {lack}; wait until `gpuserver pool rotate status` lists no client, \
@@ -141,6 +145,9 @@ impl Pool {
             Step::Switch | Step::Finish | Step::Abort => {}
         }
         let finished = step == Step::Finish;
+        if finished && self.rotation().rotation.is_some_and(|(phase, _)| phase == Phase::Switched) {
+            self.state_again().await?;
+        }
         let (certificate, unix) = (self.certificate.clone(), self.unix());
         let (changed, kept) = self
             .signer

@@ -11,6 +11,7 @@ use tokio::sync::watch::Sender;
 use super::administrators::Administrators;
 use super::allowance::Allowance;
 use super::clients::Clients;
+use super::contact::Peer;
 use super::endings::Warned;
 use super::parked::Parking;
 use super::tls::ServerCertificate;
@@ -26,6 +27,7 @@ use crate::netperf::Endpoints;
 use crate::pool::requests::Requests;
 use crate::registry::Registry;
 use crate::signer::link::Signer;
+use crate::statements::Statements;
 use crate::store::Shared;
 use crate::supervise::Supervisor;
 
@@ -53,13 +55,16 @@ pub struct Files {
     pub clients: PathBuf,
     /// File of the administrators.
     pub administrators: PathBuf,
+    /// File of the pool's statements.
+    pub statements: PathBuf,
 }
 
 impl Files {
     /// Returns the paths in a state directory.
     pub fn below(state_dir: &std::path::Path) -> Self {
         let file = |name| state_dir.join(name);
-        Self { clients: file("clients.json"), administrators: file("administrators.json") }
+        let [clients, administrators] = ["clients.json", "administrators.json"].map(file);
+        Self { clients, administrators, statements: file("statements.json") }
     }
 }
 
@@ -84,6 +89,12 @@ pub struct Pool {
     pub(super) client_file: Shared,
     pub(super) administrators: Mutex<Administrators>,
     pub(super) administrator_file: Shared,
+    pub(super) statements: Mutex<Statements>,
+    pub(super) statement_file: Shared,
+    /// Other servers of the pool that this one asks for statements.
+    pub(super) peers: Mutex<Vec<Peer>>,
+    /// Random number of this run, in which places of statements count.
+    pub(super) run: [u8; 16],
     pub(super) watches: Watches,
     pub(super) config: Mutex<Arc<Config>>,
     pub(super) rates: Mutex<Rates>,

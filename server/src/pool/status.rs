@@ -1,5 +1,7 @@
 //! The control service's errors: refusals, limits and malformed requests as gRPC statuses.
 
+use std::time::Duration;
+
 use gpusession_proto::control as wire;
 use prost::Message as _;
 use tonic::Status;
@@ -13,6 +15,9 @@ use crate::store::StoreError;
 /// Longest text, in bytes, and longest list in a request.
 const MAX_TEXT: usize = 256;
 const MAX_LIST: usize = 256;
+
+/// Longest time that a join waits for the clock, in seconds.
+const MAX_AHEAD: u64 = 5;
 
 pub(super) fn refused(refusal: Refusal) -> Status {
     let text = refusal.to_string();
@@ -83,5 +88,18 @@ pub(super) fn bounded<'a>(
             "a list of the request has more than {MAX_LIST} entries"
         )));
     }
+    Ok(())
+}
+
+/// Waits until certificates of a name count that was taken back a moment ago.
+///
+/// Certificates of the second of a revocation, by the clock of its server, are void.
+pub(super) async fn settled(what: &str, ahead: u64) -> Result<(), Status> {
+    if ahead > MAX_AHEAD {
+        return Err(Status::unavailable(format!(
+            "{what} at a time that this server's clock reaches in {ahead} s: set the clocks of the pool's servers, then try again"
+        )));
+    }
+    tokio::time::sleep(Duration::from_secs(ahead)).await;
     Ok(())
 }

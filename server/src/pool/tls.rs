@@ -12,6 +12,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls::time_provider::TimeProvider;
 use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
+use tonic::transport::Identity;
 
 use super::lock::locked;
 use crate::clock::Clock;
@@ -38,8 +39,19 @@ pub struct ServerCertificate {
 #[derive(Debug)]
 struct Shown {
     key: Arc<CertifiedKey>,
+    /// Certificate and key for calls of other servers.
+    calling: Calling,
     renew_unix: u64,
     expires_unix: u64,
+}
+
+/// Certificate and key in PEM.
+struct Calling(Identity);
+
+impl std::fmt::Debug for Calling {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Calling")
+    }
 }
 
 impl Shown {
@@ -53,11 +65,12 @@ impl Shown {
         let unusable = |e: String| Refused::new(Why::Failed, format!("the server's certificate: {e}"));
         let der = CertificateDer::from_pem_slice(issued.pem.as_bytes());
         let chain = vec![der.map_err(|e| unusable(e.to_string()))?, authority.der().clone()];
+        let calling = Calling(Identity::from_pem(&issued.pem, key.serialize_pem()));
         let key = PrivateKeyDer::try_from(key.serialize_der()).map_err(|e| unusable(e.to_string()))?;
         let provider = rustls::crypto::ring::default_provider();
         let key = CertifiedKey::from_der(chain, key, &provider).map_err(|e| unusable(e.to_string()))?;
         let (renew_unix, expires_unix) = (unix + RENEWAL_AGE, issued.expires_unix);
-        Ok(Self { key: Arc::new(key), renew_unix, expires_unix })
+        Ok(Self { key: Arc::new(key), calling, renew_unix, expires_unix })
     }
 }
 
@@ -99,6 +112,16 @@ impl ServerCertificate {
         }
         locked(&self.shown).retain(|known, _| present.all().any(|a| a.fingerprint() == *known));
         kept.map(|kept| kept.map(|()| self.expires_unix()))
+    }
+
+    /// Returns certificate and key for a call of another server.
+    ///
+    /// They are of the old authority until a rotation is finished: each server trusts that one.
+    pub fn identity(&self) -> Identity {
+        let old = self.signer.present().old().fingerprint();
+        let shown = locked(&self.shown);
+        let of_old = shown.get(&old).or_else(|| shown.values().next());
+        of_old.map_or_else(|| Identity::from_pem("", ""), |shown| shown.calling.0.clone())
     }
 
     /// Returns the end of the signing authority's certificate, in seconds since 1970.
@@ -276,7 +299,7 @@ mod tests {
         fn trusting(&self, own: &Authority, trusts: &[&Authority]) -> Arc<ClientConfig> {
             let trusts = trusts.iter().map(|authority| authority.der().clone()).collect();
             let trusts = gpusessiond::trust::Authorities::new(trusts).unwrap();
-            self.client_with(own, trusts.verifier().unwrap())
+            self.client_with(own, trusts.verifier(Arc::default()).unwrap())
         }
 
         fn client_with(&self, own: &Authority, check: Arc<dyn ServerCertVerifier>) -> Arc<ClientConfig> {

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
+use gpusession_proto::statement::{Signed, Statement};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
@@ -205,6 +206,13 @@ impl<A: AsRef<Authority>> Present<A> {
         let Some(end) = expiry(end_entity) else { return verified };
         let end = UnixTime::since_unix_epoch(Duration::from_secs(end));
         self.verifier.verify_client_cert(end_entity, intermediates, end)
+    }
+
+    /// Verifies a statement that one of the authorities has signed, and reads it.
+    pub fn stated(&self, signed: &Signed) -> Option<Statement> {
+        let authority = self.find(&signed.authority)?;
+        let signed_by = authority.as_ref().has_stated(&signed.body, &signed.signature);
+        signed_by.then(|| Statement::read(&signed.body).ok()).flatten()
     }
 
     /// Describes the authorities without their keys.

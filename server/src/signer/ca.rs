@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gpusession_proto::join;
+use gpusession_proto::statement::{Signed, signed_message};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
+    SigningKey as _,
 };
+use ring::signature::{ECDSA_P256_SHA256_ASN1, UnparsedPublicKey};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde::{Deserialize, Serialize};
@@ -215,6 +218,14 @@ impl Authority {
     pub fn der(&self) -> &CertificateDer<'static> {
         &self.der
     }
+
+    /// Returns `true` if the authority has signed these bytes as a statement.
+    pub fn has_stated(&self, body: &[u8], signature: &[u8]) -> bool {
+        let Ok((_, parsed)) = x509_parser::parse_x509_certificate(&self.der) else { return false };
+        let point = &*parsed.public_key().subject_public_key.data;
+        let key = UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, point);
+        key.verify(&signed_message(body), signature).is_ok()
+    }
 }
 
 /// Creates the folder of the authorities unless it exists.
@@ -312,6 +323,12 @@ impl AuthorityKey {
         })
     }
 
+    /// Signs a statement.
+    pub fn state(&self, body: Vec<u8>) -> Result<Signed, AuthorityError> {
+        let signature = self.issuer.key().sign(&signed_message(&body))?;
+        Ok(Signed { body, authority: self.fingerprint(), signature })
+    }
+
     /// Confirms another authority: returns a certificate that names it, and belongs to no key.
     pub fn confirm(
         &self,
@@ -338,6 +355,7 @@ impl AuthorityKey {
         let mut names = vec![match order.role {
             Role::Client => join::client(order.name),
             Role::Administrator => join::administrator(order.name),
+            Role::Server => return Err(AuthorityError::Request("a server's has its own way".into())),
         }];
         names.extend(order.identity.map(join::identity));
         let usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
@@ -433,6 +451,12 @@ mod tests {
             again.issue("garbage", &order(Role::Client, "vm-1"), now, &SystemRandom),
             Err(AuthorityError::Request(_))
         ));
+
+        let stated = again.state(b"statement".to_vec()).unwrap();
+        assert!(made.has_stated(&stated.body, &stated.signature));
+        let other = AuthorityKey::generate("other", now, &SystemRandom).unwrap();
+        assert!(!other.has_stated(&stated.body, &stated.signature));
+        assert!(!made.has_stated(b"another", &stated.signature) && !made.has_stated(&stated.body, &[]));
     }
 
     fn import(folder: &Path, exported: &str) -> Result<AuthorityKey, AuthorityError> {

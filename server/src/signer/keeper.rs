@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use data_encoding::HEXLOWER;
 use gpusession_proto::join::{JoinToken, is_name};
+use gpusession_proto::statement::{Signed, Statement, Verdict};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 use tracing::info;
@@ -16,7 +17,7 @@ use super::ca::{
     ADMINISTRATOR_TTL, AuthorityError, AuthorityKey, CLIENT_TTL, Issued, LASTING_TTL, Order, requested_key,
 };
 use super::lock::locked;
-use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
+use super::operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, Why};
 use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, Tokens};
 use crate::certificate::{Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
@@ -67,6 +68,10 @@ impl Places {
         let tokens = state_dir.join("tokens.json");
         Self { folder: state_dir.join("ca"), tokens, name: None }
     }
+
+    fn statements(&self) -> PathBuf {
+        self.folder.join("statements.json")
+    }
 }
 
 /// Turns of signatures: a burst of one second's, then evenly.
@@ -95,6 +100,12 @@ struct Named {
     name: Option<String>,
 }
 
+/// Document with the number of this server's latest statement.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Numbered {
+    statements: u64,
+}
+
 /// The authorities with their keys, and the join tokens.
 pub struct Keeper {
     places: Places,
@@ -103,6 +114,7 @@ pub struct Keeper {
     name: Mutex<Option<String>>,
     permitted: Mutex<Option<(Privileged, Moment)>>,
     turns: Mutex<Turns>,
+    numbered: Mutex<Numbered>,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
 }
@@ -122,6 +134,7 @@ impl Keeper {
     ) -> Result<Self, AuthorityError> {
         let mut tokens: Tokens = store::read(&places.tokens)?;
         let named: Named = places.name.as_deref().map(store::read).transpose()?.unwrap_or_default();
+        let numbered = store::read(&places.statements())?;
         let authorities = match Authorities::open(&places.folder, clock.unix(), random.clone()) {
             Ok(all) => {
                 // Earlier versions had one authority, and named it nowhere.
@@ -138,6 +151,7 @@ impl Keeper {
             name: Mutex::new(named.name),
             permitted: Mutex::default(),
             turns: Mutex::default(),
+            numbered: Mutex::new(numbered),
             clock,
             random,
         })
@@ -209,6 +223,8 @@ impl Keeper {
                 let (phase, since) = rotation.unwrap_or((Phase::Begun, self.clock.unix()));
                 self.import(&exported, phase, since)
             }
+            Operation::State { verdict, turn } => self.state(verdict, turn),
+            Operation::StateAgain { signed } => self.state_again(&signed),
             Operation::EarlierCheck { .. }
             | Operation::EarlierJoin { .. }
             | Operation::EarlierTokenCreate { .. }
@@ -321,6 +337,53 @@ impl Keeper {
         Ok(issued)
     }
 
+    /// Signs a statement, which no statement takes back.
+    fn state(&self, verdict: Verdict, turn: u32) -> Outcome {
+        if matches!(verdict, Verdict::RevokeServer { .. }) {
+            return Err(no_right());
+        }
+        self.state_any(verdict, turn)
+    }
+
+    fn state_any(&self, verdict: Verdict, turn: u32) -> Outcome {
+        a_name(verdict.name())?;
+        let server = locked(&self.name).clone();
+        let server =
+            server.ok_or_else(|| Refused::new(Why::Right, "the signer does not know its server's name"))?;
+        let present = self.present()?;
+        self.turn()?;
+        let number = {
+            let mut numbered = locked(&self.numbered);
+            let next = Numbered { statements: numbered.statements + 1 };
+            store::write(&self.places.statements(), &next)?;
+            *numbered = next;
+            numbered.statements
+        };
+        let (word, name) = (verdict.as_str(), verdict.name().to_owned());
+        let statement = Statement { server, number, unix: self.clock.unix(), turn, verdict };
+        let signed = present.signer().state(statement.body())?;
+        info!("signed statement {number}: {word} {name}");
+        Ok(Done::Stated(vec![signed.bytes()]))
+    }
+
+    /// Signs statements again that a present authority has signed.
+    fn state_again(&self, all: &[Vec<u8>]) -> Outcome {
+        let unfit = |text: &str| Refused::new(Why::Request, format!("statement: {text}"));
+        if all.len() > RESTATED {
+            return Err(unfit(&format!("more than {RESTATED} at a time")));
+        }
+        let present = self.present()?;
+        self.turn()?;
+        let again = all.iter().map(|bytes| {
+            let (signed, _) = Signed::read(bytes).map_err(|e| unfit(&e.to_string()))?;
+            present.stated(&signed).ok_or_else(|| unfit("no authority of this pool has signed it"))?;
+            Ok(present.signer().state(signed.body)?.bytes())
+        });
+        let again = again.collect::<Result<Vec<_>, Refused>>()?;
+        info!("{} statements: signed again with the present authority", again.len());
+        Ok(Done::Stated(again))
+    }
+
     fn use_permission(&self, operation: &Privileged) -> Result<(), Refused> {
         let mut permitted = locked(&self.permitted);
         let holds = permitted
@@ -346,6 +409,7 @@ impl Keeper {
                 signed("administrator", &name, "new", &issued);
                 Ok(Done::Issued(issued))
             }
+            Privileged::RevokeServer { name } => self.state_any(Verdict::RevokeServer { name }, 0),
             Privileged::Rotate(step) => {
                 let all = self.all()?;
                 let (changed, word) = match step {
@@ -544,6 +608,8 @@ mod tests {
             Operation::Privileged(Privileged::Rotate(Step::Switch)),
             Operation::Privileged(Privileged::Rotate(Step::Finish)),
             Operation::Privileged(Privileged::Rotate(Step::Abort)),
+            Operation::Privileged(Privileged::RevokeServer { name: "gpu2".into() }),
+            Operation::State { verdict: Verdict::RevokeServer { name: "gpu2".into() }, turn: 0 },
             Operation::AdoptTokens(Tokens::default()),
             Operation::Adopt { exported: String::new(), rotation: None },
             Operation::Server { name: "gpu2".into(), csr_pem: csr(), authority: site.authority() },
@@ -622,6 +688,55 @@ mod tests {
         }
         let elsewhere = Operation::Renew { present: second, csr_pem: csr(), authority: other.authority() };
         assert_eq!(why(site.server(elsewhere)), Why::Request);
+    }
+
+    fn stated(outcome: Outcome) -> Vec<(Signed, Statement)> {
+        let Done::Stated(stated) = outcome.unwrap() else { panic!("statements") };
+        stated.iter().map(|bytes| Signed::read(bytes).unwrap()).collect()
+    }
+
+    #[test]
+    fn statements_have_numbers_and_the_servers_name_and_are_signed_again_after_a_rotation() {
+        let (site, other) = (Site::new(), Site::new());
+        let state = |site: &Site, name: &str| {
+            let verdict = Verdict::ForgetClient { name: name.into(), identity: None };
+            site.server(Operation::State { verdict, turn: 3 })
+        };
+        assert_eq!(why(state(&site, "VM")), Why::Request);
+        let (first, statement) = stated(state(&site, "vm-1")).remove(0);
+        assert_eq!((statement.server.as_str(), statement.number, statement.turn), ("gpu1", 1, 3));
+        assert_eq!(statement.unix, site.clock.unix());
+        let site = Site { keeper: open(&site.folder, &site.clock), ..site };
+        assert_eq!(stated(state(&site, "vm-2"))[0].1.number, 2, "also after a restart");
+        let present = site.keeper.present().unwrap();
+        assert_eq!(present.stated(&first), Some(statement));
+        let foreign = stated(state(&other, "vm-1")).remove(0).0;
+        let mut forged = vec![foreign.clone(), Signed { authority: site.authority(), ..foreign }];
+        forged.extend([0, 20, 40].map(|at| {
+            let mut altered = first.clone();
+            altered.body[at % first.body.len()] ^= 1;
+            altered
+        }));
+        forged.push(Signed { signature: vec![0; 70], ..first.clone() });
+        for forged in &forged {
+            assert_eq!(present.stated(forged), None, "{forged:?}");
+        }
+        // The new authority signs no other ones again.
+        for step in [Step::Begin(None), Step::Switch] {
+            site.root(Operation::Privileged(Privileged::Rotate(step))).unwrap();
+        }
+        let again = |all: &[Signed]| {
+            site.server(Operation::StateAgain { signed: all.iter().map(Signed::bytes).collect() })
+        };
+        for forged in forged {
+            assert_eq!(why(again(&[first.clone(), forged])), Why::Request);
+        }
+        assert_eq!(why(again(&vec![first.clone(); RESTATED + 1])), Why::Request);
+        let newer = stated(again(&vec![first.clone(); RESTATED])).remove(0).0;
+        assert_eq!((&newer.body, newer.authority), (&first.body, site.authority()));
+        site.root(Operation::Privileged(Privileged::Rotate(Step::Finish))).unwrap();
+        let present = site.keeper.present().unwrap();
+        assert!(present.stated(&newer).is_some() && present.stated(&first).is_none());
     }
 
     #[test]

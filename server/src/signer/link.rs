@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::message;
+use gpusession_proto::statement::{Signed, Statement};
 use serde::de::DeserializeOwned;
 
 use super::authorities::Present;
@@ -141,6 +142,17 @@ impl Link {
     pub fn sign(&self, operation: Operation) -> Result<Issued, Refused> {
         match self.ask(operation)? {
             Done::Issued(issued) => Ok(issued),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Has statements signed.
+    pub fn state(&self, operation: Operation) -> Result<Vec<(Signed, Statement)>, Refused> {
+        match self.ask(operation)? {
+            Done::Stated(stated) => stated
+                .iter()
+                .map(|bytes| Signed::read(bytes).map_err(|e| Refused::new(Why::Failed, e.to_string())))
+                .collect(),
             other => Err(unexpected(&other)),
         }
     }

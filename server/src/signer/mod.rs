@@ -16,4 +16,4 @@ mod operation;
 pub mod socket;
 pub mod tokens;
 
-pub use operation::{Done, Operation, Outcome, Privileged, Refused, Step, USER, Why};
+pub use operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, USER, Why};

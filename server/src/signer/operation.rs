@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use gpusession_proto::join::JoinToken;
+use gpusession_proto::statement::Verdict;
 use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
@@ -145,7 +146,22 @@ pub enum Operation {
     },
     /// Take over join tokens, before the authorities.
     AdoptTokens(Tokens),
+    /// Sign a statement about a client or an administrator.
+    State {
+        /// Subject.
+        verdict: Verdict,
+        /// Its turn, by the server's word.
+        turn: u32,
+    },
+    /// Sign statements of the pool again, with the authority that signs now.
+    StateAgain {
+        /// Statements with their signatures, [`RESTATED`] at most.
+        signed: Vec<Vec<u8>>,
+    },
 }
+
+/// Most statements that the signer signs again in one operation: a message holds as many.
+pub const RESTATED: usize = 64;
 
 /// An operation that root may permit to the server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,6 +175,11 @@ pub enum Privileged {
     },
     /// Take a step of a rotation.
     Rotate(Step),
+    /// Sign the statement that revokes a server.
+    RevokeServer {
+        /// Name of the server.
+        name: String,
+    },
 }
 
 /// A step of a rotation of the authority.
@@ -205,7 +226,9 @@ impl Operation {
             | Self::TokenCreate(_)
             | Self::EarlierTokens { .. }
             | Self::Tokens { .. }
-            | Self::TokenRevoke { .. } => false,
+            | Self::TokenRevoke { .. }
+            | Self::State { .. }
+            | Self::StateAgain { .. } => false,
             Self::Permit(_)
             | Self::Init { .. }
             | Self::Import { .. }
@@ -261,6 +284,8 @@ pub enum Done {
     },
     /// Some tokens by id; none: the list has ended.
     Tokens(Vec<TokenFacts>),
+    /// Signed statements.
+    Stated(Vec<Vec<u8>>),
 }
 
 /// The signer's answer to an operation.

@@ -17,6 +17,7 @@ mod sharing;
 mod signer;
 mod start;
 mod starter;
+mod statements;
 mod supervision;
 mod workers;
 

@@ -22,20 +22,20 @@ use crate::administration::{administrator, from_afar};
 use gpusession_test_server::{LONG, Server, eventually};
 
 /// A machine of the pool; its folder outlives its daemon.
-struct Machine {
-    folder: tempfile::TempDir,
-    home: Home,
+pub struct Machine {
+    pub folder: tempfile::TempDir,
+    pub home: Home,
 }
 
 impl Machine {
-    async fn joined(server: &Server, name: &str) -> Self {
+    pub async fn joined(server: &Server, name: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let home = home(folder.path());
         join_pool(&home, &server.control, &server.token(&[]), Some(name), client::join).await.unwrap();
         Self { folder, home }
     }
 
-    fn daemon(&self) -> Daemon {
+    pub fn daemon(&self) -> Daemon {
         let identity = self.home.load().unwrap();
         let standing = tokio::sync::watch::Sender::new(None);
         let renewer = Renewer::new(self.home.clone(), identity.clone(), Arc::new(wall), standing);
@@ -43,7 +43,7 @@ impl Machine {
     }
 
     /// Looks after the identity once, as a daemon does at its start.
-    async fn looks(&self) {
+    pub async fn looks(&self) {
         self.daemon().renewer.renew_if_due().await;
     }
 
@@ -54,15 +54,15 @@ impl Machine {
     }
 
     /// Names a server that listens elsewhere after a restart.
-    fn knows(&self, servers: &[&Server]) {
+    pub fn knows(&self, servers: &[&Server]) {
         let entry = |server: &&Server| format!("[[server]]\naddress = \"{}\"\n", server.control);
         std::fs::write(&self.home.servers[0], servers.iter().map(entry).collect::<String>()).unwrap();
     }
 }
 
-struct Daemon {
-    identity: Identity,
-    renewer: Renewer,
+pub struct Daemon {
+    pub identity: Identity,
+    pub renewer: Renewer,
 }
 
 fn home(folder: &Path) -> Home {
@@ -194,7 +194,7 @@ async fn a_rotation_touches_no_lease_and_no_connection() {
 
     // The client's connection to the server, its watch and its lease are those of the first day.
     still_held().await;
-    assert_ne!(remote.authorities().await.unwrap(), "");
+    assert_ne!(remote.authorities().await.unwrap().authorities_pem, "");
     assert!(server.verb(&["kill", &lease.id]).status.success());
     let lost = async { while !matches!(arriving.recv().await.unwrap().event, Some(Event::Lost(_))) {} };
     tokio::time::timeout(LONG, lost).await.unwrap();

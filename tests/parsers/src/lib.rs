@@ -36,6 +36,7 @@ targets! {
     readings: wire::readings, seeds::readings;
     ticket: wire::ticket, seeds::tickets;
     join_token: wire::join_token, seeds::join_tokens;
+    statement: wire::statement, seeds::statements;
     image: images::image, seeds::images;
     ptx: images::ptx, seeds::ptx;
     login: local::login, seeds::logins;

@@ -10,6 +10,7 @@ use gpusession_login::{Open, Reply, Request, variables as login_variables};
 use gpusession_proto::frame::{Header, Writer, op};
 use gpusession_proto::join::{self, JoinToken};
 use gpusession_proto::preface::{Code, FLAG_TLS, Key, Preface, refusal};
+use gpusession_proto::statement::{Signed, Statement, Verdict};
 use gpusession_proto::ticket::Ticket;
 use gpusession_proto::{changes, grant, message, readings, supervise};
 use rcgen::{CertificateParams, KeyPair};
@@ -162,6 +163,22 @@ pub fn tickets() -> Vec<Vec<u8>> {
         executable: "/usr/bin/python3".into(),
     };
     vec![ticket.seal(&KEY), body(&ticket)]
+}
+
+pub fn statements() -> Vec<Vec<u8>> {
+    let name = "vm-1".to_owned();
+    let verdicts = [
+        Verdict::RevokeClient { name: name.clone(), identity: Some([7; 32]) },
+        Verdict::ForgetClient { name: name.clone(), identity: None },
+        Verdict::RevokeAdministrator { name: name.clone() },
+        Verdict::RevokeServer { name },
+    ];
+    let signed = verdicts.map(|verdict| {
+        let server = "gpu1".to_owned();
+        let statement = Statement { server, number: 300, unix: 1_900_000_000, turn: 2, verdict };
+        Signed { body: statement.body(), authority: [3; 32], signature: vec![0x30; 71] }
+    });
+    signed.iter().flat_map(|signed| [signed.bytes(), signed.text().into_bytes()]).collect()
 }
 
 pub fn join_tokens() -> Vec<Vec<u8>> {
@@ -323,6 +340,8 @@ pub fn signer() -> Vec<Vec<u8>> {
         Operation::Permit(Privileged::Rotate(Step::Begin(exported))),
         Operation::Privileged(Privileged::Administrator { name, csr_pem }),
         Operation::AdoptTokens(Tokens::default()),
+        Operation::State { verdict: Verdict::RevokeAdministrator { name: "alice".into() }, turn: 0 },
+        Operation::StateAgain { signed: statements() },
     ];
     let outcomes: [Outcome; 3] = [
         Ok(Done::Changed(true)),

@@ -3,6 +3,7 @@
 use gpusession_proto::frame::{HEADER, Header, Reader};
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::preface::{LEN, Preface, Refusal, refusal_len};
+use gpusession_proto::statement::{MAX_SIGNED, Signed, Statement};
 use gpusession_proto::ticket::Ticket;
 use gpusession_proto::{changes, grant, message, readings, supervise};
 use serde::Serialize;
@@ -95,6 +96,21 @@ pub fn readings(bytes: &[u8]) {
 pub fn ticket(bytes: &[u8]) {
     let _ = Ticket::open(bytes, &KEY, &[0; 16]);
     reads_back::<Ticket>(bytes);
+}
+
+/// A statement of another server, as bytes and as a line of a file.
+pub fn statement(bytes: &[u8]) {
+    if let Ok((signed, statement)) = Signed::read(bytes) {
+        assert!(bytes.len() <= MAX_SIGNED && signed.bytes() == bytes);
+        assert_eq!(statement.body(), signed.body);
+        assert_eq!(Statement::read(&signed.body).as_ref(), Ok(&statement));
+        assert_eq!(Signed::from_text(&signed.text()), Ok((signed, statement)));
+    }
+    if let Ok(text) = std::str::from_utf8(bytes)
+        && let Ok((signed, _)) = Signed::from_text(text)
+    {
+        assert_eq!(signed.text(), text);
+    }
 }
 
 /// The text with which a machine joins a pool.

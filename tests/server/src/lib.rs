@@ -114,8 +114,9 @@ impl Server {
             or("limits.gpus", "limits.gpus = 64\nlimits.max_persistent = 64"),
             or("drain_timeout", "drain_timeout = 0")
         );
+        let name = if more.starts_with("name = ") { "" } else { "name = \"s1\"\n" };
         let text = format!(
-            "name = \"s1\"\nlisten = \"127.0.0.1:0\"\ndata_ports = 0\ndriver = {:?}\nstate_dir = {:?}\nruntime_dir = {:?}\n{more}\n",
+            "{name}listen = \"127.0.0.1:0\"\ndata_ports = 0\ndriver = {:?}\nstate_dir = {:?}\nruntime_dir = {:?}\n{more}\n",
             self.path(driver),
             self.path("state"),
             self.path("run")

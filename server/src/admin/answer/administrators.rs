@@ -1,12 +1,13 @@
 //! Answers about the pool's administrators.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::clients::a_name;
-use super::{internal, show, unsigned};
+use super::{here_alone, internal, show, unsigned};
 use crate::pool::Pool;
 use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
 use crate::refusal::Refusal;
@@ -45,9 +46,10 @@ pub(in crate::admin) fn list(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(pool.administrators(administrator_rows)))
 }
 
-pub(in crate::admin) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn revoke(pool: &Arc<Pool>, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
-    let known = pool.revoke_administrator(&name).await.map_err(|e| internal(&e))?;
+    let (known, stated) = pool.revoke_administrator(&name).await.map_err(|e| internal(&e))?;
+    stated.map_err(|e| here_alone(&format!("administrator {name}"), &e))?;
     Ok(serde_json::json!({ "name": name, "known": known }))
 }
 

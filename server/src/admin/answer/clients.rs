@@ -1,12 +1,13 @@
 //! Answers about the pool's clients.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use gpusession_proto::join;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, micros, show};
+use super::{here_alone, internal, micros, not_stated, show};
 use crate::certificate::day;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
@@ -55,15 +56,16 @@ pub(in crate::admin) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(rows))
 }
 
-pub(in crate::admin) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn revoke(pool: &Arc<Pool>, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
-    let (known, leases) = pool.revoke(&name).await.map_err(|e| internal(&e))?;
+    let (known, leases, stated) = pool.revoke(&name).await.map_err(|e| internal(&e))?;
+    stated.map_err(|e| here_alone(&format!("client {name}"), &e))?;
     Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
 }
 
-pub(in crate::admin) async fn forget(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn forget(pool: &Arc<Pool>, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
-    let (known, leases) = pool.forget(&name).await.map_err(|e| internal(&e))?;
+    let (known, leases) = pool.forget(&name).await.map_err(|e| not_stated(&e))?;
     Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
 }
 

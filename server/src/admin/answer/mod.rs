@@ -7,6 +7,7 @@ pub mod gpus;
 pub mod leases;
 pub mod records;
 pub mod rotation;
+pub mod statements;
 pub mod status;
 pub mod tokens;
 pub mod usage;
@@ -14,6 +15,7 @@ pub mod workers;
 
 use std::time::Duration;
 
+use crate::pool::statements::NotStated;
 use crate::refusal::Refusal;
 use crate::signer::{Refused, Why};
 
@@ -32,6 +34,24 @@ pub fn unsigned(refused: &Refused) -> Refusal {
         Why::Missing | Why::Token | Why::Failed => "internal",
     };
     Refusal::new(code, refused.to_string())
+}
+
+/// Creates the refusal for a statement that was not made.
+fn not_stated(e: &NotStated) -> Refusal {
+    match e {
+        NotStated::Signer(refused) => unsigned(refused),
+        NotStated::Full(_) => Refusal::new("too-many", e.to_string()),
+        NotStated::Foreign | NotStated::Store(_) => internal(e),
+    }
+}
+
+/// Creates the refusal for a revocation that holds on this server alone.
+fn here_alone(what: &str, e: &NotStated) -> Refusal {
+    Refusal {
+        message: format!("{what}: revoked on this server, and not on the pool's other ones: {e}"),
+        hint: "correct the cause and repeat the command".into(),
+        ..not_stated(e)
+    }
 }
 
 fn show(value: Result<serde_json::Value, serde_json::Error>) -> Result<serde_json::Value, Refusal> {

@@ -77,7 +77,7 @@ pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step, force: bool) ->
     let changed = pool.rotate(step, force).await.map_err(|e| match &e {
         Refused::Lacking { .. } => Refusal::new("clients-lack-authority", e.to_string()),
         Refused::Step(refused) => unsigned(refused),
-        Refused::Store(_) => internal(&e),
+        Refused::Store(_) | Refused::Statements(_) => internal(&e),
     })?;
     view(pool, changed)
 }

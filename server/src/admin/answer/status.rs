@@ -6,12 +6,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::statements::PeerView;
 use super::{micros, show};
 use crate::certificate::day;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::starter::link::users;
+use crate::statements::Statements;
 use crate::supervise::Sampled;
+use crate::text::date;
 
 /// Output of `gpuserver status`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -54,6 +57,12 @@ pub struct StatusView {
     /// Warnings about certificates that end soon or have ended.
     #[serde(default)]
     pub warnings: Vec<String>,
+    /// Other servers of the pool from which this one takes statements.
+    #[serde(default)]
+    pub peers: Vec<PeerView>,
+    /// Number of statements about revocations in the pool.
+    #[serde(default)]
+    pub statements: usize,
     /// Number of served GPUs.
     pub gpus: usize,
     /// Number of leases.
@@ -98,6 +107,8 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),
         warnings: warnings(pool, unix),
+        peers: pool.peers().into_iter().map(PeerView::from).collect(),
+        statements: pool.statements(Statements::len),
         gpus: pool.registry().gpus().await.len(),
         leases: pool.registry().count().await,
         workers: pool.supervisor().workers().len(),
@@ -109,6 +120,18 @@ fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
     let mut warnings: Vec<_> = pool.ending(unix).iter().map(|e| e.warning(unix)).collect();
     if !pool.audit().works() {
         warnings.push("the audit trail cannot be written; the journal has the reason".into());
+    }
+    let server = pool.facts().config.name.as_str();
+    if pool.statements(|all| all.server(server).is_some()) {
+        warnings.push(format!(
+            "this server, {server}, is revoked: clients and the pool's other servers refuse it"
+        ));
+    }
+    for peer in pool.peers().into_iter().filter(|peer| !peer.trouble.is_empty()) {
+        let since = peer
+            .contact_unix
+            .map_or_else(|| "none since the start".into(), |at| format!("{} s ago", unix.saturating_sub(at)));
+        warnings.push(format!("peer {}: {}; latest contact: {since}", peer.address, peer.trouble));
     }
     for (gpu, Sampled { bytes, left }) in pool.supervisor().sampled() {
         if left > 0 {
@@ -167,6 +190,11 @@ pub fn print_status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     if s.certificate_expires_unix != 0 {
         let (own, authority) = (day(s.certificate_expires_unix), day(s.authority_expires_unix));
         writeln!(out, "  identity   certificate until {own} (renews itself), authority until {authority}")?;
+    }
+    for peer in &s.peers {
+        let name = if peer.server.is_empty() { "no name yet" } else { &peer.server };
+        let contact = peer.contact_unix.map_or_else(|| "no contact".into(), date);
+        writeln!(out, "  peer       {} ({name}): {contact}", peer.address)?;
     }
     for warning in &s.warnings {
         writeln!(out, "  warning    {warning}")?;

@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{show, unsigned};
+use super::{internal, show, unsigned};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::signer::tokens::{Terms, TokenFacts};
@@ -54,6 +54,19 @@ impl TokenView {
 pub(in crate::admin) async fn create(pool: &Pool, terms: Terms) -> Result<Value, Refusal> {
     let (token, record) = pool.create_token(terms).await.map_err(|e| unsigned(&e))?;
     show(serde_json::to_value(TokenView::new(&token, record)))
+}
+
+/// Notes who made a token, before the answer.
+pub(in crate::admin) async fn made_by(pool: &Pool, name: &str, made: &Value) -> Result<(), Refusal> {
+    let id = made["id"].as_str().unwrap_or_default();
+    match pool.made_token(name, id).await {
+        Ok(()) => Ok(()),
+        // A token that would outlive its maker's right.
+        Err(e) => {
+            let _ = pool.revoke_token(id).await;
+            Err(internal(&e))
+        }
+    }
 }
 
 pub(in crate::admin) async fn list(pool: &Pool) -> Result<Value, Refusal> {

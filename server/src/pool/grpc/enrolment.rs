@@ -11,7 +11,7 @@ use crate::audit;
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::clients::Dated;
 use crate::pool::locked;
-use crate::pool::status::{bounded, refused, stored, unsigned};
+use crate::pool::status::{bounded, refused, settled, stored, unsigned};
 use crate::signer::Operation;
 use crate::signer::ca::requested_key;
 
@@ -62,6 +62,8 @@ impl Enrolment for Service {
             let checked = pool.signer.aside(move |signer| signer.link().ask(check)).await;
             checked.map_err(refused_by_signer)?;
             locked(&pool.clients).may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
+            let ahead = locked(&pool.clients).forgotten_ahead(&name, pool.clock.unix());
+            settled(&format!("client {name} was forgotten"), ahead).await.map_err(refuse)?;
             let order = Operation::join(&token, &name, from, &wish.csr_pem, wish.renews);
             let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
             let issued = issued.map_err(refused_by_signer)?;

@@ -6,6 +6,7 @@ mod identity;
 mod leases;
 mod measure;
 mod server;
+mod statements;
 pub(in crate::pool) mod watch;
 mod workers;
 

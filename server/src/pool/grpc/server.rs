@@ -61,6 +61,7 @@ pub(super) async fn describe(
         programs: Some(pool.supervisor.programs(true).len() as u32),
         usage,
         client_programs,
+        revoked_servers: if says { pool.revoked_servers() } else { Vec::new() },
         authorities_pem: if says { pool.signer.present().list().into() } else { String::new() },
     }))
 }
