@@ -141,6 +141,11 @@ impl Statements {
         (page.into_iter().map(|kept| kept.signed.clone()).collect(), last, last < self.last)
     }
 
+    /// Returns the place of the latest arrival, which grows with each change.
+    pub fn place(&self) -> u64 {
+        self.last
+    }
+
     /// Returns the number of kept statements.
     pub fn len(&self) -> usize {
         self.kept.len()

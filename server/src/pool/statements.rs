@@ -109,35 +109,39 @@ impl Pool {
 
     /// Keeps statements whose signatures are good, and applies them.
     async fn accept(self: &Arc<Self>, verified: Vec<(Signed, Statement)>) -> Result<Batch, StoreError> {
-        let (new, batch) = self.store_statements(verified).await?;
+        let (new, batch) = self.add(verified);
+        // First, so that a server which is killed applies them at its next start.
+        let stored = self.store_statements().await;
+        // A full disk keeps no client's right alive.
         self.apply(new).await?;
-        Ok(batch)
+        stored.map(|()| batch)
     }
 
-    /// Adds statements to the file; returns the new ones.
-    async fn store_statements(
-        &self,
-        verified: Vec<(Signed, Statement)>,
-    ) -> Result<(Vec<Statement>, Batch), StoreError> {
+    /// Adds statements to the set; returns the new ones.
+    fn add(&self, verified: Vec<(Signed, Statement)>) -> (Vec<Statement>, Batch) {
         let signer = self.signer.present().signer().fingerprint();
         let (mut new, mut batch) = (Vec::new(), Batch::default());
-        {
-            let mut all = locked(&self.statements);
-            for (signed, statement) in verified {
-                match all.take(signed, statement.clone(), Some(&signer)) {
-                    Taken::New => new.push(statement),
-                    Taken::Known => {}
-                    Taken::Full => {
-                        batch.left_out.get_or_insert(NotStated::Full(statement.server));
-                    }
+        let mut all = locked(&self.statements);
+        let place = all.place();
+        for (signed, statement) in verified {
+            match all.take(signed, statement.clone(), Some(&signer)) {
+                Taken::New => new.push(statement),
+                Taken::Known => {}
+                Taken::Full => {
+                    batch.left_out.get_or_insert(NotStated::Full(statement.server));
                 }
             }
+        }
+        if all.place() != place {
             self.statement_file.changed();
         }
-        // First, so that a server which is killed applies them at its next start.
-        self.statement_file.store(|| store::text(&*locked(&self.statements))).await?;
         batch.new = new.len();
-        Ok((new, batch))
+        (new, batch)
+    }
+
+    /// Writes the file, if the set has changed since.
+    async fn store_statements(&self) -> Result<(), StoreError> {
+        self.statement_file.store(|| store::text(&*locked(&self.statements))).await
     }
 
     /// Applies new statements to clients and administrators.
@@ -201,7 +205,10 @@ impl Pool {
         // The same turn: a server that frees the name meanwhile is not contradicted.
         let made = self.signer.aside(move |signer| sign(signer.link(), verdict, turn)).await;
         let stored = match made {
-            Ok(made) => self.store_statements(vec![made]).await.map_err(NotStated::from),
+            Ok(made) => {
+                self.add(vec![made]);
+                self.store_statements().await.map_err(NotStated::from)
+            }
             Err(refused) => Err(refused.into()),
         };
         self.settle_client(name);
