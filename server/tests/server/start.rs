@@ -131,7 +131,7 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     let checked = server.verb(&["check-config", "--explain"]);
     let said = String::from_utf8_lossy(&checked.stdout);
     assert!(said.contains("good") && said.contains("note: GPUs are not checked"), "{said}");
-    let groups = "[limits.group.physics]\nclients = [\"p-*\"]\n[limits.group.biology]\nclients = [\"b-*\"]\n";
+    let groups = "limits.group.physics.clients = [\"p-*\"]\nlimits.group.biology.clients = [\"b-*\"]\n";
     let notes = |lines: &str| {
         server.configure("no-probe.so", &format!("{lines}{groups}"));
         String::from_utf8_lossy(&server.verb(&["check-config"]).stdout).into_owned()

@@ -76,7 +76,7 @@ impl Site {
             idle_exit: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,
-            cgroups: gpuserver::cgroups::Cgroups::of_this_unit(),
+            cgroups: gpuserver::cgroups::Cgroups::of_this_unit(gpuserver::cgroups::SERVER),
         };
         let clock = Arc::new(Moved::default());
         let supervisor = {
