@@ -43,21 +43,16 @@ pub enum Starter {
 #[derive(Debug)]
 pub enum Program {
     /// Child of this process, and leader of its group.
-    Child(Child, u32),
+    Child(Child),
     /// Connection to the starter, with what it has sent of its next message.
     Started(UnixStream, Vec<u8>),
 }
 
 impl Program {
-    fn of(child: Child) -> io::Result<Self> {
-        let pid = child.id().ok_or(io::ErrorKind::NotFound)?;
-        Ok(Self::Child(child, pid))
-    }
-
     /// Waits for its end; loses nothing if it is dropped before.
     pub async fn wait(&mut self) -> io::Result<ExitStatus> {
         match self {
-            Self::Child(child, _) => child.wait().await,
+            Self::Child(child) => child.wait().await,
             Self::Started(socket, part) => match hear(socket, part).await? {
                 Said::Ended(status) => Ok(ExitStatus::from_raw(status)),
                 other => Err(unexpected(&other)),
@@ -68,8 +63,11 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        if let Self::Child(_, group) = self {
-            end_group(*group);
+        // Once it is reaped, its number may be that of another group.
+        if let Self::Child(child) = self
+            && let Some(group) = child.id()
+        {
+            end_group(group);
         }
     }
 }
@@ -126,7 +124,7 @@ impl Starter {
                     .start(program, flag, environment, false, procs)
                     .await
                     .map_err(|e| not(program, &e))?;
-                Ok((Program::of(child)?, channel))
+                Ok((Program::Child(child), channel))
             }
             Self::Socket(path) => {
                 let (ours, theirs) = socket_pair()?;
@@ -143,7 +141,7 @@ impl Starter {
     async fn start(&self, request: Request, streams: [OwnedFd; STREAMS]) -> io::Result<Program> {
         match self {
             Self::Here(program) => {
-                Program::of(child(program, &request, streams).map_err(|e| not(program, &e))?)
+                child(program, &request, streams).map(Program::Child).map_err(|e| not(program, &e))
             }
             Self::Socket(path) => started(path, &request, &streams).await,
         }
