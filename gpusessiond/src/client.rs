@@ -277,7 +277,7 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     // A TLS alert about the client's certificate does not go away by waiting.
     let refused = cause.contains("received fatal alert")
         || cause.contains("invalid peer certificate")
-        || cause.contains("is revoked: the pool's authority has signed that");
+        || cause.contains(trust::REFUSAL);
     let trouble = if refused { Trouble::Refused } else { trouble };
     PoolError::new(trouble, format!("{address}: {cause}{}", remedy(&cause)))
 }

@@ -265,9 +265,12 @@ pub fn revoked_of<'a>(names: &'a [String], revoked: &Revoked) -> Option<&'a str>
     names.iter().filter_map(|name| join::server_of(name)).find(|name| revoked.contains(*name))
 }
 
+/// Part of [`refusal`], by which the text of a TLS error is known.
+pub const REFUSAL: &str = "is revoked: the pool's authority has signed that";
+
 /// Describes the refusal of a server.
 pub fn refusal(server: &str) -> String {
-    format!("server {server} is revoked: the pool's authority has signed that; remove it from servers.toml")
+    format!("server {server} {REFUSAL}; remove it from servers.toml")
 }
 
 impl ServerCertVerifier for OfThisPool {

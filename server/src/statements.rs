@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use gpusession_proto::statement::{Signed, Statement, Verdict};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 /// Most statements of one server's signer: a server that was taken over makes no more.
 pub const MAX_OF_SERVER: usize = 4096;
@@ -55,8 +55,8 @@ pub enum ClientStanding {
 }
 
 /// All statements of a pool that a server has taken.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-#[serde(try_from = "Document", into = "Document")]
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(try_from = "Document")]
 pub struct Statements {
     kept: BTreeMap<Verdict, Kept>,
     /// Verdicts in the order of arrival.
@@ -88,9 +88,9 @@ impl TryFrom<Document> for Statements {
     }
 }
 
-impl From<Statements> for Document {
-    fn from(all: Statements) -> Self {
-        Self { statements: all.after(0).map(|kept| kept.signed.text()).collect() }
+impl Serialize for Statements {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Document { statements: self.after(0).map(|kept| kept.signed.text()).collect() }.serialize(serializer)
     }
 }
 
@@ -101,10 +101,11 @@ impl Statements {
     pub fn take(&mut self, signed: Signed, statement: Statement, signer: Option<&[u8; 32]>) -> Taken {
         let taken = match self.kept.get(&statement.verdict) {
             Some(known) if known.statement == statement => {
-                if signer != Some(&signed.authority) || signer == Some(&known.signed.authority) {
+                let newer = known.signed.authority != signed.authority && signer == Some(&signed.authority);
+                if !newer {
                     return Taken::Known;
                 }
-                // The newer signature goes to the other servers, too.
+                // It takes a new place: the newer signature goes to the other servers, too.
                 Taken::Known
             }
             Some(known) if statement.rank() < known.statement.rank() => return Taken::Known,

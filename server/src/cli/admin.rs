@@ -110,6 +110,7 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     let path = Files::below(&config.state_dir).administrators;
     let mut all: Administrators = store::read(&path)?;
     let now = SystemClock.unix();
+    let mut stated = Ok(0);
     let value = match ask {
         Ask::AdministratorCreate { name, .. } => {
             all.may_issue(name).map_err(|e| not_issued(&e))?;
@@ -123,12 +124,15 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
         }
         Ask::AdministratorRevoke { name } => {
             a_name(name)?;
-            let unix = state_offline(config, Verdict::RevokeAdministrator { name: name.clone() })?;
+            // The revocation holds here, too, if the signer refuses.
+            stated = state_offline(config, Verdict::RevokeAdministrator { name: name.clone() });
+            let unix = stated.as_ref().map_or(now, |unix| *unix);
             json!({ "name": name, "known": all.revoke(name, unix) })
         }
         _ => return Ok(serde_json::to_value(administrator_rows(&all))?),
     };
     store::write(&path, &all)?;
     audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
+    stated.context("revoked on this server, and not on the pool's other ones")?;
     Ok(value)
 }

@@ -1,5 +1,6 @@
 //! `gpuserver clients`: lists, revokes and forgets clients.
 
+use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::pool::own_link;
@@ -84,11 +85,14 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).clients;
     let mut clients = Clients::new(store::read(&path)?);
+    let mut stated = Ok(0);
     let (name, known) = match ask {
         Ask::Revoke { name } => {
             a_name(name)?;
             let identity = clients.identity(name);
-            let unix = state_offline(config, Verdict::RevokeClient { name: name.clone(), identity })?;
+            // The revocation holds here, too, if the signer refuses.
+            stated = state_offline(config, Verdict::RevokeClient { name: name.clone(), identity });
+            let unix = stated.as_ref().map_or_else(|_| SystemClock.unix(), |unix| *unix);
             (name, clients.revoke(name, unix))
         }
         Ask::Forget { name } => {
@@ -116,5 +120,6 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     };
     store::write(&path, &clients.save())?;
     audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
+    stated.context(format!("client {name}: revoked on this server, and not on the pool's other ones"))?;
     Ok(json!({ "client": name, "known": known, "leases_ended": 0 }))
 }

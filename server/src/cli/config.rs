@@ -80,9 +80,10 @@ pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb
     out.answer("config", must_run(server, &ask)?, print_config_changes)
 }
 
-/// Returns a text if clients of several groups may share a GPU, or get one after another unseen.
+/// Returns a text if clients of several groups may use a GPU at the same time, or one after another
+/// without a look at its memory.
 ///
-/// Groups of clients are the nearest that a configuration has to tenants.
+/// A configuration has no tenants; groups of clients come nearest.
 fn tenants_that_share(config: &Config) -> Option<String> {
     let groups = config.limits.groups.iter().filter(|(_, group)| !group.clients.is_empty());
     let names: Vec<_> = groups.map(|(name, _)| name.as_str()).collect();
