@@ -69,6 +69,8 @@ struct News {
     /// Notices of lost leases for the time after their replacement, and when they end once it
     /// exists.
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
+    /// States of the leases at the latest update.
+    states: BTreeMap<Slot, LeaseState>,
 }
 
 fn called(lease: &LeaseFacts) -> &str {
@@ -103,15 +105,20 @@ impl News {
                         self.replaced.insert(*slot, (text, None));
                     }
                 }
-                // In use again, or held again: the warning is obsolete.
+                // In use again, or held again: the warning is obsolete. Another change of an active
+                // lease, such as of a time that its server reports, leaves the warning.
                 Change::Granted { slot } | Change::Changed { slot } => {
                     let state = find(*slot).map(|l| l.state);
+                    let granted = matches!(change, Change::Granted { .. });
+                    let again = granted || self.states.get(slot) != Some(&LeaseState::Active);
                     if state == Some(LeaseState::Parked) && self.said.get(slot).is_some_and(|said| said.idle)
                     {
                         self.said.remove(slot);
                     }
                     if state.is_none_or(|state| state == LeaseState::Active) {
-                        self.said.remove(slot);
+                        if again || state.is_none() {
+                            self.said.remove(slot);
+                        }
                         if let Some((_, end)) = self.replaced.get_mut(slot) {
                             end.get_or_insert(now + NOTICE_TTL);
                         }
@@ -124,6 +131,7 @@ impl News {
                 Change::New { .. } | Change::Stock { .. } | Change::Server { .. } => {}
             }
         }
+        self.states = snapshot.lease_facts().map(|lease| (lease.slot, lease.state)).collect();
         let mut lines: BTreeMap<u32, Vec<String>> = BTreeMap::new();
         for lease in snapshot.lease_facts() {
             let Some(line) = self.line(lease) else { continue };
@@ -315,8 +323,12 @@ mod tests {
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1: idle (in 5 min)"]);
         assert_eq!(lines[&1001].len(), 2);
         assert!(!lines.contains_key(&1002), "not logged in");
-        let lines =
-            news.after(&[Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], &seen_by(all), now);
+        let both = [Change::Changed { slot: 1 }, Change::Changed { slot: 2 }];
+        let lines = news.after(&both, &seen_by(all.clone()), now);
+        assert_eq!(lines[&1001].len(), 2, "something else has changed");
+        let idle = all.iter().cloned().map(|lease| LeaseFacts { state: LeaseState::Idle, ..lease });
+        assert_eq!(news.after(&both, &seen_by(idle.collect()), now)[&1001].len(), 2);
+        let lines = news.after(&both, &seen_by(all), now);
         assert!(lines.is_empty(), "in use again: {lines:?}");
 
         let mut waiting = LeaseFacts { state: LeaseState::Pending, ..everyones };
