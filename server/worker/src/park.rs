@@ -1,8 +1,7 @@
 //! `gpuserver-worker --park DRIVER ISOLATION PID LIMIT_MS` moves another worker's device memory to
 //! the host.
 //!
-//! It keeps the memory there until asked to bring it back. `gpuserver` itself never loads CUDA, and
-//! a parked process cannot unpark itself.
+//! It keeps the memory there until asked to bring it back. `gpuserver` itself never loads CUDA.
 //!
 //! The first line on stdout is `parked`, or `no CODE TEXT` before it exits. Then each line on stdin
 //! asks for the memory. The answers are `back` or `no CODE TEXT` before it exits, or `full` if the
