@@ -96,21 +96,35 @@ fn shown(text: &str) -> String {
     text.trim().chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
+/// Command line that becomes `nvidia-cuda-mps-control`, its last word.
+pub type Words = Vec<OsString>;
+
 /// Interface to one control daemon.
 #[derive(Debug, Clone)]
 pub struct Control {
-    /// Path of `nvidia-cuda-mps-control`.
-    pub program: PathBuf,
+    words: Words,
     /// Whole environment of the program; its pipe directory selects the daemon.
-    pub environment: Vec<(OsString, OsString)>,
+    environment: Vec<(OsString, OsString)>,
     /// The daemon talks to one program at a time, and refuses a second.
     turn: Arc<Mutex<()>>,
 }
 
 impl Control {
     /// Creates the interface to the daemon of the environment's pipe directory.
-    pub fn new(program: PathBuf, environment: Vec<(OsString, OsString)>) -> Self {
-        Self { program, environment, turn: Arc::default() }
+    pub fn new(words: Words, environment: Vec<(OsString, OsString)>) -> Self {
+        Self { words, environment, turn: Arc::default() }
+    }
+
+    /// Returns the command that asks the daemon; with `-f` it becomes the daemon.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(self.words.first().map_or_else(OsString::new, OsString::clone));
+        command
+            .args(self.words.iter().skip(1))
+            .env_clear()
+            .envs(self.environment.iter().map(|(k, v)| (k, v)))
+            .current_dir("/")
+            .kill_on_drop(true);
+        command
     }
 
     /// Sends one question to the daemon and returns the answer.
@@ -121,15 +135,12 @@ impl Control {
 
     async fn ask_in_turn(&self, question: &str) -> Result<String, String> {
         let _turn = self.turn.lock().await;
-        let failed = |e: std::io::Error| format!("{}: {e}", self.program.display());
-        let mut child = Command::new(&self.program)
-            .env_clear()
-            .envs(self.environment.iter().map(|(k, v)| (k, v)))
-            .current_dir("/")
+        let failed = |e: std::io::Error| format!("{PROGRAM}: {e}");
+        let mut child = self
+            .command()
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            .kill_on_drop(true)
             .spawn()
             .map_err(failed)?;
         let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
@@ -200,14 +211,14 @@ mod tests {
     #[tokio::test]
     async fn a_daemon_that_does_not_answer_is_left() {
         let environment = vec![("PATH".into(), "/usr/bin:/bin".into())];
-        let of = |program: &str| Control::new(program.into(), environment.clone());
+        let of = |program: &str| Control::new(vec![program.into()], environment.clone());
         assert_eq!(of("/bin/cat").ask("ps", ANSWER_TIMEOUT).await.unwrap(), "ps\n");
         let folder = tempfile::tempdir().unwrap();
         let hangs = folder.path().join("hangs");
         std::fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(&hangs, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let hangs = Control::new(hangs, environment.clone());
+        let hangs = Control::new(vec![hangs.into()], environment.clone());
         let e = hangs.ask("ps", Duration::from_millis(50)).await.unwrap_err();
         assert!(e.contains("no answer within 50 ms"), "{e}");
         assert!(of("/bin/false").ask("ps", ANSWER_TIMEOUT).await.is_err());

@@ -12,12 +12,13 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::supervise::DeviceLimit;
+use gpusession_proto::supervise::{DeviceLimit, Isolation};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::timeout;
 use tracing::warn;
 
 use self::clear::clean;
+use self::control::Words;
 use self::domain::{Domain, Inner, Key, Phase};
 pub use self::domain::{FaultView, Seat};
 pub use self::environment::variables;
@@ -58,6 +59,24 @@ pub struct Settings {
     pub shared: bool,
 }
 
+/// Restrictions of the daemons, which the worker's program takes before it becomes NVIDIA's.
+#[derive(Debug, Clone)]
+pub struct Fence {
+    /// Path of the worker's program.
+    pub worker: PathBuf,
+    /// The server's decision on restrictions.
+    pub isolation: Isolation,
+}
+
+impl Fence {
+    /// Returns the words of NVIDIA's program inside the restrictions.
+    fn of(&self, settings: &Settings) -> Words {
+        let (driver, program) = (settings.driver.as_os_str(), settings.program.as_os_str());
+        let isolation = self.isolation.as_str().as_ref();
+        [self.worker.as_os_str(), "--mps".as_ref(), driver, isolation, program].map(Into::into).into()
+    }
+}
+
 /// Event of one generation of a domain's daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DomainEvent {
@@ -91,6 +110,7 @@ pub enum DomainEvent {
 
 struct Shared {
     settings: Settings,
+    fence: Fence,
     spawner: Spawner,
     clock: Arc<dyn Clock>,
     domains: Mutex<HashMap<Key, Arc<Domain>>>,
@@ -107,6 +127,7 @@ impl Mps {
     /// Creates the domains' owner, and kills processes that an earlier run left behind.
     pub fn new(
         settings: Settings,
+        fence: Fence,
         spawner: Spawner,
         clock: Arc<dyn Clock>,
     ) -> (Self, mpsc::UnboundedReceiver<DomainEvent>) {
@@ -116,6 +137,7 @@ impl Mps {
         let (happened, told) = mpsc::unbounded_channel();
         let shared = Shared {
             settings,
+            fence,
             spawner,
             clock,
             domains: Mutex::default(),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
@@ -124,7 +124,7 @@ impl Mps {
             ("CUDA_MPS_LOG_DIRECTORY".into(), folder.join("l").into()),
             ("CUDA_VISIBLE_DEVICES".into(), domain.key.gpus.join(",").into()),
         ]);
-        let control = Control::new(settings.program.clone(), environment);
+        let control = Control::new(self.0.fence.of(settings), environment);
         let generation = Arc::new(Generation { number, folder, control, alive: AtomicBool::new(true) });
         domain.inner().starts += 1;
         let mut child = None;
@@ -170,17 +170,8 @@ impl Mps {
         let said = generation.logs().join("daemon.out");
         let output = File::create(&said).map_err(|e| failed(&said, e))?;
         let errors = output.try_clone().map_err(|e| failed(&said, e))?;
-        let mut command = Command::new(program);
-        command
-            .arg("-f")
-            .env_clear()
-            .envs(generation.control.environment.iter().map(|(k, v)| (k, v)))
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(output)
-            .stderr(errors)
-            .process_group(0)
-            .kill_on_drop(true);
+        let mut command = generation.control.command();
+        command.arg("-f").stdin(Stdio::null()).stdout(output).stderr(errors).process_group(0);
         let daemon = child.insert(self.0.spawner.start_bound(command).await.map_err(|e| failed(program, e))?);
         let end = Instant::now() + START_TIMEOUT;
         loop {

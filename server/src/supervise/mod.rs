@@ -37,7 +37,7 @@ use crate::clock::{Clock, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Limits};
 use crate::log_throttle::LogThrottle;
-use crate::mps::Mps;
+use crate::mps::{Fence, Mps};
 use crate::spawn::Spawner;
 
 mod admission;
@@ -129,7 +129,8 @@ impl Supervisor {
     ) -> io::Result<Self> {
         let stock = Mutex::new((options.warm_workers, options.idle_exit));
         let spawner = Spawner::new()?;
-        let mps = options.mps.clone().map(|settings| Mps::new(settings, spawner.clone(), clock.clone()));
+        let fence = Fence { worker: options.program.clone(), isolation: options.isolation.workers };
+        let mps = options.mps.clone().map(|s| Mps::new(s, fence, spawner.clone(), clock.clone()));
         let (mps, happened) = mps.unzip();
         let this = Self(Arc::new(Inner {
             options,
@@ -218,6 +219,7 @@ impl Supervisor {
             keepable: None,
             seat: None,
             pausing: None,
+            relocating: None,
             unadmitted: Unadmitted::default(),
             presented: false,
             ticket: None,

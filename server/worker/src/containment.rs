@@ -8,40 +8,23 @@
 //!   owners and times by path, and system calls that no driver's process makes (seccomp);
 //! * core dumps and large files (resource limits).
 
-use std::collections::BTreeMap;
-
 use gpusession_proto::supervise::Isolation;
 use landlock::ABI;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    apply_filter_all_threads,
-};
 
+mod denied;
 mod files;
 mod listed;
 
+pub use denied::Calls;
+use denied::calls_only;
 use files::files_only;
-pub use files::{Files, Gpus};
+pub use files::{Files, Gpus, Mps};
 pub use listed::keep_journal;
 
 /// Limits of open files, and of the bytes of one written file.
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
-
-/// System calls that a process needs in addition to those of every driver's process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Calls {
-    /// None.
-    Own,
-    /// Local sockets: the driver connects to the MPS daemon as long as the program runs.
-    ///
-    /// The server answers no worker on its administration socket. Landlock keeps an adopted
-    /// connection from other peers, from version 4 on: no filter sees an address.
-    Mps,
-    /// Local sockets and other processes, for the helper that parks a worker.
-    Park,
-}
 
 /// Returns the measures that a helper lacks after it has restricted itself; an error with
 /// [`Isolation::Require`] if there are any.
@@ -96,6 +79,20 @@ pub fn before_driver(files: &Files<'_>, landlock: ABI) -> Vec<String> {
     parts.into_iter().filter_map(Result::err).collect()
 }
 
+/// Restricts this process before it becomes a program of MPS; returns what this host does not
+/// support.
+///
+/// A server of MPS works for all programs of a domain, so it keeps the limits of its parent.
+pub fn before_mps(files: &Files<'_>, landlock: ABI) -> Vec<String> {
+    let parts = [
+        at_most(Resource::RLIMIT_CORE, 1).map_err(|e| format!("core dumps: {e}")),
+        files_only(files, landlock).map_err(|e| format!("landlock: {e}")),
+        no_capabilities().map_err(|e| format!("capabilities: {e}")),
+        before_client(Calls::Daemon, landlock),
+    ];
+    parts.into_iter().filter_map(Result::err).collect()
+}
+
 /// Lowers a limit; a lower one stays.
 fn at_most(resource: Resource, limit: u64) -> Result<(), String> {
     let (_, most) = getrlimit(resource).map_err(|e| e.to_string())?;
@@ -131,277 +128,6 @@ pub fn before_client(calls: Calls, landlock: ABI) -> Result<(), String> {
     calls_only(calls, landlock).map_err(|e| format!("seccomp: {e}"))
 }
 
-/// System calls that reach other processes, answered with EPERM; the helper that parks needs them.
-const CROSS_PROCESS_CALLS: &[i64] = &[
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_pidfd_send_signal,
-    libc::SYS_kill,
-    libc::SYS_tkill,
-    libc::SYS_rt_sigqueueinfo,
-    libc::SYS_rt_tgsigqueueinfo,
-];
-
-/// System calls that are answered with EPERM.
-///
-/// They start programs, widen this process's rights or change how other processes run.
-const FORBIDDEN_CALLS: &[i64] = &[
-    libc::SYS_process_madvise,
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_listen,
-    libc::SYS_accept,
-    libc::SYS_accept4,
-    libc::SYS_unshare,
-    libc::SYS_setns,
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_pivot_root,
-    libc::SYS_chroot,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_name_to_handle_at,
-    // System V and POSIX objects outlive the process that created them.
-    libc::SYS_shmget,
-    libc::SYS_shmat,
-    libc::SYS_shmctl,
-    libc::SYS_semget,
-    libc::SYS_semop,
-    libc::SYS_semtimedop,
-    libc::SYS_semctl,
-    libc::SYS_msgget,
-    libc::SYS_msgsnd,
-    libc::SYS_msgrcv,
-    libc::SYS_msgctl,
-    libc::SYS_mq_open,
-    libc::SYS_mq_unlink,
-    libc::SYS_bpf,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_io_uring_setup,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_keyctl,
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_kexec_load,
-    libc::SYS_reboot,
-    libc::SYS_swapon,
-    libc::SYS_swapoff,
-    libc::SYS_settimeofday,
-    libc::SYS_clock_settime,
-    libc::SYS_sethostname,
-    libc::SYS_syslog,
-    libc::SYS_quotactl,
-    libc::SYS_personality,
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setgroups,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_fork,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_vfork,
-];
-
-/// System calls that change or watch what a path names, answered with EPERM.
-///
-/// Landlock does not see them, and a worker has the server's user: it could open the administration
-/// socket to all users, or close the server's state to the server. The error is that of another
-/// user's file, which a driver may meet anywhere. The calls by descriptor stay, for files that
-/// Landlock let the process open.
-const PATH_METADATA: &[i64] = &[
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chmod,
-    libc::SYS_fchmodat,
-    FCHMODAT2,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chown,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_lchown,
-    libc::SYS_fchownat,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    SETXATTRAT,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    REMOVEXATTRAT,
-    FILE_SETATTR,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_utime,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_utimes,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_futimesat,
-    libc::SYS_inotify_add_watch,
-    libc::SYS_fanotify_init,
-];
-// Numbers of Linux 6.6, 6.13 and 6.17, the same on each architecture.
-const FCHMODAT2: i64 = 452;
-const SETXATTRAT: i64 = 463;
-const REMOVEXATTRAT: i64 = 466;
-const FILE_SETATTR: i64 = 469;
-
-/// Allowed for this process only, which the first argument names (0 is the caller).
-///
-/// `abort` signals its own process; drivers query their limits, place their pages and choose their
-/// processors.
-const OWN_PROCESS: &[i64] = &[
-    libc::SYS_tgkill,
-    libc::SYS_prlimit64,
-    libc::SYS_migrate_pages,
-    libc::SYS_move_pages,
-    libc::SYS_sched_setaffinity,
-    libc::SYS_sched_setscheduler,
-    libc::SYS_sched_setparam,
-    libc::SYS_sched_setattr,
-];
-/// Allowed for this process only by their second argument, if the first one says "a process".
-///
-/// A group or a user would include others.
-const OWN_PRIORITY: &[(i64, u64)] =
-    &[(libc::SYS_setpriority, libc::PRIO_PROCESS as u64), (libc::SYS_ioprio_set, 1 /* IOPRIO_WHO_PROCESS */)];
-/// Commands of `fcntl` and `ioctl` that make the kernel send any signal to a named process.
-const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
-const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
-
-/// Calls that open a file, each with the argument that has the flags.
-const OPENS: &[(i64, u8)] = &[
-    #[cfg(target_arch = "x86_64")]
-    (libc::SYS_open, 1),
-    (libc::SYS_openat, 2),
-];
-/// Flag of `O_TMPFILE` that no other flag has.
-const NAMELESS: libc::c_int = libc::O_TMPFILE & !libc::O_DIRECTORY;
-
-/// Forbids the x32 ABI, in which the same calls have other numbers.
-fn no_x32() -> Result<(), seccompiler::Error> {
-    if cfg!(not(target_arch = "x86_64")) {
-        return Ok(());
-    }
-    const X32: u32 = 0x4000_0000;
-    const EPERM: u32 = 0x0005_0000 | libc::EPERM as u32;
-    const ALLOW: u32 = 0x7fff_0000;
-    let step = |code, jt, jf, k| seccompiler::sock_filter { code, jt, jf, k };
-    // Loads the number, which is the first word; compares; answers.
-    apply_filter_all_threads(&[
-        step(0x20, 0, 0, 0),
-        step(0x35, 0, 1, X32),
-        step(0x06, 0, 0, EPERM),
-        step(0x06, 0, 0, ALLOW),
-    ])
-}
-
-/// Installs the filters.
-fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
-    let said = |e: seccompiler::BackendError| e.to_string();
-    let arch = std::env::consts::ARCH.try_into().map_err(said)?;
-    let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
-        let answer = SeccompAction::Errno(errno as u32);
-        let filter = SeccompFilter::new(rules, SeccompAction::Allow, answer, arch).map_err(said)?;
-        let program: BpfProgram = filter.try_into().map_err(said)?;
-        apply_filter_all_threads(&program).map_err(|e| e.to_string())
-    };
-    let condition = |argument: u8, operator: SeccompCmpOp, value: u64| {
-        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value).map_err(said)
-    };
-    let rule = |conditions| SeccompRule::new(conditions).map_err(said);
-    let when = |argument, operator, value| rule(vec![condition(argument, operator, value)?]);
-    // Of two filters that refuse a call, the later one chooses the error.
-    match calls {
-        Calls::Own => listed::refuse_others(&[]),
-        Calls::Mps => listed::refuse_others(listed::LOCAL_SOCKETS),
-        // A driver that misses a call there loses the program, so the list is not kept.
-        Calls::Park => listed::note_others(&[listed::LOCAL_SOCKETS, CROSS_PROCESS_CALLS].concat()),
-    }
-    .map_err(|e| e.to_string())?;
-    no_x32().map_err(|e| e.to_string())?;
-    // The newer calls hide their flags from filters: the C library falls back to the older ones.
-    let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    let parks = calls == Calls::Park;
-    // The helper that parks has no rules of Landlock, which would keep it from other processes.
-    let by_path = landlock < ABI::V3 && !parks;
-    if !parks {
-        hidden.insert(libc::SYS_openat2, Vec::new());
-    }
-    install(hidden, libc::ENOSYS)?;
-    let others = if parks { &[] } else { CROSS_PROCESS_CALLS };
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        FORBIDDEN_CALLS.iter().chain(PATH_METADATA).chain(others).map(|call| (*call, Vec::new())).collect();
-    // Without a path, the call sets the times of a descriptor. A pointer has 64 bits.
-    let path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0).map_err(said)?;
-    rules.insert(libc::SYS_utimensat, vec![rule(vec![path])?]);
-    // The last `close` would wait, also that of a process that got the socket from this one.
-    let lingers = [(1, libc::SOL_SOCKET), (2, libc::SO_LINGER)]
-        .map(|(argument, value)| condition(argument, SeccompCmpOp::Eq, value as u64));
-    rules.insert(libc::SYS_setsockopt, vec![rule(lingers.into_iter().collect::<Result<_, _>>()?)?]);
-    // The supervisor hands over the client's connections; a worker talks to no other process of
-    // this host.
-    if calls != Calls::Own {
-        rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
-        // Landlock does not see that a call which sends makes a connection, too.
-        let connects = libc::MSG_FASTOPEN as u64;
-        for (call, flags) in [(libc::SYS_sendto, 3), (libc::SYS_sendmsg, 2), (libc::SYS_sendmmsg, 3)] {
-            rules.insert(call, vec![when(flags, SeccompCmpOp::MaskedEq(connects), connects)?]);
-        }
-    } else {
-        rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
-        // A pair of stream sockets reaches no third process; a datagram socket may name a receiver.
-        // Linux turns raw pairs into datagram pairs, too.
-        let kinds = [libc::SOCK_DGRAM, libc::SOCK_RAW];
-        let datagrams = kinds.map(|kind| when(1, SeccompCmpOp::MaskedEq(0xf), kind as u64));
-        rules.insert(libc::SYS_socketpair, datagrams.into_iter().collect::<Result<_, _>>()?);
-    }
-    let own = u64::from(std::process::id());
-    for call in OWN_PROCESS.iter().filter(|_| !parks) {
-        let other = vec![condition(0, SeccompCmpOp::Ne, 0)?, condition(0, SeccompCmpOp::Ne, own)?];
-        rules.insert(*call, vec![rule(other)?]);
-    }
-    for (call, process) in OWN_PRIORITY {
-        let other = vec![condition(1, SeccompCmpOp::Ne, 0)?, condition(1, SeccompCmpOp::Ne, own)?];
-        rules.insert(*call, vec![when(0, SeccompCmpOp::Ne, *process)?, rule(other)?]);
-    }
-    for (call, commands) in [(libc::SYS_fcntl, FCNTL_SIGNALS), (libc::SYS_ioctl, IOCTL_SIGNALS)] {
-        let any = commands.iter().map(|command| when(1, SeccompCmpOp::Eq, *command as u64));
-        rules.insert(call, any.collect::<Result<_, _>>()?);
-    }
-    if !parks {
-        for (call, argument) in OPENS {
-            let flags = |mask: libc::c_int, value: libc::c_int| {
-                when(*argument, SeccompCmpOp::MaskedEq(mask as u64), value as u64)
-            };
-            // A file without a name counts in no folder.
-            let mut refused = vec![flags(NAMELESS, NAMELESS)?];
-            if by_path {
-                // Older versions of Landlock do not see that this empties a file which they let it
-                // read.
-                refused.push(flags(libc::O_TRUNC | libc::O_ACCMODE, libc::O_TRUNC | libc::O_RDONLY)?);
-            }
-            rules.insert(*call, refused);
-        }
-        // The server lists the files that this process has open, which needs this attribute.
-        rules.insert(libc::SYS_prctl, vec![when(0, SeccompCmpOp::Eq, libc::PR_SET_DUMPABLE as u64)?]);
-    }
-    if by_path {
-        rules.insert(libc::SYS_truncate, Vec::new());
-    }
-    // Threads, but no processes, and no thread with descriptors that the server does not see.
-    let (thread, files) = (libc::CLONE_THREAD as u64, libc::CLONE_FILES as u64);
-    let without = |flag| when(0, SeccompCmpOp::MaskedEq(flag), 0);
-    rules.insert(libc::SYS_clone, vec![without(thread)?, without(files)?]);
-    let unshare = u64::from(libc::CLOSE_RANGE_UNSHARE);
-    rules.insert(libc::SYS_close_range, vec![when(2, SeccompCmpOp::MaskedEq(unshare), unshare)?]);
-    install(rules, libc::EPERM)
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
@@ -423,7 +149,7 @@ mod tests {
         assert!(done.status.success() && said.contains("contained"), "{done:?}");
     }
 
-    fn files(mps: bool) -> Files<'static> {
+    fn files(mps: Mps) -> Files<'static> {
         let gpus = Gpus::These(Vec::new());
         Files { driver: "/usr/lib/libcuda.so.1", gpus, mps }
     }
@@ -438,7 +164,7 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             return alone("containment_denies_files_sockets_and_signals", &[]);
         }
-        let files = before_driver(&files(false), landlock());
+        let files = before_driver(&files(Mps::None), landlock());
         let calls = before_client(Calls::Own, landlock());
         // A kernel without Landlock reports that.
         match files.as_slice() {
@@ -613,7 +339,7 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             return alone("containment_denies_changes_by_path_and_a_close_that_waits", &[]);
         }
-        before_driver(&files(false), landlock());
+        before_driver(&files(Mps::None), landlock());
         before_client(Calls::Own, landlock()).unwrap();
         no_change_by_path();
         no_close_that_waits(&std::os::unix::net::UnixStream::pair().unwrap().0);
@@ -638,6 +364,35 @@ mod tests {
             denied(libc::syscall(libc::SYS_execve, 0, 0, 0), "execve");
             denied(libc::syscall(libc::SYS_io_uring_setup, 0, 0), "io_uring_setup");
             denied(libc::shmget(libc::IPC_PRIVATE, 4096, 0o600).into(), "shmget");
+        }
+        println!("contained");
+        std::process::exit(0);
+    }
+
+    #[test]
+    fn a_daemon_of_mps_starts_programs_of_its_own_user() {
+        if std::env::var_os(ALONE).is_none() {
+            return alone("a_daemon_of_mps_starts_programs_of_its_own_user", &[]);
+        }
+        before_client(Calls::Daemon, landlock()).unwrap();
+        no_close_that_waits(&std::os::unix::net::UnixStream::pair().unwrap().0);
+        assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err(), "a network");
+        assert!(std::process::Command::new("/bin/true").status().unwrap().success());
+        // SAFETY: plain system calls; the filter refuses those that would use memory before they
+        // read it, and the path ends with NUL.
+        unsafe {
+            let (user, parent) = (libc::getuid(), libc::getppid());
+            assert_eq!(libc::setuid(user), 0);
+            denied(libc::setuid(user + 1).into(), "another user");
+            denied(libc::setresuid(user, user, user).into(), "setresuid");
+            assert_eq!(libc::chmod(c"/no/such/file".as_ptr(), 0o777), 0, "pretended");
+            denied(libc::chown(c"/no/such/file".as_ptr(), user, 0).into(), "chown");
+            denied(libc::syscall(libc::SYS_ptrace, libc::PTRACE_TRACEME, 0, 0, 0), "ptrace");
+            denied(libc::syscall(libc::SYS_process_vm_readv, parent, 0, 0, 0, 0, 0), "process_vm_readv");
+            denied(libc::syscall(libc::SYS_pidfd_getfd, 0, 0, 0), "pidfd_getfd");
+            denied(libc::syscall(libc::SYS_io_uring_setup, 0, 0), "io_uring_setup");
+            let null = std::ptr::null::<libc::rlimit>();
+            denied(libc::prlimit(parent, libc::RLIMIT_NOFILE, null, null.cast_mut()).into(), "prlimit");
         }
         println!("contained");
         std::process::exit(0);
@@ -711,7 +466,7 @@ mod tests {
         let program = TcpListener::bind("127.0.0.1:0").unwrap();
         let _client = TcpStream::connect(program.local_addr().unwrap()).unwrap();
         let (data, _) = program.accept().unwrap();
-        let files = before_driver(&files(true), landlock());
+        let files = before_driver(&files(Mps::Client), landlock());
         before_client(Calls::Mps, landlock()).unwrap();
         no_change_by_path();
         no_close_that_waits(&data);
@@ -747,7 +502,7 @@ mod tests {
         let file = PathBuf::from(std::env::var_os(FILE).unwrap());
         // A folder that the worker reads.
         let driver = file.with_file_name("libcuda.so.1").display().to_string();
-        let readable = Files { driver: &driver, ..files(false) };
+        let readable = Files { driver: &driver, ..files(Mps::None) };
         let lacking = before_driver(&readable, ABI::V1);
         before_client(Calls::Own, ABI::V1).unwrap();
         let landlocked = landlock() != ABI::Unsupported;

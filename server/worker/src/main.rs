@@ -22,6 +22,7 @@ mod long_bodies;
 mod measure;
 mod modules;
 mod monitor;
+mod mps;
 mod nvml;
 mod objects;
 mod ops;
@@ -50,11 +51,8 @@ fn main() -> ExitCode {
     let isolation = arguments.get(3).and_then(|word| Isolation::parse(word));
     match (&arguments[..], isolation) {
         ([_, flag, driver], _) if flag == "--probe" => probe::run(driver),
-        ([_, flag, driver, _, pid, limit], Some(isolation)) if flag == "--park" => {
-            park::run(driver, isolation, pid, Some(limit))
-        }
         ([_, flag, driver, _, pid], Some(isolation)) if flag == "--parked" => {
-            park::run(driver, isolation, pid, None)
+            park::keep(driver, isolation, pid)
         }
         ([_, flag, driver], _) if flag == probe::HOLD => probe::hold(driver),
         ([_, flag, driver, state, images, gpus @ ..], _) if flag == contained::FENCED => {
@@ -62,6 +60,9 @@ fn main() -> ExitCode {
         }
         ([_, flag, driver], _) if flag == contained::FREE => contained::run(driver, None, &[]),
         ([_, flag, driver, _], Some(isolation)) if flag == "--monitor" => monitor::run(driver, isolation),
+        ([_, flag, driver, _, program, rest @ ..], Some(isolation)) if flag == "--mps" => {
+            mps::run(driver, isolation, program, rest)
+        }
         ([_, flag], _) if flag == "--measure" => measure::run(),
         ([_], _) => serve::run(),
         _ => {

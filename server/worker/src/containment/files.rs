@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use gpusession_proto::supervise::Start;
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 
@@ -19,7 +19,6 @@ const READABLE_FILES: &[&str] = &[
     "/lib",
     "/lib64",
     "/opt",
-    OWN_FOLDER,
     "/sys",
     "/run/nvidia-persistenced",
     "/etc/ld.so.cache",
@@ -31,14 +30,14 @@ const READABLE_FILES: &[&str] = &[
 ];
 /// Writable files in addition to the lease's GPUs.
 ///
-/// These are devices that every process may use, and this process's own threads. NVIDIA's driver
-/// sets the names of its threads; a failure there fails `cuInit`.
-const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", OWN_THREADS];
+/// These are devices that every process may use.
+const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
 /// Folder whose existing files are readable and writable.
 ///
 /// Only clients of MPS may create files in it, since no account would count them.
 const SHARED_MEMORY: &str = "/dev/shm";
 const OWN_FOLDER: &str = "/proc/self";
+/// NVIDIA's driver sets the names of its threads there; a failure fails `cuInit`.
 const OWN_THREADS: &str = "/proc/self/task";
 /// Files about the machine and its processes; those about other processes have their numbers as
 /// names.
@@ -50,8 +49,29 @@ pub struct Files<'a> {
     /// The driver's library.
     pub driver: &'a str,
     pub gpus: Gpus,
-    /// Whether the process is a client of MPS.
-    pub mps: bool,
+    pub mps: Mps,
+}
+
+/// Part of a process in NVIDIA's MPS.
+#[derive(Default)]
+pub enum Mps {
+    #[default]
+    None,
+    Client,
+    /// The control daemon, the servers that it starts, and programs that ask it.
+    Daemon {
+        /// The control program, beside which the server's program lies.
+        program: PathBuf,
+    },
+}
+
+impl Mps {
+    fn program(&self) -> Option<&Path> {
+        match self {
+            Self::Daemon { program } => Some(program),
+            Self::None | Self::Client => None,
+        }
+    }
 }
 
 /// GPUs whose device files a process opens.
@@ -68,55 +88,52 @@ impl<'a> From<&'a Start> for Files<'a> {
         Self {
             driver: &start.driver,
             gpus: Gpus::These(start.devices.iter().map(|device| device.uuid).collect()),
-            mps: start.mps,
+            mps: if start.mps { Mps::Client } else { Mps::None },
         }
     }
 }
 
 /// Restricts this process to the files of [`Files`], and to the signals and sockets of `handled`.
 pub(super) fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
-    // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
-    // open.
-    for folder in [OWN_FOLDER, OWN_THREADS] {
-        std::mem::forget(PathFd::new(folder).map_err(|e| e.to_string())?);
-    }
-    let said = |e: landlock::RulesetError| e.to_string();
     let own = std::env::current_exe().ok();
-    let machine = of_the_machine().map_err(|e| format!("{PROC}: {e}"))?;
     let read = READABLE_FILES
         .iter()
         .map(Path::new)
-        .chain(machine.iter().map(PathBuf::as_path))
         .chain(Path::new(files.driver).parent())
+        .chain(files.mps.program().and_then(Path::parent))
         .chain(own.as_deref().and_then(Path::parent));
     // A driver's folder may consist of links.
     let target = std::fs::canonicalize(files.driver).ok();
     let target = target.as_deref().and_then(Path::parent);
     let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
-    // The folder in which an MPS daemon listens, if one runs.
-    let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
-    let write = WRITE.iter().copied().chain(runtime.as_deref());
+    // The folders of an MPS daemon, if one runs; clients lack the second.
+    let [pipes, logs] =
+        ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"].map(|name| std::env::var(name).ok());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
-    let (gpus, known) = match &files.gpus {
-        // Clients of MPS open further devices, which no test has determined: allow all of them.
-        _ if files.mps => (vec!["/dev".into()], Ok(())),
-        Gpus::These(uuids) => devices::of_gpus(uuids),
-        Gpus::All => (devices::all(), Ok(())),
+    let (gpus, known) = match (&files.mps, &files.gpus) {
+        (Mps::None, Gpus::These(uuids)) => devices::of_gpus(uuids),
+        (Mps::None, Gpus::All) => (devices::all(), Ok(())),
+        // MPS opens further devices, which no test has determined: allow all of them.
+        _ => (vec!["/dev".into()], Ok(())),
     };
-    let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
-    let write = write.chain(gpus.iter().map(PathBuf::as_path));
+    let write = WRITE.iter().copied().chain(runtime.as_deref());
+    let write = [&pipes, &logs, &compiled].into_iter().flatten().map(String::as_str).chain(write);
+    let write = write.map(Path::new).chain(gpus.iter().map(PathBuf::as_path));
     let shared = match files.mps {
-        true => AccessFs::from_all(abi),
-        false => {
-            let files = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate;
-            files & AccessFs::from_all(abi)
-        }
+        Mps::None => existing(abi),
+        _ => AccessFs::from_all(abi),
     };
-    let status = handled(files.mps, abi)
+    let said = |e: RulesetError| e.to_string();
+    let facts = facts(&files.mps, abi)?;
+    let status = handled(&files.mps, abi)
         .and_then(Ruleset::create)
         .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
         .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
         .and_then(|r| r.add_rules(path_beneath_rules([SHARED_MEMORY], shared)))
+        .and_then(|r| {
+            let mut facts = facts.into_iter();
+            facts.try_fold(r, |r, (paths, access)| r.add_rules(path_beneath_rules(paths, access)))
+        })
         .and_then(|r| r.restrict_self())
         .map_err(said)?;
     match status.ruleset {
@@ -124,6 +141,33 @@ pub(super) fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
         RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
         RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
     }
+}
+
+/// Returns the rights to read and write files that exist.
+fn existing(abi: ABI) -> BitFlags<AccessFs> {
+    let all = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate;
+    all & AccessFs::from_all(abi)
+}
+
+/// Paths, and the rights to what lies beneath them.
+type Rule = (Vec<PathBuf>, BitFlags<AccessFs>);
+
+/// Returns the rights to files of `/proc`: facts about the machine and this process, and the names
+/// of its threads.
+fn facts(mps: &Mps, abi: ABI) -> Result<Vec<Rule>, String> {
+    if matches!(mps, Mps::Daemon { .. }) {
+        // A rule names no process that a daemon starts later. The kernel keeps memory, descriptors
+        // and environment of processes outside this domain closed to it.
+        return Ok(vec![(vec![PROC.into()], existing(abi))]);
+    }
+    // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
+    // open.
+    for folder in [OWN_FOLDER, OWN_THREADS] {
+        std::mem::forget(PathFd::new(folder).map_err(|e| e.to_string())?);
+    }
+    let mut read = of_the_machine().map_err(|e| format!("{PROC}: {e}"))?;
+    read.push(OWN_FOLDER.into());
+    Ok(vec![(read, AccessFs::from_read(abi)), (vec![OWN_THREADS.into()], AccessFs::from_all(abi))])
 }
 
 /// Returns what `/proc` has beside processes.
@@ -144,7 +188,7 @@ fn of_the_machine() -> std::io::Result<Vec<PathBuf>> {
 /// Returns the rights that a process has by rules only: files, connections, and other processes.
 ///
 /// No rule allows a connection.
-fn handled(mps: bool, abi: ABI) -> Result<Ruleset, RulesetError> {
+fn handled(mps: &Mps, abi: ABI) -> Result<Ruleset, RulesetError> {
     let mut all = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))?;
@@ -154,7 +198,8 @@ fn handled(mps: bool, abi: ABI) -> Result<Ruleset, RulesetError> {
     if abi >= ABI::V6 {
         // No test has determined whether a client of MPS uses the abstract sockets of NVIDIA's
         // daemons, which no rule could allow.
-        all = all.scope(if mps { Scope::Signal.into() } else { Scope::from_all(abi) })?;
+        let client = matches!(mps, Mps::Client);
+        all = all.scope(if client { Scope::Signal.into() } else { Scope::from_all(abi) })?;
     }
     Ok(all)
 }
