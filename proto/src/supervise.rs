@@ -87,6 +87,15 @@ pub enum ToWorker {
     Pause,
     /// Continue after [`ToWorker::Pause`].
     Resume,
+    /// Move the device memory of this paused process to host memory.
+    ///
+    /// The worker answers with [`FromWorker::Moved`], if it has reported `parks`.
+    MoveOut {
+        /// Milliseconds that the driver may take to lock the process.
+        limit_ms: u32,
+    },
+    /// Move the device memory back; answered with [`FromWorker::Moved`].
+    MoveBack,
     /// Answers [`FromWorker::MemoryWanted`].
     MemoryGranted {
         /// Index in [`Start::devices`].
@@ -155,6 +164,15 @@ pub enum ToWorker {
     /// A message of a later release, which the receiver ignores.
     #[serde(other)]
     Unknown,
+}
+
+/// A call that moves device memory and has failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveFailed {
+    /// Name of the call.
+    pub call: String,
+    /// Its `CUresult`.
+    pub status: i32,
 }
 
 /// Device memory that counts for a worker.
@@ -287,6 +305,9 @@ pub enum FromWorker {
         fingerprint: [u8; 32],
         /// Result of `cuDriverGetVersion`.
         cuda_version: u32,
+        /// Whether the worker answers [`ToWorker::MoveOut`].
+        #[serde(default)]
+        parks: bool,
     },
     /// The driver does not work; the worker exits.
     Failed {
@@ -336,6 +357,11 @@ pub enum FromWorker {
         ///
         /// Otherwise work was under way, and the worker continues.
         quiet: bool,
+    },
+    /// The answer to [`ToWorker::MoveOut`] and [`ToWorker::MoveBack`].
+    Moved {
+        /// The driver's refusal, after which the memory is where it was; `None`: it has moved.
+        failed: Option<MoveFailed>,
     },
     /// The client of a paused worker has sent frames; sent once.
     Wanted,
@@ -534,6 +560,8 @@ mod tests {
             ToWorker::Opened { refused: Some("reason".into()) },
             ToWorker::Image { serial: 1600, bytes: Some(1650) },
             ToWorker::ImageRoom { serial: 1700, room: true },
+            ToWorker::MoveOut { limit_ms: 2100 },
+            ToWorker::MoveBack,
         ];
         let usage = Usage {
             calls: 1,
@@ -544,7 +572,7 @@ mod tests {
             idle_usec: 500,
         };
         let from = vec![
-            FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
+            FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000, parks: false },
             FromWorker::Failed { reason: "failed".into() },
             FromWorker::Presented(process),
             FromWorker::Admitted { number: 700, lane: 9 },
@@ -567,6 +595,7 @@ mod tests {
             FromWorker::ImageWanted { serial: 1800, hash: [11; 32] },
             FromWorker::ImageOffered { serial: 1900, hash: [12; 32], bytes: 1950 },
             FromWorker::Sampled { device: 1, bytes: 2000, left: 2050 },
+            FromWorker::Moved { failed: Some(MoveFailed { call: "call".into(), status: 2200 }) },
         ];
         (to, from)
     }

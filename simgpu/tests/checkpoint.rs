@@ -133,6 +133,22 @@ fn another_process_is_checkpointed() {
         assert_eq!(checkpoint::cuCheckpointProcessRestore(lost.pid(), null), 2);
         ok(memory::cuMemFree_v2(other));
         assert_eq!(checkpoint::cuCheckpointProcessRestore(lost.pid(), null), 304);
+        // A process moves its own memory; its other calls wait meanwhile.
+        let own = std::process::id().cast_signed();
+        drop(lost);
+        let mut current = 0;
+        ok(context::cuCtxGetCurrent(&raw mut current));
+        ok(checkpoint::cuCheckpointProcessLock(own, &raw const limit));
+        ok(checkpoint::cuCheckpointProcessCheckpoint(own, null));
+        let waits = std::thread::spawn(move || {
+            ok(context::cuCtxSetCurrent(current));
+            used()
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!waits.is_finished(), "a call of the locked process");
+        ok(checkpoint::cuCheckpointProcessRestore(own, null));
+        ok(checkpoint::cuCheckpointProcessUnlock(own, null));
+        assert_eq!(waits.join().unwrap(), before / 2);
         ok(context::cuCtxSynchronize());
     }
     let _ = std::fs::remove_file(simgpu::usage::path(simgpu::driver::config()));

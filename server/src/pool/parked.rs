@@ -9,7 +9,7 @@ use crate::clock::Moment;
 use crate::idle::Clock;
 use crate::lease::Place;
 use crate::supervise::WorkerId;
-use crate::supervise::park::Parker;
+use crate::supervise::park::Parked;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -28,7 +28,7 @@ pub(super) enum Stage {
 
 pub(super) struct Away {
     pub(super) stage: Stage,
-    pub(super) parkers: Vec<(WorkerId, Parker)>,
+    pub(super) parked: Vec<(WorkerId, Parked)>,
     /// Host memory that the lease takes, in bytes.
     pub(super) bytes: u64,
 }
@@ -78,7 +78,7 @@ impl Parking {
     pub fn state(&self, lease: &str) -> Option<(&'static str, Place)> {
         let away = self.away();
         let entry = away.get(lease)?;
-        Some(match (entry.stage, entry.parkers.is_empty()) {
+        Some(match (entry.stage, entry.parked.is_empty()) {
             (Stage::Parking { .. }, _) => ("parking", Place::default()),
             (Stage::Away, true) => ("lent", Place::default()),
             (Stage::Away, false) => ("parked", Place::default()),
@@ -89,7 +89,7 @@ impl Parking {
 
     /// Returns `true` if a lent lease may get other GPUs: parked memory is bound to its GPU.
     pub fn may_move(&self, lease: &str) -> bool {
-        self.away().get(lease).is_some_and(|a| a.parkers.is_empty())
+        self.away().get(lease).is_some_and(|a| a.parked.is_empty())
     }
 
     /// Applies `what` to the idle clock of a lease.

@@ -18,7 +18,7 @@ use crate::clock::Moment;
 use crate::lease::{Place, Share};
 use crate::monitor::Readings;
 use crate::supervise::WorkerId;
-use crate::supervise::park::{Cause, NotParked, Parker, Serving};
+use crate::supervise::park::{Cause, NotParked, Parked, Serving};
 
 /// Interval at which a lease that waits for its GPUs checks for room.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -28,6 +28,10 @@ const ROOM_TIMEOUT: Duration = Duration::from_secs(600);
 const QUIET_WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for a reading of NVML.
 const READING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time after which NVML no longer reports the memory of a parked process, and bytes that it may
+/// report nevertheless (H200, driver 580: the process is not listed).
+const GONE_TIMEOUT: Duration = Duration::from_secs(5);
+const LEFT_BYTES: u64 = 16 << 20;
 /// Bytes of host memory that stay free, in addition to parked device memory.
 const HOST_MARGIN: u64 = 1 << 30;
 
@@ -109,17 +113,17 @@ impl Pool {
         let bytes = Serving::sum(&serving);
         self.reserve_host_memory(lease, bytes)?;
         let begun = tokio::time::Instant::now();
-        let mut parkers = Vec::new();
-        if let Err(failed) = self.move_all_out(lease, &serving, &mut parkers).await {
-            self.keep(lease, &serving, parkers).await;
+        let mut parked = Vec::new();
+        if let Err(failed) = self.move_all_out(lease, &serving, &mut parked).await {
+            self.keep(lease, &serving, parked).await;
             return Err(self.not_parked(lease, failed));
         }
         self.registry().lend(lease).await;
-        let state = if parkers.is_empty() { "lent" } else { "parked" };
+        let state = if parked.is_empty() { "lent" } else { "parked" };
         // Its next call counts as work again.
         parking.clock(lease, |clock| clock.set_hint(None));
         if let Some(entry) = parking.away().get_mut(lease) {
-            entry.parkers = parkers;
+            entry.parked = parked;
             entry.stage = entry.stage.parked(self.now());
         }
         info!(
@@ -144,7 +148,7 @@ impl Pool {
         let mut away = self.parking().away();
         if let Some(there) = away.get(lease) {
             return Err(ParkError::Away(match there.stage {
-                Stage::Away if there.parkers.is_empty() => "lent already",
+                Stage::Away if there.parked.is_empty() => "lent already",
                 Stage::Away => "parked already",
                 _ => "being parked or coming back",
             }));
@@ -164,19 +168,19 @@ impl Pool {
         }
         away.insert(
             lease.into(),
-            Away { stage: Stage::Parking { wanted: false }, parkers: Vec::new(), bytes },
+            Away { stage: Stage::Parking { wanted: false }, parked: Vec::new(), bytes },
         );
         Ok(())
     }
 
     /// Moves the device memory of all programs to host memory, and gives the GPUs away.
     ///
-    /// `parkers` gets the helpers, also those from before a failure.
+    /// `parked` gets those that have moved, also before a failure.
     async fn move_all_out(
         &self,
         lease: &str,
         serving: &[Serving],
-        parkers: &mut Vec<(WorkerId, Parker)>,
+        parked: &mut Vec<(WorkerId, Parked)>,
     ) -> Result<(), NotParked> {
         for worker in serving {
             if !self.supervisor().pause(&worker.id).await {
@@ -186,7 +190,8 @@ impl Pool {
             if self.supervisor().shares_memory(lease) {
                 return Err(NotParked::Shares);
             }
-            parkers.push((worker.id, self.supervisor().move_out(worker).await?));
+            parked.push((worker.id, self.supervisor().move_out(worker).await?));
+            self.check_moved(worker).await?;
         }
         // From here on no program starts.
         match self.supervisor().give_away(lease, serving) {
@@ -196,8 +201,8 @@ impl Pool {
     }
 
     /// Moves the device memory of a lease back after a failure; its programs continue.
-    async fn keep(&self, lease: &str, serving: &[Serving], parkers: Vec<(WorkerId, Parker)>) {
-        let moved: Vec<WorkerId> = parkers.iter().map(|(id, _)| *id).collect();
+    async fn keep(&self, lease: &str, serving: &[Serving], parked: Vec<(WorkerId, Parked)>) {
+        let moved: Vec<WorkerId> = parked.iter().map(|(id, _)| *id).collect();
         if let Some(entry) = self.parking().away().get_mut(lease) {
             entry.stage = Stage::Returning;
         }
@@ -205,19 +210,19 @@ impl Pool {
         for worker in serving.iter().filter(|worker| !moved.contains(&worker.id)) {
             self.supervisor().resume(&worker.id, Cause::NotParked);
         }
-        for (id, parker) in parkers {
-            self.move_back(lease, &id, parker, Cause::NotParked).await;
+        for (id, parked) in parked {
+            self.move_back(lease, &id, parked, Cause::NotParked).await;
         }
         self.parking().away().remove(lease);
         self.parking().changed.notify_waiters();
     }
 
     /// Moves the device memory of a worker back, and lets its program continue.
-    async fn move_back(&self, lease: &str, id: &WorkerId, mut parker: Parker, cause: Cause) {
-        self.wait_for_room(lease, id, &parker).await;
+    async fn move_back(&self, lease: &str, id: &WorkerId, mut parked: Parked, cause: Cause) {
+        self.wait_for_room(lease, id, &parked).await;
         loop {
             self.supervisor().moves(id);
-            match parker.back().await {
+            match self.supervisor().move_in(id, &mut parked).await {
                 Ok(true) => return self.supervisor().resume(id, cause),
                 // Another lease exceeds its share, or the driver is still busy: both pass, but for
                 // driver 580.
@@ -245,10 +250,10 @@ impl Pool {
     ///
     /// A worker of another lease may still be exiting. After one attempt without room, driver 580
     /// fails for good (NVIDIA/cuda-checkpoint, issue 44).
-    async fn wait_for_room(&self, lease: &str, id: &WorkerId, parker: &Parker) {
+    async fn wait_for_room(&self, lease: &str, id: &WorkerId, parked: &Parked) {
         let begun = Instant::now();
         let mut told = false;
-        while !self.has_room(lease, parker).await && self.supervisor().exists(id) {
+        while !self.has_room(lease, parked).await && self.supervisor().exists(id) {
             if begun.elapsed() >= ROOM_TIMEOUT {
                 warn!(
                     gpusession_lease = lease,
@@ -270,14 +275,40 @@ impl Pool {
     }
 
     /// Returns `true` if NVML reports room for a parked worker from now on, or does not answer.
-    async fn has_room(&self, lease: &str, parker: &Parker) -> bool {
+    async fn has_room(&self, lease: &str, parked: &Parked) -> bool {
         let Some(standing) = self.registry().get(lease).await else { return true };
+        self.reading(|latest| fits(latest, &standing.lease.shares, &parked.room)).await.unwrap_or(true)
+    }
+
+    /// Returns what a reading of NVML from now on tells; `None`: NVML does not answer.
+    async fn reading<T>(&self, of: impl FnOnce(&Readings) -> T) -> Option<T> {
         let now = Instant::now();
         let mut readings = self.monitor().readings();
         let fresh = readings.wait_for(|latest| latest.as_ref().is_none_or(|latest| latest.asked >= now));
-        match timeout(READING_TIMEOUT, fresh).await {
-            Ok(Ok(latest)) => latest.as_ref().is_none_or(|l| fits(l, &standing.lease.shares, &parker.room)),
-            _ => true,
+        let latest = timeout(READING_TIMEOUT, fresh).await.ok()?.ok()?;
+        latest.as_deref().map(of)
+    }
+
+    /// Checks with NVML that a worker's memory has left its GPUs; kills the worker otherwise.
+    ///
+    /// A client may control the worker, and its answer.
+    async fn check_moved(&self, worker: &Serving) -> Result<(), NotParked> {
+        let of_worker = |latest: &Readings| {
+            let all = latest.memory_of_processes();
+            all.iter().filter(|(pid, ..)| *pid == worker.pid).map(|(.., bytes)| *bytes).max()
+        };
+        let end = Instant::now() + GONE_TIMEOUT;
+        loop {
+            let left = self.reading(of_worker).await.flatten().unwrap_or(0);
+            if left <= LEFT_BYTES {
+                return Ok(());
+            }
+            if Instant::now() >= end {
+                let why = format!("NVML reports {} MiB of it on the GPU", left >> 20);
+                let why = format!("its device memory did not move to host memory, as it says: {why}");
+                self.supervisor().end_worker(&worker.id, None, &why);
+                return Err(NotParked::Failed(why));
+            }
         }
     }
 
@@ -384,7 +415,7 @@ impl Pool {
         }
         let taken = self.registry().reacquire(lease, parking.may_move(lease)).await;
         let waits = taken.err().unwrap_or_default();
-        let (told, parkers) = {
+        let (told, parked) = {
             let mut away = parking.away();
             let Some(entry) = away.get_mut(lease) else { return };
             let Stage::Waiting { since, place } = entry.stage else { return };
@@ -393,7 +424,7 @@ impl Pool {
                 (place, None)
             } else {
                 entry.stage = Stage::Returning;
-                (place, Some(std::mem::take(&mut entry.parkers)))
+                (place, Some(std::mem::take(&mut entry.parked)))
             }
         };
         if told != waits {
@@ -410,22 +441,22 @@ impl Pool {
                 self.tell_change(&standing.lease.client, lease, change);
             }
         }
-        let Some(parkers) = parkers else { return };
+        let Some(parked) = parked else { return };
         if taken == Ok(true) {
             self.moved(lease).await;
         }
         // Other leases need not wait for it.
         let (pool, lease) = (self.clone(), lease.to_string());
-        tokio::spawn(async move { pool.move_in(&lease, parkers).await });
+        tokio::spawn(async move { pool.move_in(&lease, parked).await });
     }
 
     /// Moves the device memory of a lease's programs back to its GPUs, which it holds.
-    async fn move_in(&self, lease: &str, parkers: Vec<(WorkerId, Parker)>) {
+    async fn move_in(&self, lease: &str, parked: Vec<(WorkerId, Parked)>) {
         let parking = self.parking();
         let begun = tokio::time::Instant::now();
-        let count = parkers.len();
-        for (id, parker) in parkers {
-            self.move_back(lease, &id, parker, Cause::Wanted).await;
+        let count = parked.len();
+        for (id, parked) in parked {
+            self.move_back(lease, &id, parked, Cause::Wanted).await;
         }
         parking.away().remove(lease);
         self.supervisor().set_away(lease, false);
@@ -456,7 +487,7 @@ impl Pool {
             };
             entry.stage = Stage::Away;
             entry.bytes = 0;
-            entry.parkers.drain(..).map(|(id, _)| id).collect()
+            entry.parked.drain(..).map(|(id, _)| id).collect()
         };
         self.registry().cancel_reacquire(lease).await;
         if let Some(standing) = self.registry().get(lease).await {
@@ -484,8 +515,8 @@ impl Pool {
                 away.remove(&lease);
                 continue;
             }
-            entry.parkers.retain(|(id, _)| self.supervisor().exists(id));
-            if entry.parkers.is_empty() && entry.stage == Stage::Away {
+            entry.parked.retain(|(id, _)| self.supervisor().exists(id));
+            if entry.parked.is_empty() && entry.stage == Stage::Away {
                 entry.bytes = 0;
             }
         }
@@ -506,39 +537,39 @@ impl Pool {
     /// GPUs already, the programs come back.
     pub async fn resume_aside(self: &Arc<Self>, lease: &str) {
         let aside = self.registry().is_lent(lease).await;
-        let parked = self.supervisor().left_parked(lease);
-        if !aside && parked.is_empty() {
+        let left = self.supervisor().left_parked(lease);
+        if !aside && left.is_empty() {
             return;
         }
-        let bytes = Serving::sum(&parked);
-        let stage = match (aside, parked.is_empty()) {
+        let bytes = Serving::sum(&left);
+        let stage = match (aside, left.is_empty()) {
             (true, true) => Stage::Away,
             (true, false) => Stage::Parking { wanted: false },
             (false, _) => Stage::Returning,
         };
-        self.parking().away().insert(lease.into(), Away { stage, parkers: Vec::new(), bytes });
+        self.parking().away().insert(lease.into(), Away { stage, parked: Vec::new(), bytes });
         self.supervisor().set_away(lease, true);
         if stage == Stage::Away {
             return;
         }
-        // In a task, since each helper loads the driver, which takes time.
+        // In a task, since the helper for an earlier release's worker loads the driver.
         let (pool, lease) = (self.clone(), lease.to_string());
         tokio::spawn(async move {
-            let mut parkers = Vec::new();
-            for worker in parked {
+            let mut parked = Vec::new();
+            for worker in left {
                 match pool.supervisor().keep_parked(&worker).await {
-                    Ok(parker) => parkers.push((worker.id, parker)),
+                    Ok(memory) => parked.push((worker.id, memory)),
                     Err(e) => {
-                        let why = format!("its parked device memory cannot be reached: {e:?}");
+                        let why = format!("its parked device memory cannot be reached: {e}");
                         pool.supervisor().end_worker(&worker.id, None, &why);
                     }
                 }
             }
             if !aside {
-                return pool.move_in(&lease, parkers).await;
+                return pool.move_in(&lease, parked).await;
             }
             if let Some(entry) = pool.parking().away().get_mut(&lease) {
-                entry.parkers = parkers;
+                entry.parked = parked;
                 entry.stage = entry.stage.parked(pool.now());
             }
             pool.parking().due.notify_one();

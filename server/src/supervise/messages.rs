@@ -86,7 +86,10 @@ impl Supervisor {
                     }
                 }
             }
-            FromWorker::Ready { fingerprint, cuda_version } => {
+            FromWorker::Ready { fingerprint, cuda_version, parks } => {
+                if worker.phase == Phase::Starting {
+                    worker.parks = parks;
+                }
                 self.worker_ready(worker, lease, fingerprint, cuda_version);
             }
             FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
@@ -176,6 +179,11 @@ impl Supervisor {
             FromWorker::Paused { quiet } => {
                 if let Some(asked) = worker.pausing.take() {
                     let _ = asked.send(quiet);
+                }
+            }
+            FromWorker::Moved { failed } => {
+                if let Some(asked) = worker.relocating.take() {
+                    let _ = asked.send(failed);
                 }
             }
             FromWorker::Contained { lacking } if worker.may_be_contained(&lacking) => {

@@ -1,18 +1,19 @@
 //! Parks single workers.
 //!
-//! The supervisor makes a worker call the driver no more, and a helper process moves its device
+//! The supervisor makes a worker call the driver no more; the worker then moves its own device
 //! memory to host memory and back. `pool::parking` decides which leases are parked, and when.
 
 use std::path::Path;
 use std::time::Duration;
 
-use gpusession_proto::supervise::{DeviceLimit, Isolation, ToWorker};
+use gpusession_proto::supervise::{DeviceLimit, MoveFailed, ToWorker};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::exit::stop;
+use super::messages::printable;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor, ledger};
 use super::worker::{Command as ToTask, Phase, Worker};
@@ -24,9 +25,11 @@ use crate::spawn;
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that the driver may take to lock a process. A process with longer work is not parked.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time that device memory may be on its way: 64 GiB took half a minute. A helper that is silent
+/// Time that device memory may be on its way: 64 GiB took half a minute. A process that is silent
 /// for longer hangs in the driver.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(600);
+/// `CUDA_ERROR_OUT_OF_MEMORY`: the GPU has no room now.
+const OUT_OF_MEMORY: i32 = 2;
 /// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
 const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
@@ -56,88 +59,63 @@ pub enum Cause {
     NotParked,
 }
 
-/// Helper process that keeps one worker's device memory in host memory while it runs.
+impl From<MoveFailed> for NotParked {
+    fn from(MoveFailed { call, status }: MoveFailed) -> Self {
+        let text = format!("{}: CUDA error {status}", printable(&call));
+        match status {
+            NOT_READY => Self::Busy,
+            _ if UNPARKABLE_STATUSES.contains(&status) => Self::Never(text),
+            _ => Self::Failed(text),
+        }
+    }
+}
+
+/// Device memory of one worker in host memory.
 #[derive(Debug)]
-pub struct Parker {
+pub struct Parked {
+    /// Bytes that the memory takes on each device of the lease.
+    pub room: Vec<u64>,
+    /// Brings back the memory of a worker that an earlier release has parked.
+    helper: Option<Helper>,
+}
+
+/// Helper process that reaches the memory of another process.
+#[derive(Debug)]
+struct Helper {
     // Killed when this is dropped.
     _child: Child,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
-    /// Bytes that the memory takes on each device of the lease.
-    pub room: Vec<u64>,
-}
-
-/// Parses a helper's refusal, `no CODE TEXT`.
-fn refusal(line: &str) -> Option<(i32, String)> {
-    let (code, text) = line.strip_prefix("no ")?.split_once(' ')?;
-    Some((code.parse().ok()?, text.into()))
 }
 
 fn hangs() -> String {
-    format!("the helper that moves device memory sent nothing for {} s", MOVE_TIMEOUT.as_secs())
+    format!("the process that moves device memory sent nothing for {} s", MOVE_TIMEOUT.as_secs())
 }
 
-impl Parker {
-    /// Moves the device memory of a worker to host memory.
-    pub async fn park(
-        program: &Path,
-        driver: &Path,
-        isolation: Isolation,
-        worker: &Serving,
-    ) -> Result<Self, NotParked> {
-        let limit = LOCK_TIMEOUT.as_millis().to_string();
-        let rest = [isolation.as_str(), &worker.pid.to_string(), &limit];
-        let started = Self::start(program, driver, "--park", &rest, MOVE_TIMEOUT).await?;
-        Ok(Self { room: worker.bytes.clone(), ..started })
-    }
-
-    /// Takes over the memory of a worker that an earlier server parked.
-    pub async fn parked(
-        program: &Path,
-        driver: &Path,
-        isolation: Isolation,
-        worker: &Serving,
-    ) -> Result<Self, NotParked> {
-        let rest = [isolation.as_str(), &worker.pid.to_string()];
-        let started = Self::start(program, driver, "--parked", &rest, MOVE_TIMEOUT).await?;
-        Ok(Self { room: worker.bytes.clone(), ..started })
-    }
-
-    async fn start(
-        program: &Path,
-        driver: &Path,
-        flag: &str,
-        rest: &[&str],
-        limit: Duration,
-    ) -> Result<Self, NotParked> {
-        let failed = |e: std::io::Error| NotParked::Failed(e.to_string());
-        let (child, input, output) = spawn::child(program, flag, driver, rest).map_err(failed)?;
-        let lines = BufReader::new(output).lines();
-        let mut parker = Self { _child: child, input, lines, room: Vec::new() };
-        let Ok(said) = timeout(limit, parker.lines.next_line()).await else {
-            return Err(NotParked::Hangs(hangs()));
-        };
-        match said.map_err(failed)? {
-            Some(line) if line == "parked" => Ok(parker),
-            Some(line) => Err(match refusal(&line) {
-                Some((NOT_READY, _)) => NotParked::Busy,
-                Some((code, text)) if UNPARKABLE_STATUSES.contains(&code) => NotParked::Never(text),
-                Some((_, text)) => NotParked::Failed(text),
-                None => NotParked::Failed(format!("the helper sent {line:?}")),
-            }),
-            None => Err(NotParked::Failed("the helper exited".into())),
+impl Helper {
+    /// Takes over the memory of a worker.
+    async fn start(program: &Path, driver: &Path, rest: &[&str], limit: Duration) -> Result<Self, String> {
+        let (child, input, output) =
+            spawn::child(program, "--parked", driver, rest).map_err(|e| e.to_string())?;
+        let mut helper = Self { _child: child, input, lines: BufReader::new(output).lines() };
+        match helper.line(limit).await?.as_str() {
+            "parked" => Ok(helper),
+            line => Err(format!("the helper sent {line:?}")),
         }
     }
 
+    async fn line(&mut self, limit: Duration) -> Result<String, String> {
+        let said = timeout(limit, self.lines.next_line()).await.map_err(|_| hangs())?;
+        said.map_err(|e| e.to_string())?.ok_or_else(|| "the helper exited".into())
+    }
+
     /// Moves the memory back to the GPU; `false`: the GPU has no room now.
-    pub async fn back(&mut self) -> Result<bool, String> {
+    async fn back(&mut self) -> Result<bool, String> {
         self.input.write_all(b"back\n").await.map_err(|e| e.to_string())?;
-        let said = timeout(MOVE_TIMEOUT, self.lines.next_line()).await.map_err(|_| hangs())?;
-        match said.map_err(|e| e.to_string())?.as_deref() {
-            Some("back") => Ok(true),
-            Some("full") => Ok(false),
-            Some(line) => Err(refusal(line).map_or_else(|| line.to_string(), |(_, text)| text)),
-            None => Err("the helper exited".into()),
+        match self.line(MOVE_TIMEOUT).await?.as_str() {
+            "back" => Ok(true),
+            "full" => Ok(false),
+            line => Err(line.into()),
         }
     }
 }
@@ -245,11 +223,16 @@ impl Supervisor {
         self.shares_back(&mut state, id);
     }
 
-    /// Moves the device memory of a paused worker to host memory.
-    pub async fn move_out(&self, worker: &Serving) -> Result<Parker, NotParked> {
-        let options = &self.0.options;
+    /// Has a paused worker move its device memory to host memory.
+    ///
+    /// The worker's answer is no proof: a client may control it.
+    pub async fn move_out(&self, worker: &Serving) -> Result<Parked, NotParked> {
         {
             let mut state = self.state();
+            if state.workers.get(&worker.id).is_some_and(|worker| !worker.parks) {
+                let why = "a program of an earlier release's worker; programs that start now can be parked";
+                return Err(NotParked::Never(why.into()));
+            }
             if state.shares.involve(&worker.id) {
                 return Err(NotParked::Shares);
             }
@@ -261,11 +244,15 @@ impl Supervisor {
         }
         // Its memory comes to the host, and counts there.
         self.bound_now(&worker.id);
-        let parker = Parker::park(&options.program, &options.driver, options.isolation.workers, worker).await;
-        if let Err(NotParked::Hangs(why)) = &parker {
-            self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));
+        let limit_ms = LOCK_TIMEOUT.as_millis() as u32;
+        match self.moved(&worker.id, ToWorker::MoveOut { limit_ms }).await {
+            Ok(None) => {}
+            Ok(Some(failed)) => return Err(failed.into()),
+            Err(why) => {
+                self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));
+                return Err(NotParked::Hangs(why));
+            }
         }
-        let parker = parker?;
         if let Some(worker) = self.state().workers.get_mut(&worker.id) {
             worker.moving = false;
             if worker.phase == Phase::Active {
@@ -273,7 +260,32 @@ impl Supervisor {
             }
             worker.remember();
         }
-        Ok(parker)
+        Ok(Parked { room: worker.bytes.clone(), helper: None })
+    }
+
+    /// Has a worker move its device memory; returns the driver's refusal, or why none came.
+    async fn moved(&self, id: &WorkerId, order: ToWorker) -> Result<Option<MoveFailed>, String> {
+        let (sender, answer) = oneshot::channel();
+        {
+            let mut state = self.state();
+            let Some(worker) = state.workers.get_mut(id) else { return Err("its worker exited".into()) };
+            worker.relocating = Some(sender);
+            let _ = worker.orders.tells.send(ToTask::Tell(order));
+        }
+        let answer = timeout(MOVE_TIMEOUT, answer).await.map_err(|_| hangs())?;
+        answer.map_err(|_| "its worker exited".into())
+    }
+
+    /// Moves the device memory of a parked worker back; `false`: the GPU has no room now.
+    pub async fn move_in(&self, id: &WorkerId, parked: &mut Parked) -> Result<bool, String> {
+        if let Some(helper) = &mut parked.helper {
+            return helper.back().await;
+        }
+        match self.moved(id, ToWorker::MoveBack).await? {
+            None => Ok(true),
+            Some(MoveFailed { status: OUT_OF_MEMORY, .. }) => Ok(false),
+            Some(MoveFailed { call, status }) => Err(format!("{}: CUDA error {status}", printable(&call))),
+        }
     }
 
     /// Gives a lent lease other GPUs. Its workers have exited or are about to.
@@ -317,10 +329,17 @@ impl Supervisor {
         self.serving(lease).into_iter().filter(|w| parked.contains(&w.id)).collect()
     }
 
-    /// Starts the helper that keeps the memory of a worker from [`Supervisor::left_parked`].
-    pub async fn keep_parked(&self, worker: &Serving) -> Result<Parker, NotParked> {
+    /// Takes over the memory of a worker from [`Supervisor::left_parked`].
+    pub async fn keep_parked(&self, worker: &Serving) -> Result<Parked, String> {
         let options = &self.0.options;
-        Parker::parked(&options.program, &options.driver, options.isolation.workers, worker).await
+        let parks = self.state().workers.get(&worker.id).is_some_and(|worker| worker.parks);
+        let helper = if parks {
+            None
+        } else {
+            let rest = [options.isolation.workers.as_str(), &worker.pid.to_string()];
+            Some(Helper::start(&options.program, &options.driver, &rest, MOVE_TIMEOUT).await?)
+        };
+        Ok(Parked { room: worker.bytes.clone(), helper })
     }
 
     /// Gives a lease's GPUs to others, as [`Supervisor::set_away`] does.
@@ -362,13 +381,29 @@ impl State {
 mod tests {
     use super::*;
 
+    #[test]
+    fn the_status_of_the_driver_tells_whether_to_try_again() {
+        let of = |status| NotParked::from(MoveFailed { call: "cuCall\n".into(), status });
+        assert_eq!(of(NOT_READY), NotParked::Busy);
+        assert_eq!(of(801), NotParked::Never("cuCall : CUDA error 801".into()));
+        assert_eq!(of(1), NotParked::Failed("cuCall : CUDA error 1".into()));
+    }
+
     #[tokio::test]
     async fn a_helper_that_hangs_is_not_waited_for() {
-        let (shell, limit) = (Path::new("/bin/sh"), Duration::from_millis(100));
-        let parked = Parker::start(shell, Path::new("exec sleep 3600"), "-c", &[], limit).await;
-        assert!(matches!(parked, Err(NotParked::Hangs(_))), "{parked:?}");
-        let script = Path::new("echo parked; exec sleep 3600");
-        let parked = Parker::start(shell, script, "-c", &[], MOVE_TIMEOUT).await;
-        assert!(parked.is_ok(), "{parked:?}");
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let start = async |script: &str, limit| {
+            let program = folder.path().join("helper");
+            std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+            std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+            Helper::start(&program, Path::new("driver"), &["off", "1"], limit).await
+        };
+        let why = start("exec sleep 3600", Duration::from_millis(100)).await.unwrap_err();
+        assert!(why.contains("sent nothing"), "{why}");
+        assert!(start("echo no 1 text", MOVE_TIMEOUT).await.unwrap_err().contains("no 1 text"));
+        let mut helper =
+            start("echo parked; read line; echo full; exec sleep 3600", MOVE_TIMEOUT).await.unwrap();
+        assert_eq!(helper.back().await, Ok(false));
     }
 }

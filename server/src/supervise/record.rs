@@ -84,6 +84,9 @@ pub struct WorkerRecord {
     pub(super) ended_because: Option<String>,
     /// As [`super::quota::Ledger::held`] returns it.
     pub(super) held: Vec<([u8; 16], u64, u64)>,
+    /// It moves its own device memory to host memory.
+    #[serde(default)]
+    pub(super) parks: bool,
     /// Bytes of compiled code that its driver keeps at most; 0: none, or unknown.
     #[serde(default)]
     pub(super) compiled_max: u64,

@@ -145,6 +145,7 @@ mod tests {
                 keepable: None,
                 seat: None,
                 pausing: None,
+                relocating: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
                 ticket: None,

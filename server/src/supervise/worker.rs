@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use gpusession_proto::supervise::ToWorker;
+use gpusession_proto::supervise::{MoveFailed, ToWorker};
 use gpusession_proto::ticket::Ticket;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
@@ -53,6 +53,8 @@ pub(super) struct Worker {
     /// Seat in an MPS domain.
     pub(super) seat: Option<Arc<Seat>>,
     pub(super) pausing: Option<oneshot::Sender<bool>>,
+    /// Awaits the answer to [`ToWorker::MoveOut`] or [`ToWorker::MoveBack`].
+    pub(super) relocating: Option<oneshot::Sender<Option<MoveFailed>>>,
     /// Connections that the worker has not decided on.
     pub(super) unadmitted: Unadmitted,
     /// A process has shown it a ticket, so that it may have contexts on its GPUs.

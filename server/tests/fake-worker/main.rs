@@ -30,6 +30,8 @@
 //!   last `close` waits a minute for the program.
 //! * `...curious...`: a program's worker asks for 5000 images, and reports the answers on its lane.
 //! * `...contexts...`: a program's worker reports 40 contexts.
+//! * `...pause...`: a program's worker pauses; with `...parks...` it also says that its memory has
+//!   moved.
 //!
 //! Its NVML reports the contents of `readings.json` in the folder of the "driver"; without that
 //! file it has no NVML.
@@ -94,6 +96,10 @@ fn main() {
     }
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
         return monitor(&args[2]);
+    }
+    if args.get(1).is_some_and(|flag| flag == "--mps") {
+        use std::os::unix::process::CommandExt as _;
+        panic!("{}", std::process::Command::new(&args[4]).args(&args[5..]).exec());
     }
     // A child of the test, not of the server.
     if args.get(1).is_some_and(|flag| flag == "--asks") {
@@ -193,6 +199,7 @@ fn serve() {
                 tell(&FromWorker::Ready {
                     fingerprint: *blake3::hash(&s.worker).as_bytes(),
                     cuda_version: 13000,
+                    parks: s.driver.contains("parks"),
                 });
                 start = Some(s);
             }
@@ -237,7 +244,7 @@ fn serve() {
                     tell(&FromWorker::Contained { lacking: vec!["nothing".into()] });
                 }
                 if s.driver.contains("eager") {
-                    tell(&FromWorker::Ready { fingerprint: [7; 32], cuda_version: 13000 });
+                    tell(&FromWorker::Ready { fingerprint: [7; 32], cuda_version: 13000, parks: false });
                 }
                 if s.driver.contains("heirs") {
                     // SAFETY: the channel is open for as long as this process lives.
@@ -295,6 +302,10 @@ fn serve() {
                 tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }
+            ToWorker::Pause if start.as_ref().is_some_and(|s| s.driver.contains("pause")) => {
+                tell(&FromWorker::Paused { quiet: true });
+            }
+            ToWorker::MoveOut { .. } | ToWorker::MoveBack => tell(&FromWorker::Moved { failed: None }),
             ToWorker::Admission { refused: None }
             | ToWorker::Opened { .. }
             | ToWorker::Pause

@@ -11,6 +11,7 @@ mod identities;
 mod limits;
 mod mps;
 mod netperf;
+mod parking;
 mod restart;
 mod rotation;
 mod sharing;

@@ -117,7 +117,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
     let host = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
     let chunks = (host / SOURCE_PART).min(MAX_SOURCE) as usize / CHUNK;
     let memory = Arc::new(vec![0x5a; chunks.max(DOWN_SLOTS) * CHUNK]);
-    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0 });
+    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0, parks: false });
     Ok(Endpoint {
         supervisor: supervisor.clone(),
         start,

@@ -14,7 +14,9 @@ use gpusession_link::transport::{Transport, Wait};
 use gpusession_link::worker_end::WorkerEnd;
 use gpusession_proto::frame::{HEADER, Header, Reader, ability, library_ability, op};
 use gpusession_proto::preface::{self, Code, LEN, Preface};
-use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker, Unshared};
+use gpusession_proto::supervise::{
+    ClientProcess, FromWorker, Isolation, MoveFailed, Start, ToWorker, Unshared,
+};
 use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -23,9 +25,10 @@ use crate::activity::Activity;
 use crate::admission::Question;
 use crate::containment::{self, Calls};
 use crate::contexts::Contexts;
-use crate::driver::{Driver, check, check_connected};
+use crate::driver::{Driver, check, check_connected, status};
 use crate::ops::share;
 use crate::output::Output;
+use crate::park;
 use crate::quota::Quota;
 use crate::scrub;
 use crate::session::Session;
@@ -152,6 +155,8 @@ pub fn run() -> ExitCode {
                     session.replay.resume();
                 }
             }
+            Ok(Some((ToWorker::MoveOut { limit_ms }, _))) => worker.move_memory(Some(limit_ms)),
+            Ok(Some((ToWorker::MoveBack, _))) => worker.move_memory(None),
             Ok(Some(_)) => {}
             Ok(None) => worker.end("the GPU server was stopped"),
             Err(e) => worker.end(&format!("supervision socket: {e}")),
@@ -188,7 +193,8 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         }
     }
     let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
-    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
+    let cuda_version = cuda_version as u32;
+    supervisor.report(&FromWorker::Ready { fingerprint, cuda_version, parks: true });
     Ok(Some(Worker {
         quota: Arc::new(Quota::new(supervisor.clone(), &start.devices)),
         supervisor: supervisor.clone(),
@@ -259,6 +265,21 @@ impl Worker {
         session.shares.tell_again();
         if let Some(store) = session.images.store() {
             store.taken_over();
+        }
+    }
+
+    /// Moves device memory to host memory within this time for the lock, or back, and answers.
+    ///
+    /// A thread of its own, since gigabytes take seconds.
+    fn move_memory(&self, limit_ms: Option<u32>) {
+        let (supervisor, driver) = (self.supervisor.clone(), self.driver);
+        let work = move || {
+            let moved = limit_ms.map_or_else(|| park::back(driver), |limit| park::out(driver, limit));
+            supervisor.report(&FromWorker::Moved { failed: moved.err() });
+        };
+        if let Err(e) = std::thread::Builder::new().name("park".into()).spawn(work) {
+            let failed = MoveFailed { call: format!("thread: {e}"), status: status::OPERATING_SYSTEM };
+            self.supervisor.report(&FromWorker::Moved { failed: Some(failed) });
         }
     }
 

@@ -1,4 +1,4 @@
-//! The server's helpers on the simulated driver: the monitor, and the one that parks a worker.
+//! The monitor on the simulated driver, and workers whose memory moves to host memory.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -6,7 +6,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use gpusession_proto::frame::op;
 use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, FromMonitor, Query, ToMonitor, uuid_bytes};
-use gpusession_test_worker::{MIB, Machine, WINDOW, Worker};
+use gpusession_proto::supervise::{FromWorker, ToWorker};
+use gpusession_test_worker::{Client, MIB, Machine, WINDOW, Worker};
 
 struct Monitor(Child, Option<ChildStdin>, ChildStdout);
 
@@ -122,17 +123,67 @@ fn without_nvml_it_says_so() {
     assert!(matches!(monitor.receive(), FromMonitor::Failed(why) if why.contains("libnvidia-ml.so.1")));
 }
 
-#[test]
-fn a_helper_parks_a_worker_after_it_gave_up_its_rights() {
-    let machine = Machine::new();
-    let worker = Worker::start(&machine);
+/// Has a paused worker move its memory.
+fn moves(worker: &mut Worker, order: &ToWorker) {
+    worker.tell(order);
+    let said = worker.wait_for(|m| matches!(m, FromWorker::Moved { .. }));
+    assert_eq!(said, FromWorker::Moved { failed: None });
+}
+
+/// Returns a worker inside its restrictions, which has paused, and its program with data.
+fn paused(machine: &std::sync::Arc<Machine>) -> (Worker, Client) {
+    let mut worker = Worker::start(machine);
     let client = worker.client(false);
     client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
     client.put(WINDOW, b"kept");
+    assert_eq!(client.get(WINDOW, 4), b"kept");
+    gave_up_its_rights(worker.pid());
+    loop {
+        worker.tell(&ToWorker::Pause);
+        // Right after an answer, the worker may not have ended its work.
+        if worker.wait_for(|m| matches!(m, FromWorker::Paused { .. })) == (FromWorker::Paused { quiet: true })
+        {
+            return (worker, client);
+        }
+    }
+}
+
+#[test]
+fn a_worker_moves_its_own_memory_after_it_gave_up_its_rights() {
+    let machine = Machine::new();
+    put_nvml(&machine);
+    let mut monitor = Monitor::start(&machine);
+    monitor.receive();
+    let (mut worker, client) = paused(&machine);
+    let mut used = || match monitor.send(&ToMonitor::Read) {
+        FromMonitor::Gpus(gpus) => gpus.iter().filter_map(|gpu| gpu.memory_used_bytes).sum::<u64>(),
+        other => panic!("{other:?}"),
+    };
+    for round in 0..3 {
+        assert!(used() >= 2 * MIB, "round {round}");
+        moves(&mut worker, &ToWorker::MoveOut { limit_ms: 10_000 });
+        assert_eq!(used(), 0, "round {round}");
+        moves(&mut worker, &ToWorker::MoveBack);
+    }
+    worker.tell(&ToWorker::MoveBack);
+    let said = worker.wait_for(|m| matches!(m, FromWorker::Moved { .. }));
+    assert!(
+        matches!(&said, FromWorker::Moved { failed: Some(failed) } if failed.call == "cuCheckpointProcessRestore"),
+        "{said:?}"
+    );
+    worker.tell(&ToWorker::Resume);
+    assert_eq!(client.get(WINDOW, 4), b"kept");
+}
+
+#[test]
+fn a_helper_brings_back_memory_that_an_earlier_release_has_parked() {
+    let machine = Machine::new();
+    let (mut worker, client) = paused(&machine);
+    moves(&mut worker, &ToWorker::MoveOut { limit_ms: 10_000 });
     let mut helper = Command::new(gpusession_test_worker::program())
-        .arg("--park")
+        .arg("--parked")
         .arg(machine.driver())
-        .args(["require", &worker.pid().to_string(), "10000"])
+        .args(["require", &worker.pid().to_string()])
         .env("SIMGPU_MACHINE", machine.name())
         .envs(machine.driver().parent().map(|folder| ("XDG_RUNTIME_DIR", folder)))
         .stdin(Stdio::piped())
@@ -145,6 +196,7 @@ fn a_helper_parks_a_worker_after_it_gave_up_its_rights() {
     helper.stdin.take().unwrap().write_all(b"back\n").unwrap();
     assert_eq!(said.next().unwrap().unwrap(), "back");
     assert!(helper.wait().unwrap().success());
+    worker.tell(&ToWorker::Resume);
     assert_eq!(client.get(WINDOW, 4), b"kept");
 }
 

@@ -1,4 +1,5 @@
-//! Checkpoints, which another process of this user requests and a thread of this process performs.
+//! Checkpoints, which a process of this user requests, this one or another, and a thread of this
+//! process performs.
 //!
 //! Between `Lock` and `Unlock` every driver call waits. Between `Checkpoint` and `Restore` other
 //! processes can use the device memory, and reads of it return garbage.
@@ -30,7 +31,7 @@ pub fn enter() -> RwLockReadGuard<'static, ()> {
     GATE.read_recursive()
 }
 
-/// Starts the thread that serves requests of other processes.
+/// Starts the thread that serves requests.
 pub fn serve() {
     let Ok(driver) = driver() else { return };
     let Some(mail) = driver.space.usage().register() else { return };
@@ -104,9 +105,9 @@ fn perform(
     Ok(())
 }
 
-/// Sends a request to another process, and returns its result.
+/// Sends a request to a process, and returns its result.
 pub fn ask(pid: i32, command: u64, argument: u64) -> Result {
-    let pid = u32::try_from(pid).ok().filter(|p| *p != std::process::id()).ok_or(INVALID_VALUE)?;
+    let pid = u32::try_from(pid).map_err(|_| INVALID_VALUE)?;
     match driver()?.space.usage().clone().find(pid).ok_or(INVALID_VALUE)?.ask(command, argument) {
         Some(0) => Ok(()),
         Some(code) => Err(Error(code as u32)),
@@ -115,7 +116,7 @@ pub fn ask(pid: i32, command: u64, argument: u64) -> Result {
     }
 }
 
-/// Returns the `CUprocessState` of another process.
+/// Returns the `CUprocessState` of a process.
 pub fn state(pid: i32) -> Result<u64> {
     let pid = u32::try_from(pid).map_err(|_| INVALID_VALUE)?;
     driver()?.space.usage().clone().find(pid).map(|mail| mail.state()).ok_or(INVALID_VALUE)

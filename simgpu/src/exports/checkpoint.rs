@@ -1,4 +1,4 @@
-//! Checkpoints of other processes.
+//! Checkpoints of processes, also of this one.
 
 use super::out;
 use crate::driver::checkpoint::{CHECKPOINT, LOCK, RESTORE, UNLOCK, ask, state};

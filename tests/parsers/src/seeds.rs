@@ -111,7 +111,7 @@ pub fn supervision() -> Vec<Vec<u8>> {
         encode(&ToWorker::Adopt { number: 1, preface: vec![9; 64], peer: "10.0.0.1:5000".into() }),
         encode(&ToWorker::Admission { refused: Some("a limit".into()) }),
         encode(&ToWorker::MemoryGranted { device: 0, serial: 3, bytes: 1 << 20, left: 1 << 30 }),
-        encode(&FromWorker::Ready { fingerprint: [1; 32], cuda_version: 13000 }),
+        encode(&FromWorker::Ready { fingerprint: [1; 32], cuda_version: 13000, parks: false }),
         encode(&FromWorker::Failed { reason: "no device".into() }),
         encode(&FromWorker::Usage(supervise::Usage::default())),
         encode(&FromWorker::Refused { number: 4, reason: "the ticket is of another worker".into() }),

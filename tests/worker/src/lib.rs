@@ -342,8 +342,8 @@ impl Worker {
         };
         let ready = worker.wait_for(|m| matches!(m, FromWorker::Ready { .. } | FromWorker::Failed { .. }));
         match ready {
-            FromWorker::Ready { fingerprint, cuda_version } => {
-                assert_eq!(cuda_version, 13000);
+            FromWorker::Ready { fingerprint, cuda_version, parks } => {
+                assert_eq!((cuda_version, parks), (13000, true));
                 worker.fingerprint = fingerprint;
             }
             other => panic!("the worker said {other:?}"),
