@@ -156,6 +156,19 @@ mod tests {
         let pidfd = pidfd_open(std::process::id()).unwrap();
         assert!(!is_contained(Some(&pidfd)));
         assert!(is_contained(None), "unknown");
+        if nix::unistd::geteuid().is_root() {
+            let mut container = std::process::Command::new("unshare")
+                .args(["--pid", "--fork", "--kill-child", "sleep", "60"])
+                .spawn()
+                .unwrap();
+            let list = format!("/proc/{0}/task/{0}/children", container.id());
+            let first = || std::fs::read_to_string(&list).unwrap().trim().parse::<u32>().ok();
+            let inside = std::iter::repeat_with(first).flatten().next().unwrap();
+            assert!(is_contained(Some(&pidfd_open(inside).unwrap())));
+            assert!(!is_contained(Some(&pidfd_open(container.id()).unwrap())), "outside of it");
+            container.kill().unwrap();
+            container.wait().unwrap();
+        }
     }
 
     #[test]

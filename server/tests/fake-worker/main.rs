@@ -26,6 +26,7 @@
 //! * `...heirs...`: a program's worker exits, and processes that it started keep sending in its
 //!   place.
 //! * `...clogged...`: a program's worker sends more than its channel holds, and reads no answer.
+//! * `...flooding...`: a program's worker asks for memory without end.
 //! * `...lingering...`: a program's worker passes the program's connection to the server, whose
 //!   last `close` waits a minute for the program.
 //! * `...curious...`: a program's worker asks for 5000 images, and reports the answers on its lane.
@@ -295,6 +296,11 @@ fn serve() {
                     let ask = |serial| tell(&FromWorker::ImageWanted { serial, hash: [7; 32] });
                     // A thread of its own, since this one reads the answers.
                     std::thread::spawn(move || (0..IMAGES).for_each(ask));
+                }
+                if s.driver.contains("flooding") {
+                    let ask = |serial| tell(&FromWorker::MemoryWanted { device: 0, serial, bytes: 0 });
+                    // A thread of its own, since this one reads the answers.
+                    std::thread::spawn(move || (0..u64::MAX).for_each(ask));
                 }
                 if s.driver.contains("greedy") {
                     tell(&FromWorker::StagingFull { bytes: 300 << 20 });

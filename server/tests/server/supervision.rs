@@ -87,6 +87,44 @@ async fn a_worker_that_does_not_listen_is_killed() {
 }
 
 #[tokio::test]
+#[ignore = "by hand, in release: an unoptimized server is busy with the flood alone"]
+async fn sixty_four_workers_that_ask_without_end_keep_no_other_client_waiting() {
+    let server = Server::start_with("flooding-libcuda.so.1", "warm_workers = 1").await;
+    let (mut hostile, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
+    let lease = hostile.allocate(50.0).await.unwrap();
+    let mut lanes = Vec::new();
+    for _ in 0..64 {
+        let worker = hostile.take(&lease.id).await.unwrap();
+        lanes.push(server.adopt(&worker.id, 0, true));
+    }
+    let server_pid = server.pid();
+    let used = || {
+        let stat = std::fs::read_to_string(format!("/proc/{server_pid}/stat")).unwrap();
+        let after = stat.rsplit_once(')').unwrap().1;
+        let fields: Vec<u64> = after.split_whitespace().flat_map(str::parse).collect();
+        // utime and stime, in hundredths of a second; the state is no number.
+        fields[10] + fields[11]
+    };
+    let (begun, before) = (Instant::now(), used());
+    let mut longest = Duration::ZERO;
+    while begun.elapsed() < Duration::from_secs(4) {
+        let start = Instant::now();
+        let lease = other.allocate(50.0).await.unwrap();
+        let worker = other.take(&lease.id).await.unwrap();
+        server.adopt(&worker.id, 0, true);
+        other.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
+        longest = longest.max(start.elapsed());
+    }
+    let busy = (used() - before) as f64 / 100.0 / begun.elapsed().as_secs_f64();
+    eprintln!(
+        "longest lease, start and release beside the flood: {longest:?}; processors of the server: {busy:.2}"
+    );
+    assert!(longest < Duration::from_secs(3), "{longest:?}");
+    assert!(busy < 1.5, "{busy}");
+    assert_eq!(server.workers().iter().filter(|w| w["lease"] == lease.id).count(), 64, "they are served");
+}
+
+#[tokio::test]
 async fn a_worker_that_asks_for_thousands_of_images_is_answered_and_stays() {
     let server = Server::start_with("curious-libcuda.so.1", "warm_workers = 1").await;
     let mut vm = server.client("vm-1").await;

@@ -102,6 +102,11 @@ impl Server {
         Self::start_with("libcuda.so.1", "").await
     }
 
+    /// Returns the process id of the running server.
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().expect("it runs").id()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
