@@ -106,8 +106,10 @@ pub mod ability {
     pub const LANE_BOXES: u64 = 4;
     /// A request may be [`CONTINUED`](super::CONTINUED), and lists of edges may have any length.
     pub const LONG_BODIES: u64 = 8;
+    /// It knows `CORE_DUMP`, and sends `DUMPED` only after one.
+    pub const CORE_DUMPS: u64 = 16;
     /// Abilities of a worker of this version.
-    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES;
+    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES | CORE_DUMPS;
 }
 
 /// Abilities of a program's library: bits of the word behind the windows in `HELLO`.

@@ -4,6 +4,7 @@ pub mod array;
 pub mod capture;
 pub mod checkpoint;
 pub mod context;
+pub mod core_dump;
 pub mod device;
 pub mod graph;
 pub mod module;

@@ -538,6 +538,11 @@ impl Client {
         }
     }
 
+    /// Returns `true` after a fault or the loss of the worker.
+    pub fn is_poisoned(&self) -> bool {
+        self.sticky.load(Ordering::Relaxed) != 0
+    }
+
     fn remember(&self, status: i32) {
         if gpusession_proto::status::is_sticky(status) {
             self.poison(status);

@@ -4,8 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpusession_link::link::Begun;
 use gpusession_proto::frame::op;
+use gpusession_proto::status::is_sticky;
 
-use crate::{clients, run_ahead, trace};
+use crate::{clients, core_dumps, run_ahead, trace};
 
 /// Statuses, for the bodies of exported functions.
 pub use crate::status::*;
@@ -25,6 +26,9 @@ pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
         Err(_) => UNKNOWN,
     };
     trace::failed(name, status);
+    if is_sticky(status) {
+        core_dumps::wait();
+    }
     status
 }
 

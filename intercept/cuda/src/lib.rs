@@ -14,6 +14,7 @@ mod client;
 mod clients;
 mod compile_cache;
 mod copies;
+mod core_dumps;
 mod cuboid;
 mod deferred_uploads;
 mod descriptors;

@@ -17,7 +17,7 @@ use crate::clients;
 use crate::compile_cache::{compile_close, compile_find, compile_free, compile_open, compile_store};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::streams::{self, Default};
-use crate::{modules, thread, trace};
+use crate::{core_dumps, modules, thread, trace};
 
 /// Address of a function, or a table's size in bytes in slot 0.
 type Slot = *const ();
@@ -90,6 +90,7 @@ extern "C" fn cudart_load_header(
 extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
     guard("cudart_primary", || {
         let (client, device) = clients::device(device)?;
+        core_dumps::before_context(client, device.primary_flags.load(Ordering::Relaxed));
         give(ctx, client.primary(device.local) as *mut c_void)
     })
 }

@@ -1,4 +1,5 @@
-//! Frames that a worker sends without a request: output, host functions, changes of host memory.
+//! Frames that a worker sends without a request: output, host functions, changes of host memory,
+//! core dumps.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +8,7 @@ use gpusession_link::{Events, Link, grant};
 use gpusession_proto::grant::Outage;
 
 use crate::status::DEVICE_UNAVAILABLE;
-use crate::{clients, host_functions, regions, trace};
+use crate::{clients, core_dumps, host_functions, regions, trace};
 
 /// Receiver of a worker's unsolicited frames, with the number of its client.
 struct Receiver(u8);
@@ -37,7 +38,12 @@ impl Events for Receiver {
         regions::changed(region, offset, bytes);
     }
 
+    fn core_dump(&self, bytes: &[u8]) {
+        core_dumps::received(self.0, bytes);
+    }
+
     fn lost(&self, reason: &str) {
+        core_dumps::lost(self.0);
         if let Some(client) = clients::by_number(self.0) {
             client.poison(DEVICE_UNAVAILABLE);
         }

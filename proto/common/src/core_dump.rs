@@ -23,6 +23,19 @@ pub mod attribute {
     pub const FLAGS: u32 = 7;
 }
 
+/// `CUCoredumpGenerationFlags`, as far as their meaning matters here.
+pub mod flag {
+    /// Leaves out global memory.
+    pub const SKIP_GLOBAL_MEMORY: u32 = 1 << 1;
+    /// Lets the process live after a dump.
+    pub const SKIP_ABORT: u32 = 1 << 4;
+    /// Leaves out memory of every kind, and images that are not relocated.
+    pub const LIGHTWEIGHT: u32 = 0x2f;
+}
+
+/// Name of a dump for which the program gives none.
+const DEFAULT_FILE: &[u8] = b"core_%t_%h_%p.nvcudmp";
+
 /// Type of an attribute's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -108,12 +121,50 @@ pub struct Settings {
     environment: Values,
     process: Values,
     contexts: BTreeMap<u64, Values>,
+    host: String,
+    pid: u32,
+}
+
+/// The dump that a fault makes, as the attributes are at the creation of its context.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dump {
+    /// Flags of the driver; the lightweight attribute is among them.
+    pub flags: u32,
+    /// Whether the process aborts after the dump.
+    pub aborts: bool,
+    /// Name of its file, in which `%t` stands for the time.
+    file: Vec<u8>,
+    host: String,
+    pid: u32,
+}
+
+impl Dump {
+    /// Returns the name of a dump that begins at this time, in seconds since 1970.
+    pub fn name(&self, time: u64) -> Vec<u8> {
+        let mut name = Vec::new();
+        let mut rest = self.file.iter().copied();
+        while let Some(byte) = rest.next() {
+            let mut ahead = rest.clone();
+            let text = match (byte, ahead.next()) {
+                (b'%', Some(b'h')) => self.host.clone(),
+                (b'%', Some(b'p')) => self.pid.to_string(),
+                (b'%', Some(b't')) => time.to_string(),
+                _ => {
+                    name.push(byte);
+                    continue;
+                }
+            };
+            name.extend_from_slice(text.as_bytes());
+            rest = ahead;
+        }
+        name
+    }
 }
 
 impl Settings {
     /// Creates the attributes of a process with this id on this host.
     pub fn new(host: &str, pid: u32, variable: impl Fn(&str) -> Option<String>) -> Self {
-        let mut settings = Self::default();
+        let mut settings = Self { host: host.into(), pid, ..Self::default() };
         for row in &ROWS {
             let default = match (row.attribute, row.kind) {
                 (attribute::TRIGGER_HOST, _) => vec![1],
@@ -173,6 +224,30 @@ impl Settings {
         Ok(())
     }
 
+    /// Returns the dump that a fault of a context makes which is created now; `None` without one.
+    ///
+    /// With `forced`, the context's own flags ask for it.
+    pub fn dump(&self, forced: bool) -> Option<Dump> {
+        let value = |attribute| self.get(None, attribute).unwrap_or_default();
+        let is_set = |attribute| value(attribute).first().is_some_and(|byte| *byte != 0);
+        if !is_set(attribute::ON_EXCEPTION) && !forced {
+            return None;
+        }
+        let flags = value(attribute::FLAGS).first_chunk().copied().map_or(0, u32::from_ne_bytes);
+        let lightweight = if is_set(attribute::LIGHTWEIGHT) { flag::LIGHTWEIGHT } else { 0 };
+        let file = match value(attribute::FILE) {
+            [] => DEFAULT_FILE,
+            file => file,
+        };
+        Some(Dump {
+            flags: flags | lightweight,
+            aborts: flags & flag::SKIP_ABORT == 0 && is_set(attribute::TRIGGER_HOST),
+            file: file.to_vec(),
+            host: self.host.clone(),
+            pid: self.pid,
+        })
+    }
+
     /// Forgets a destroyed context.
     pub fn forget(&mut self, ctx: u64) {
         self.contexts.remove(&ctx);
@@ -225,6 +300,28 @@ mod tests {
         assert_eq!(settings.set(None, attribute::ON_EXCEPTION, &[0]), Err(Refusal::NotPermitted));
         assert_eq!(settings.get(None, attribute::ON_EXCEPTION), Ok(&[1][..]));
         assert_eq!(settings.get(None, attribute::FLAGS), Ok(&18u32.to_ne_bytes()[..]));
+    }
+
+    #[test]
+    fn dump_has_the_name_and_the_flags_of_the_process() {
+        let mut settings = settings();
+        assert_eq!(settings.dump(false), None);
+        settings.set(Some(5), attribute::ON_EXCEPTION, &[1]).unwrap();
+        assert_eq!(settings.dump(false), None, "one context alone has no dump");
+        assert!(settings.dump(true).is_some());
+        settings.set(None, attribute::ON_EXCEPTION, &[1]).unwrap();
+        let dump = settings.dump(false).unwrap();
+        assert_eq!((dump.flags, dump.aborts), (0, true));
+        assert_eq!(dump.name(1700), b"core_1700_vm-1_77.nvcudmp");
+        settings.set(None, attribute::FILE, b"/d/%p-%h.%t%%x%").unwrap();
+        settings.set(None, attribute::LIGHTWEIGHT, &[1]).unwrap();
+        settings.set(None, attribute::FLAGS, &flag::SKIP_ABORT.to_ne_bytes()).unwrap();
+        let dump = settings.dump(false).unwrap();
+        assert_eq!((dump.flags, dump.aborts), (flag::LIGHTWEIGHT | flag::SKIP_ABORT, false));
+        assert_eq!(dump.name(9), b"/d/77-vm-1.9%%x%");
+        settings.set(None, attribute::FLAGS, &[0; 4]).unwrap();
+        settings.set(None, attribute::TRIGGER_HOST, &[0]).unwrap();
+        assert!(!settings.dump(false).unwrap().aborts);
     }
 
     #[test]

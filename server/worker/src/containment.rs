@@ -335,6 +335,18 @@ mod tests {
     }
 
     #[test]
+    fn driver_may_open_the_pipe_of_its_core_dump() {
+        if std::env::var_os(ALONE).is_none() {
+            return alone("driver_may_open_the_pipe_of_its_core_dump", &[]);
+        }
+        before_driver(&files(false), landlock());
+        before_client(Calls::Own, landlock()).unwrap();
+        crate::core_dump::tests::passes_a_dump_on();
+        println!("contained");
+        std::process::exit(0);
+    }
+
+    #[test]
     fn containment_denies_changes_by_path_and_a_close_that_waits() {
         if std::env::var_os(ALONE).is_none() {
             return alone("containment_denies_changes_by_path_and_a_close_that_waits", &[]);

@@ -9,6 +9,7 @@ mod calls;
 mod contained;
 mod containment;
 mod contexts;
+mod core_dump;
 mod devices;
 mod driver;
 mod execute;

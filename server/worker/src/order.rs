@@ -202,6 +202,7 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::LIBRARY_UNLOAD
         | op::CTX_DESTROY
         | op::GREEN_DESTROY
+        | op::CORE_DUMP
         | op::PRIMARY_RESET => {
             touched.everything = true;
             touched.only_waits = true;

@@ -12,6 +12,7 @@ use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
 use crate::contexts::{Contexts, synchronize};
+use crate::core_dump::CoreDump;
 use crate::driver::{Driver, Status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
@@ -97,6 +98,8 @@ pub struct Session {
     pub lanes: Lanes,
     /// Output of device code.
     pub output: Arc<Output>,
+    /// The dump of a fault.
+    pub core_dump: CoreDump,
     /// Host functions of streams.
     pub host_calls: HostCalls,
     /// Time of the last GPU work.
@@ -167,6 +170,7 @@ impl Session {
             execs: Table::new(kind::EXEC),
             landing: Arc::default(),
             output,
+            core_dump: CoreDump::default(),
             host_calls: HostCalls::default(),
             activity: Activity::default(),
             lane_secret,

@@ -23,10 +23,12 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect};
 
 mod library {
     pub mod breaks;
+    pub mod dumps;
     pub mod flags;
 }
 
 use library::breaks::{closes_its_descriptors, copies_through_breaks, loses_its_lease, works_through_breaks};
+use library::dumps::faults_with_a_dump;
 use library::flags::{exchanges_flags_with_a_kernel, sets_flags_while_a_thread_waits};
 
 const OUT_OF_MEMORY: i32 = 2;
@@ -124,6 +126,7 @@ gpusession_test_support::programs!(
     copies_through_breaks,
     loses_its_lease,
     closes_its_descriptors,
+    faults_with_a_dump,
     exchanges_flags_with_a_kernel,
     sets_flags_while_a_thread_waits
 );

@@ -1,13 +1,16 @@
 //! Contexts: the current one of each thread, and the objects that they own.
 
+use crate::driver::core_dump;
 use crate::driver::stream::{Point, Role, Stream};
 use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
 use crate::ptx::exec::Host;
 use crate::registry::{Registry, handle};
+use gpusession_common::core_dump::Dump;
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -29,6 +32,8 @@ pub struct Life {
     pub cancel: Arc<AtomicBool>,
     sticky: AtomicU32,
     output: Mutex<Vec<(bool, Vec<u8>)>>,
+    /// The dump of a fault, as the attributes were at the beginning.
+    dump: Mutex<Option<Dump>>,
 }
 
 impl Life {
@@ -41,6 +46,18 @@ impl Life {
     pub fn fail(&self, code: u32) {
         let _ = POISON.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
         let _ = self.sticky.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    /// Takes the attributes of core dumps; `flags` are the context's.
+    pub fn begin(&self, flags: u32) {
+        *self.dump.lock() = core_dump::settings().dump(flags & core_dump::CONTEXT_FLAGS != 0);
+    }
+
+    /// Dumps the fault of a kernel, if the context has to.
+    pub fn faulted(&self, kernel: &CStr) {
+        if let Some(dump) = self.dump.lock().take() {
+            core_dump::start(dump, kernel);
+        }
     }
 
     pub fn check(&self) -> Result {
@@ -177,6 +194,9 @@ impl Context {
             life: Mutex::default(),
             state: Mutex::default(),
         });
+        if !primary {
+            ctx.life().begin(flags);
+        }
         CONTEXTS.insert(ctx.clone());
         ctx
     }

@@ -242,6 +242,10 @@ fn wait_value(stream: &Arc<Stream>, at: u64, value: u64, flags: u32, wide: bool)
 
 impl Launch {
     fn run(&self, stream: &Arc<Stream>) -> Result {
+        self.execute(stream).inspect_err(|_| stream.life.faulted(&self.function.name))
+    }
+
+    fn execute(&self, stream: &Arc<Stream>) -> Result {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let d = driver()?;
         let number = COUNT.fetch_add(1, Ordering::Relaxed) + 1;

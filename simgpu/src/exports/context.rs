@@ -134,6 +134,7 @@ export! {
             d.space.context_made(ctx.device).inspect_err(|_| {
                 ctx.references.fetch_sub(1, Ordering::SeqCst);
             })?;
+            ctx.life().begin(ctx.flags.load(Ordering::SeqCst));
         }
         out(pctx, handle(ctx))
     }

@@ -1,25 +1,17 @@
-//! Attributes of core dumps, which no fault of this card writes.
+//! Attributes of core dumps.
 
 use super::{out, out_opt, read};
 use crate::driver::context::current;
+use crate::driver::core_dump::settings;
 use crate::driver::driver;
 use crate::errors::{Error, INVALID_VALUE, NOT_PERMITTED, Result};
 use crate::export;
 use crate::registry::{Registry, handle};
-use gpusession_common::core_dump::{Kind, Refusal, Settings, TEXT, kind};
-use parking_lot::{Mutex, MutexGuard};
-use std::sync::{Arc, LazyLock};
+use gpusession_common::core_dump::{Kind, Refusal, TEXT, kind};
+use std::sync::Arc;
 
 /// Registered functions, and whether each waits for the beginning of a dump, or for its end.
 static CALLBACKS: Registry<bool> = Registry::new();
-
-fn settings() -> MutexGuard<'static, Settings> {
-    static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        Mutex::new(Settings::new(host.trim(), std::process::id(), |name| std::env::var(name).ok()))
-    });
-    SETTINGS.lock()
-}
 
 fn error(refusal: Refusal) -> Error {
     match refusal {

@@ -18,7 +18,7 @@ use crate::entry::{
     UNSUPPORTED_EXEC_AFFINITY, alias, driver, give, give_optional, take,
 };
 use crate::thread::named;
-use crate::{clients, handles, host_functions, limits, private_tables, regions, streams, thread};
+use crate::{clients, core_dumps, handles, host_functions, limits, private_tables, regions, streams, thread};
 
 fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
     let (client, device) = clients::device(device)?;
@@ -27,6 +27,7 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     }
     // After a fault no context of the process works.
     client.take_late_error()?;
+    core_dumps::before_context(client, flags);
     let new = client.mint(handle::CTX);
     client.call(op::CTX_CREATE, |w| {
         w.word(handle::local(new));

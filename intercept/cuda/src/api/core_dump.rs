@@ -1,34 +1,14 @@
 //! Attributes of GPU core dumps, and functions that wait for one.
 //!
-//! The library keeps them for the program. No core dump is made: a worker has no folder that its
-//! driver could write to.
+//! The module `core_dumps` keeps them.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use gpusession_common::core_dump::{Kind, Refusal, Settings, TEXT, kind};
-use gpusession_proto::handle;
+use gpusession_common::core_dump::{Kind, Refusal, TEXT, kind};
 
+use crate::core_dumps::{self, settings};
 use crate::entry::{INVALID_VALUE, NOT_PERMITTED, Result, bytes, driver, give, give_optional, take};
-use crate::{clients, handles, thread};
-
-fn settings() -> MutexGuard<'static, Settings> {
-    static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
-        let mut name = [0u8; 256];
-        // SAFETY: the buffer has as many bytes as stated, less one for a terminator.
-        unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
-        let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
-        let host = String::from_utf8_lossy(&name[..end]).into_owned();
-        Mutex::new(Settings::new(&host, std::process::id(), |name| std::env::var(name).ok()))
-    });
-    SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Forgets what a destroyed context had of its own.
-pub fn forget_context(ctx: u64) {
-    settings().forget(ctx);
-}
+use crate::{clients, thread};
 
 fn status(refusal: Refusal) -> i32 {
     match refusal {
@@ -63,29 +43,20 @@ fn set(ctx: Option<u64>, attribute: u32, value: *const c_void, size: *mut usize)
     settings().set(ctx, attribute, given).map_err(status)
 }
 
-/// Registered functions, and whether each waits for the beginning of a dump, or for its end.
-static CALLBACKS: Mutex<BTreeMap<u64, bool>> = Mutex::new(BTreeMap::new());
-
-fn register(function: *const c_void, begins: bool, callback: *mut u64) -> Result {
+fn register(function: *const c_void, data: *mut c_void, begins: bool, callback: *mut u64) -> Result {
     clients::get()?;
     if function.is_null() {
         return Err(INVALID_VALUE);
     }
-    let new = handles::mint(handle::CALLBACK, 0);
-    CALLBACKS.lock().unwrap_or_else(PoisonError::into_inner).insert(new, begins);
-    give_optional(callback, new);
+    // SAFETY: the pointer is not null, so by the call's contract it is a function of this type.
+    let function = unsafe { std::mem::transmute::<*const c_void, core_dumps::Callback>(function) };
+    give_optional(callback, core_dumps::register(function, data, begins));
     Ok(())
 }
 
 fn deregister(callback: u64, begins: bool) -> Result {
     clients::get()?;
-    let mut known = CALLBACKS.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.get(&callback) != Some(&begins) {
-        return Err(INVALID_VALUE);
-    }
-    known.remove(&callback);
-    handles::retire(callback);
-    Ok(())
+    if core_dumps::deregister(callback, begins) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 driver! {
@@ -107,12 +78,12 @@ driver! {
         set(None, attribute, value, size)
     }
 
-    fn cuCoredumpRegisterStartCallback(function: *const c_void, _data: *mut c_void, callback: *mut u64) {
-        register(function, true, callback)
+    fn cuCoredumpRegisterStartCallback(function: *const c_void, data: *mut c_void, callback: *mut u64) {
+        register(function, data, true, callback)
     }
 
-    fn cuCoredumpRegisterCompleteCallback(function: *const c_void, _data: *mut c_void, callback: *mut u64) {
-        register(function, false, callback)
+    fn cuCoredumpRegisterCompleteCallback(function: *const c_void, data: *mut c_void, callback: *mut u64) {
+        register(function, data, false, callback)
     }
 
     fn cuCoredumpDeregisterStartCallback(callback: u64) {

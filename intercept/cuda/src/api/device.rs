@@ -14,7 +14,7 @@ use crate::entry::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, alias, bytes, driver,
     give, give_text, name,
 };
-use crate::{clients, handles, private_tables, thread, unsolicited};
+use crate::{clients, core_dumps, handles, private_tables, thread, unsolicited};
 
 /// Operations in one question about atomics at most.
 const MAX_OPERATIONS: u32 = 1024;
@@ -200,6 +200,7 @@ driver! {
 
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
+        core_dumps::before_context(client, device.primary_flags.load(Ordering::Relaxed));
         device.retaining.run(thread::id(), || {
             device.reset.store(false, Ordering::Relaxed);
             device.retained.fetch_add(1, Ordering::Relaxed)

@@ -17,7 +17,7 @@ use crate::entry::{
 use crate::stream::Stream;
 use crate::streams::{self, find};
 use crate::thread::named;
-use crate::{clients, events, handles, limits, private_tables, ranges, thread};
+use crate::{clients, core_dumps, events, handles, limits, private_tables, ranges, thread};
 
 /// Bytes of a `CUdevResource`.
 const RESOURCE: usize = 144;
@@ -265,6 +265,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         client.same(clients::by_object(description as u64)?)?;
+        core_dumps::before_context(client, 0);
         let (new, ctx) = (client.mint(handle::GREEN), client.mint(handle::CTX));
         let made = client.call(op::GREEN_CREATE, |w| {
             w.word(handle::local(new));
@@ -288,7 +289,7 @@ driver! {
         greens().remove(&(handle as u64));
         thread::forget(ctx);
         private_tables::forget_context(ctx);
-        super::core_dump::forget_context(ctx);
+        core_dumps::forget_context(ctx);
         limits::forget_context(ctx);
         ranges::adopt(ctx, client.primary(device));
         client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx);

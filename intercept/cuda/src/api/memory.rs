@@ -16,7 +16,7 @@ use crate::freed_blocks::Block;
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
-use crate::{clients, limits, mapped, modules, private_tables, thread};
+use crate::{clients, core_dumps, limits, mapped, modules, private_tables, thread};
 
 /// `CU_MEMHOSTALLOC_PORTABLE`
 const PORTABLE: u32 = 1;
@@ -165,7 +165,7 @@ pub fn end_context(
     let freed = client.free_blocks(op::CTX_DESTROY);
     // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
-    super::core_dump::forget_context(ctx);
+    core_dumps::forget_context(ctx);
     limits::forget_context(ctx);
     streams::forget_context(ctx);
     // The calling thread's current context may have been destroyed by another thread.

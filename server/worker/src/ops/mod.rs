@@ -184,15 +184,14 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::PRIMARY_RESET => {
             let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
-            leave(session, make(CTX, 0, 1, device), answer);
-            executor.current = 0;
-            session.contexts.reset(session.driver, device)?;
-            if device == 0 {
-                session.landing.pin_again(session.driver);
-                session.lanes.pin_again(session.driver);
-                session.shared_events.register_again(session.driver)?;
-            }
-            Ok(())
+            reset(session, executor, device, answer)
+        }
+        op::CORE_DUMP => {
+            let flags = r.word()? as u32;
+            session.core_dump.enable(session.driver, &session.replies, flags)?;
+            // A context makes dumps only if they were enabled before its creation.
+            let mut devices = 0..session.contexts.devices.len() as u32;
+            devices.try_for_each(|device| reset(session, executor, device, answer))
         }
         op::CTX_SET_LIMIT => {
             let (limit, value) = (r.word()? as i32, r.word()? as usize);
@@ -299,6 +298,19 @@ fn of_driver(flags: u32) -> u32 {
     flags & !DUMPS
 }
 
+/// Replaces a device's primary context.
+fn reset(session: &Session, executor: &mut Executor, device: u32, answer: &mut Answer) -> Done {
+    leave(session, make(CTX, 0, 1, device), answer);
+    executor.current = 0;
+    session.contexts.reset(session.driver, device)?;
+    if device == 0 {
+        session.landing.pin_again(session.driver);
+        session.lanes.pin_again(session.driver);
+        session.shared_events.register_again(session.driver)?;
+    }
+    Ok(())
+}
+
 /// Ends the use of a context that is about to be destroyed or reset.
 fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     // An error in the context goes with it.
@@ -327,7 +339,7 @@ mod tests {
     #[test]
     fn each_operation_of_a_program_has_an_arm() {
         // Frames of the greeting, of the connection and its lanes, and those that a worker sends.
-        const ELSEWHERE: [u16; 18] = [
+        const ELSEWHERE: [u16; 19] = [
             op::HELLO,
             op::LANE,
             op::MEASURE,
@@ -346,6 +358,7 @@ mod tests {
             op::WANTED,
             op::RELEASE,
             op::REPLY_PART,
+            op::DUMPED,
         ];
         // No library sends it any more; its number stays taken.
         const UNUSED: [u16; 1] = [op::TPC_TOPOLOGY];
