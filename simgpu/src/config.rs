@@ -50,6 +50,8 @@ pub struct Config {
     pub poison: Option<u8>,
     /// Interval, in allocations, of injected failures; 0 for none.
     pub fail_alloc_every: u64,
+    /// Number, from 1, of the context that fails with 2; 0 for none.
+    pub fail_context_at: u64,
     /// Number, from 1, of the launch that fails with `fault_code`; 0 for none.
     pub fault_at_launch: u64,
     pub fault_code: u32,
@@ -88,6 +90,7 @@ impl Default for Config {
             pool_base: 0x3_0200_0000,
             poison: None,
             fail_alloc_every: 0,
+            fail_context_at: 0,
             fault_at_launch: 0,
             fault_code: 700,
             export_memory: true,
@@ -160,6 +163,7 @@ impl Config {
                 "pool_base" => self.pool_base = number(value)?,
                 "poison" => self.poison = if value == "off" { None } else { Some(number(value)? as u8) },
                 "fail_alloc_every" => self.fail_alloc_every = number(value)?,
+                "fail_context_at" => self.fail_context_at = number(value)?,
                 "fault_at_launch" => self.fault_at_launch = number(value)?,
                 "fault_code" => self.fault_code = number(value)? as u32,
                 "export_memory" => self.export_memory = flag(value)?,

@@ -6,20 +6,20 @@ use crate::driver::context::{
     self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working,
 };
 use crate::driver::device::SHARED_OPTIN;
-use crate::driver::driver;
 use crate::driver::submit;
+use crate::driver::{Driver, driver};
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
 use crate::registry::handle;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 fn create(device: i32, flags: u32) -> Result<Arc<Context>> {
     let d = driver()?;
     d.device(device)?;
     check_flags(flags)?;
     not_poisoned()?;
-    d.space.context_made(device as u32)?;
+    made(d, device as u32)?;
     let ctx = Context::new(device as u32, false, flags);
     with_stack(|s| s.push(ctx.clone()))?;
     Ok(ctx)
@@ -53,6 +53,15 @@ fn destroy(h: usize) -> Result {
             s.pop();
         }
     })
+}
+
+/// Counts a new context, unless it is the one that fails.
+fn made(d: &Driver, device: u32) -> Result {
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    if MADE.fetch_add(1, Ordering::Relaxed) + 1 == d.config.fail_context_at {
+        return Err(errors::OUT_OF_MEMORY);
+    }
+    d.space.context_made(device)
 }
 
 fn release(device: i32) -> Result {
@@ -131,7 +140,7 @@ export! {
             not_poisoned()?;
         }
         if ctx.references.fetch_add(1, Ordering::SeqCst) == 0 {
-            d.space.context_made(ctx.device).inspect_err(|_| {
+            made(d, ctx.device).inspect_err(|_| {
                 ctx.references.fetch_sub(1, Ordering::SeqCst);
             })?;
             ctx.life().begin(ctx.flags.load(Ordering::SeqCst));
