@@ -2,20 +2,23 @@
 //!
 //! As for a local driver, the attributes count at the creation of a context: before the first one
 //! on a worker, the worker learns what to dump. A thread of the library writes the file, calls the
-//! program's functions and aborts the process, which a local driver's thread does.
-#![expect(clippy::disallowed_methods, reason = "the name of a dump may have the time")]
+//! program's functions and aborts the process, which a local driver's thread does. Calls that
+//! return the fault wait for the file, as natively, but never without end.
+#![expect(clippy::disallowed_methods, reason = "a dump has a deadline, and its name may have the time")]
 
 use std::collections::BTreeMap;
 use std::ffi::{OsString, c_void};
 use std::fs::{File, OpenOptions};
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, Once, OnceLock, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
-use gpusession_common::core_dump::{Dump, Settings};
+use gpusession_common::core_dump::{Dump, Settings, most_bytes};
 use gpusession_link::grant::privileged;
 use gpusession_link::threads;
 use gpusession_proto::frame::{ability, op};
@@ -23,16 +26,15 @@ use gpusession_proto::handle;
 
 use crate::client::Client;
 use crate::handles::MAX_CLIENTS;
+use crate::status::{NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, TIMEOUT};
 use crate::{clients, handles, thread, trace};
 
-/// Bytes that a dump may have beside the worker's device memory: images and the state of threads.
-const MORE_THAN_MEMORY: u64 = 1 << 30;
-/// Bytes of a dump whatever memory the worker says that it has.
-const MAX_BYTES: u64 = 4 << 40;
 /// Pieces of a dump that may wait for its file; then the worker waits.
 const MAX_WAITING: usize = 16;
-/// Time without progress after which a call that failed no longer waits for the dump.
-const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two attempts to open a FIFO that no process reads.
+const OPEN_INTERVAL: Duration = Duration::from_millis(5);
+/// Reason why a dump is incomplete.
+const LONGER: &str = "the server sends more than its GPUs' memory";
 /// `CU_CTX_COREDUMP_ENABLE | CU_CTX_USER_COREDUMP_ENABLE`
 const CONTEXT_FLAGS: u32 = 0x20 | 0x40;
 
@@ -99,11 +101,33 @@ fn call_registered(begins: bool, device: i32) {
     }
 }
 
+/// Bounds of the time for which calls that failed wait for a dump, and a dump for its file.
+struct Limits {
+    /// Until the first byte: not every fault makes a dump.
+    begin: Duration,
+    /// Between two pieces.
+    progress: Duration,
+    /// For all of it.
+    total: Duration,
+    /// For the reader of a FIFO that opens it, or that takes bytes.
+    file: Duration,
+}
+
+const LIMITS: Limits = Limits {
+    begin: Duration::from_secs(10),
+    progress: Duration::from_secs(60),
+    total: Duration::from_secs(600),
+    file: Duration::from_secs(30),
+};
+
 /// The one dump of a worker.
 struct Awaited {
     dump: Dump,
     /// The program's number of the worker's first device: the frames do not tell which one failed.
     device: i32,
+    limits: Limits,
+    /// Number of dumps of the process that have begun, so that each one has a file of its own.
+    begun: &'static AtomicU32,
     stage: Mutex<Stage>,
     progress: Mutex<Progress>,
     progressed: Condvar,
@@ -126,8 +150,14 @@ enum Stage {
 /// Progress of the file, for calls that wait.
 #[derive(Default)]
 struct Progress {
+    begun: bool,
     pieces: u64,
+    /// The file is complete, or will not be.
+    written: bool,
+    /// No call waits any more.
     over: bool,
+    /// Start of the first wait.
+    since: Option<Instant>,
 }
 
 /// The dumps of the process's workers; `None` if a worker makes none.
@@ -144,6 +174,15 @@ fn of(client: u8) -> Option<&'static Awaited> {
 pub fn before_context(client: &'static Client, flags: u32) {
     if let Some(dump) = DUMPS.get(usize::from(client.number)) {
         dump.get_or_init(|| ask(client, flags & CONTEXT_FLAGS != 0));
+    }
+}
+
+/// As [`before_context`] before a library, which precedes a context in some programs.
+///
+/// The worker's context can be replaced only as long as the program has no object.
+pub fn before_library(client: &'static Client) {
+    if settings().dump(false).is_some() {
+        before_context(client, 0);
     }
 }
 
@@ -164,28 +203,27 @@ fn ask(client: &'static Client, forced: bool) -> Option<Awaited> {
     match thread::within(0, || client.ask(op::CORE_DUMP, |w| w.word(flags))) {
         Ok(reply) if reply.status == 0 => {}
         Ok(reply) => {
-            none(&format!("its driver returns error {}", reply.status));
+            let why = match reply.status {
+                NOT_SUPPORTED => "under MPS, the other programs of a GPU would wait for it".to_owned(),
+                NOT_PERMITTED => "the program has objects on the server before its first context".to_owned(),
+                other => format!("its driver returns error {other}"),
+            };
+            none(&why);
             return None;
         }
         Err(_) => return None,
     }
     // The dump comes while the program makes no call.
     client.serve_events().ok()?;
-    if dump.aborts {
-        static AT_EXIT: Once = Once::new();
-        // SAFETY: the handler takes no arguments and reads only statics, which are never dropped.
-        AT_EXIT.call_once(|| _ = unsafe { libc::atexit(at_exit) });
-    }
     let memory: u64 = client.devices.iter().fold(0, |sum, device| sum.saturating_add(device.total_memory));
     let device = client.devices.iter().map(|device| device.ordinal).find(|ordinal| *ordinal >= 0);
-    let most = memory.saturating_add(MORE_THAN_MEMORY).min(MAX_BYTES);
-    Some(Awaited::new(dump, device.unwrap_or(0), most))
+    Some(Awaited::new(dump, device.unwrap_or(0), most_bytes(memory)))
 }
 
-/// Takes the next bytes of a worker's dump, or its end.
-pub fn received(client: u8, bytes: &[u8]) {
+/// Takes the next bytes of a worker's dump, or its end: with an error, it is incomplete.
+pub fn received(client: u8, status: i32, bytes: &[u8]) {
     if let Some(awaited) = of(client) {
-        awaited.received(bytes);
+        awaited.received(status, bytes);
     }
 }
 
@@ -196,33 +234,42 @@ pub fn lost(client: u8) {
     }
 }
 
-/// Waits for the dumps of faults after which the process aborts, as a local driver's calls do.
+/// Ends the waits for the dump of a worker whose connection breaks.
+pub fn interrupted(client: u8) {
+    if let Some(awaited) = of(client) {
+        let _progress = lock(&awaited.progress);
+        awaited.progressed.notify_all();
+    }
+}
+
+fn is_interrupted(client: u8) -> bool {
+    clients::by_number(client).is_some_and(|client| client.link.is_interrupted())
+}
+
+/// Waits for the dumps of faults, as a local driver's calls do, but not in an outage.
 pub fn wait() {
     if thread::forked() || thread::in_host_function() {
         return;
     }
     for number in 0..MAX_CLIENTS as u8 {
-        let failed = || clients::by_number(number).is_some_and(Client::is_poisoned);
-        if let Some(awaited) = of(number).filter(|awaited| awaited.dump.aborts)
-            && (failed() || awaited.has_begun())
+        let client = clients::by_number(number);
+        if let Some(awaited) = of(number)
+            && (awaited.has_begun() || client.is_some_and(Client::is_poisoned))
         {
-            awaited.wait(PROGRESS_TIMEOUT);
+            awaited.wait(&|| is_interrupted(number), |progress| progress.over);
         }
     }
 }
 
-/// Keeps a program that exits after a fault until it aborts.
-extern "C" fn at_exit() {
-    wait();
-}
-
 impl Awaited {
     fn new(dump: Dump, device: i32, most: u64) -> Self {
+        static BEGUN: AtomicU32 = AtomicU32::new(0);
         let stage = Mutex::new(Stage::Awaited { most });
-        Self { dump, device, stage, progress: Mutex::default(), progressed: Condvar::new() }
+        let (progress, progressed) = Default::default();
+        Self { dump, device, limits: LIMITS, begun: &BEGUN, stage, progress, progressed }
     }
 
-    fn received(&'static self, bytes: &[u8]) {
+    fn received(&'static self, status: i32, bytes: &[u8]) {
         let pieces = {
             let mut stage = lock(&self.stage);
             if let Stage::Awaited { most } = *stage {
@@ -235,9 +282,19 @@ impl Awaited {
             let pieces = pieces.clone();
             match left.checked_sub(bytes.len() as u64) {
                 Some(rest) if !bytes.is_empty() => *left = rest,
-                Some(_) => *stage = Stage::Over,
+                Some(_) => {
+                    if status != 0 {
+                        let why = match status {
+                            TIMEOUT => "it took too long, or this machine received it too slowly",
+                            OUT_OF_MEMORY => LONGER,
+                            _ => "the server stopped it",
+                        };
+                        incomplete(why);
+                    }
+                    *stage = Stage::Over;
+                }
                 None => {
-                    trace::why("GPU core dump: incomplete: the server sends more than its GPUs' memory");
+                    incomplete(LONGER);
                     *stage = Stage::Over;
                     return;
                 }
@@ -253,7 +310,11 @@ impl Awaited {
     fn begin(&'static self, most: u64) -> Stage {
         let (sender, pieces) = sync_channel(MAX_WAITING);
         match threads::spawn("gpusession-dump", move || self.write(&pieces)) {
-            Ok(_) => Stage::Begun { pieces: sender, left: most },
+            Ok(_) => {
+                lock(&self.progress).begun = true;
+                self.progressed.notify_all();
+                Stage::Begun { pieces: sender, left: most }
+            }
             Err(_) => Stage::Over,
         }
     }
@@ -274,68 +335,143 @@ impl Awaited {
         self.progressed.notify_all();
     }
 
-    /// Writes the file from its first piece to its end.
+    /// Writes the file from its first piece to its end, or as far as it can be written.
     fn write(&self, pieces: &Receiver<Vec<u8>>) {
         call_registered(true, self.device);
-        let mut file = self.create();
-        let ended = loop {
-            let Ok(piece) = pieces.recv() else { break false };
-            if piece.is_empty() {
-                break true;
+        let ended = match self.create() {
+            Ok(file) => self.copy(pieces, file),
+            Err((name, e)) => {
+                trace::why(&format!("GPU core dump {}: not written: {e}", name.display()));
+                true
             }
-            if let Some(open) = &mut file
-                && let Err(e) = open.write_all(&piece)
-            {
-                trace::why(&format!("GPU core dump: incomplete: {e}"));
-                file = None;
-            }
-            lock(&self.progress).pieces += 1;
-            self.progressed.notify_all();
         };
-        drop(file);
         if !ended {
             self.over();
             return;
         }
         call_registered(false, self.device);
         if self.dump.aborts {
-            // SAFETY: ends the process, which is what the program has asked for.
-            unsafe { libc::abort() };
+            self.abort();
         }
         self.over();
     }
 
-    /// Creates the file; without one, a fault has its other effects.
-    fn create(&self) -> Option<File> {
-        let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let name = OsString::from_vec(self.dump.name(time.as_secs()));
-        // Only for the user, because it has the program's memory.
-        let created = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&name);
-        created
-            .inspect_err(|e| trace::why(&format!("GPU core dump {}: not written: {e}", name.display())))
-            .ok()
+    /// Copies the pieces to the file; `false` if the dump has no end.
+    fn copy(&self, pieces: &Receiver<Vec<u8>>, mut file: File) -> bool {
+        loop {
+            let Ok(piece) = pieces.recv() else { return false };
+            if piece.is_empty() {
+                return true;
+            }
+            if let Err(e) = write_all(&mut file, &piece, self.limits.file) {
+                incomplete(&e.to_string());
+                return true;
+            }
+            lock(&self.progress).pieces += 1;
+            self.progressed.notify_all();
+        }
     }
 
-    /// Waits until the dump ends, or stands still for `patience`.
-    fn wait(&self, patience: Duration) {
+    /// Creates the file; a FIFO needs a reader in time.
+    ///
+    /// A later dump of the process, of another lease's GPU, has a number behind its name.
+    fn create(&self) -> Result<File, (OsString, io::Error)> {
+        let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let mut name = self.dump.name(time.as_secs());
+        let earlier = self.begun.fetch_add(1, Ordering::Relaxed);
+        if earlier > 0 {
+            name.extend(format!(".{}", earlier + 1).bytes());
+        }
+        let name = OsString::from_vec(name);
+        let until = Instant::now() + self.limits.file;
+        loop {
+            // Only for the user, because it has the program's memory. A FIFO must not let this
+            // thread wait without end, here and for each write.
+            let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+            let created = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .custom_flags(flags)
+                .open(&name);
+            match created {
+                Err(e) if e.raw_os_error() == Some(libc::ENXIO) => {
+                    if Instant::now() >= until {
+                        return Err((name, io::Error::other("no process reads this FIFO")));
+                    }
+                    std::thread::sleep(OPEN_INTERVAL);
+                }
+                created => return created.map_err(|e| (name, e)),
+            }
+        }
+    }
+
+    /// Aborts the process once its other dumps that have begun are written.
+    fn abort(&self) -> ! {
+        lock(&self.progress).written = true;
+        self.progressed.notify_all();
+        for number in 0..MAX_CLIENTS as u8 {
+            if let Some(other) = of(number).filter(|other| other.has_begun()) {
+                other.wait(&|| is_interrupted(number), |progress| progress.written || progress.over);
+            }
+        }
+        // SAFETY: ends the process, which is what the program has asked for.
+        unsafe { libc::abort() }
+    }
+
+    /// Waits until `done`, as long as the limits say; an interruption ends only this wait.
+    fn wait(&self, interrupted: &dyn Fn() -> bool, done: fn(&Progress) -> bool) {
         let mut progress = lock(&self.progress);
-        while !progress.over {
-            let before = progress.pieces;
-            let stands = |now: &mut Progress| !now.over && now.pieces == before;
+        let until = *progress.since.get_or_insert_with(Instant::now) + self.limits.total;
+        while !done(&progress) && !interrupted() {
+            let before = (progress.begun, progress.pieces);
+            let standstill = if progress.begun { self.limits.progress } else { self.limits.begin };
+            let left = until.saturating_duration_since(Instant::now());
+            let stands =
+                |now: &mut Progress| !done(now) && !interrupted() && (now.begun, now.pieces) == before;
             let (now, waited) = self
                 .progressed
-                .wait_timeout_while(progress, patience, stands)
+                .wait_timeout_while(progress, left.min(standstill), stands)
                 .unwrap_or_else(PoisonError::into_inner);
             progress = now;
-            // Not every fault makes a dump. Only one call waits for it.
-            progress.over |= waited.timed_out();
+            if waited.timed_out() {
+                progress.over = true;
+                self.progressed.notify_all();
+            }
         }
     }
 }
 
+/// Says why a dump has only a part of its bytes.
+fn incomplete(why: &str) {
+    trace::why(&format!("GPU core dump: incomplete: {why}"));
+}
+
+/// Writes all bytes; waits at most `patience` for a reader that takes some.
+fn write_all(file: &mut File, mut bytes: &[u8], patience: Duration) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match file.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(len) => bytes = &bytes[len..],
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+                // SAFETY: one structure, as stated. This thread takes no signals.
+                if unsafe { libc::poll(&mut poll, 1, patience.as_millis() as i32) } == 0 {
+                    return Err(io::Error::other("the reader of this FIFO takes no bytes"));
+                }
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::path::Path;
+    use std::sync::atomic::{AtomicBool, AtomicU64};
 
     use gpusession_common::core_dump::attribute;
 
@@ -344,17 +480,37 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
+    fn limits(time: Duration) -> Limits {
+        Limits { begin: time, progress: time, total: time, file: time }
+    }
+
     /// Returns a dump to this file, after which the process does not abort.
-    fn awaited(file: &std::path::Path, most: u64) -> &'static Awaited {
+    fn awaited_with(file: &Path, most: u64, limits: Limits, begun: u32) -> &'static Awaited {
         let mut settings = Settings::new("vm-1", 77, |_| None);
         settings.set(None, attribute::ON_EXCEPTION, &[1]).unwrap();
         settings.set(None, attribute::TRIGGER_HOST, &[0]).unwrap();
         settings.set(None, attribute::FILE, file.to_str().unwrap().as_bytes()).unwrap();
-        Box::leak(Box::new(Awaited::new(settings.dump(false).unwrap(), 3, most)))
+        let awaited = Awaited::new(settings.dump(false).unwrap(), 3, most);
+        let begun = Box::leak(Box::new(AtomicU32::new(begun)));
+        Box::leak(Box::new(Awaited { limits, begun, ..awaited }))
+    }
+
+    fn awaited(file: &Path, most: u64) -> &'static Awaited {
+        awaited_with(file, most, limits(TEST_TIMEOUT), 0)
     }
 
     fn over(awaited: &Awaited) -> bool {
         lock(&awaited.progress).over
+    }
+
+    impl Awaited {
+        fn wait_over(&self) {
+            self.wait(&|| false, |progress| progress.over);
+        }
+
+        fn bytes(&'static self, bytes: &[u8]) {
+            self.received(0, bytes);
+        }
     }
 
     #[test]
@@ -382,9 +538,9 @@ mod tests {
         assert!(!deregister(callbacks[2], false) && deregister(callbacks[2], true));
         let awaited = awaited(&file, 8);
         for piece in [&b"abcd"[..], b"efgh", b"", b"late"] {
-            awaited.received(piece);
+            awaited.bytes(piece);
         }
-        awaited.wait(TEST_TIMEOUT);
+        awaited.wait_over();
         assert_eq!(std::fs::read(&file).unwrap(), b"abcdefgh");
         let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(&file).unwrap());
         assert_eq!((CALLS.load(Ordering::SeqCst), mode & 0o777), (17, 0o600));
@@ -395,34 +551,147 @@ mod tests {
     fn dump_beyond_its_bound_and_a_lost_one_end() {
         let folder = tempfile::tempdir().unwrap();
         let long = awaited(&folder.path().join("long"), 5);
-        long.received(b"abcd");
-        long.received(b"ef");
-        long.received(b"gh");
-        long.wait(TEST_TIMEOUT);
+        long.bytes(b"abcd");
+        long.bytes(b"ef");
+        long.bytes(b"gh");
+        long.wait_over();
         assert_eq!(std::fs::read(folder.path().join("long")).unwrap(), b"abcd");
 
         let lost = awaited(&folder.path().join("lost"), 100);
-        lost.received(b"ab");
+        lost.bytes(b"ab");
         lost.lost();
-        lost.received(b"cd");
-        lost.wait(TEST_TIMEOUT);
+        lost.bytes(b"cd");
+        lost.wait_over();
         assert!(over(lost));
+    }
+
+    #[test]
+    fn dump_that_the_server_cuts_off_has_an_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let cut = awaited(&folder.path().join("cut"), 100);
+        cut.bytes(b"ab");
+        cut.received(TIMEOUT, b"");
+        cut.bytes(b"cd");
+        cut.wait_over();
+        assert_eq!(std::fs::read(folder.path().join("cut")).unwrap(), b"ab");
     }
 
     #[test]
     fn dump_without_bytes_or_without_a_file_has_no_effect_on_files() {
         let folder = tempfile::tempdir().unwrap();
         let none = awaited(&folder.path().join("none"), 100);
-        none.received(b"");
-        none.received(b"ab");
+        none.bytes(b"");
+        none.bytes(b"ab");
         assert!(over(none));
-        let silent = awaited(&folder.path().join("silent"), 100);
-        silent.wait(Duration::from_millis(1));
+        let silent = awaited_with(&folder.path().join("silent"), 100, limits(Duration::from_millis(1)), 0);
+        silent.wait_over();
         assert!(over(silent) && !silent.has_begun(), "only one call waits");
-        let nowhere = awaited(&folder.path().join("no/such/folder"), 100);
-        nowhere.received(b"ab");
-        nowhere.received(b"");
-        nowhere.wait(TEST_TIMEOUT);
+        // Without the end of the dump.
+        for place in ["no/such/folder", "."] {
+            let nowhere = awaited(&folder.path().join(place), 100);
+            nowhere.bytes(b"ab");
+            nowhere.wait_over();
+            assert!(lock(&nowhere.progress).since.unwrap().elapsed() < TEST_TIMEOUT);
+        }
+        let full = awaited(Path::new("/dev/full"), 100);
+        full.bytes(b"ab");
+        full.wait_over();
+        assert!(lock(&full.progress).since.unwrap().elapsed() < TEST_TIMEOUT);
+        full.bytes(b"cd");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn wait_has_a_limit_however_much_the_dump_proceeds() {
+        let folder = tempfile::tempdir().unwrap();
+        let total = Duration::from_millis(50);
+        let limits = Limits { total, ..limits(TEST_TIMEOUT) };
+        let slow = awaited_with(&folder.path().join("slow"), u64::MAX, limits, 0);
+        std::thread::scope(|scope| {
+            slow.bytes(b"a");
+            let waits = scope.spawn(|| slow.wait_over());
+            while !waits.is_finished() {
+                slow.bytes(b"a");
+            }
+        });
+        let since = lock(&slow.progress).since.unwrap();
+        assert!(over(slow) && (total..TEST_TIMEOUT).contains(&since.elapsed()));
+    }
+
+    #[test]
+    fn wait_ends_with_the_connection_and_begins_again_after_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let dump = awaited(&folder.path().join("dump"), 100);
+        let away = AtomicBool::new(false);
+        let wait = || dump.wait(&|| away.load(Ordering::SeqCst), |progress| progress.over);
+        dump.bytes(b"ab");
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(wait);
+            while lock(&dump.progress).since.is_none() {
+                std::thread::yield_now();
+            }
+            away.store(true, Ordering::SeqCst);
+            drop(lock(&dump.progress));
+            dump.progressed.notify_all();
+            waits.join().unwrap();
+            wait();
+            assert!(!over(dump));
+            away.store(false, Ordering::SeqCst);
+            let waits = scope.spawn(wait);
+            dump.bytes(b"");
+            waits.join().unwrap();
+        });
+        assert!(over(dump) && lock(&dump.progress).since.unwrap().elapsed() < TEST_TIMEOUT);
+    }
+
+    #[test]
+    fn later_dump_of_a_process_has_a_name_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        for begun in [0, 1, 2] {
+            let dump = awaited_with(&folder.path().join("dump"), 100, limits(TEST_TIMEOUT), begun);
+            dump.bytes(begun.to_string().as_bytes());
+            dump.bytes(b"");
+            dump.wait_over();
+        }
+        let read = |name| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert_eq!([read("dump"), read("dump.2"), read("dump.3")], ["0", "1", "2"]);
+    }
+
+    fn fifo(folder: &Path) -> std::path::PathBuf {
+        let path = folder.join("fifo");
+        let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: the name is a C string.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        path
+    }
+
+    #[test]
+    fn fifo_without_a_reader_does_not_stop_the_program() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = fifo(folder.path());
+        let short = || Limits { file: Duration::from_millis(20), ..limits(TEST_TIMEOUT) };
+        let unread = awaited_with(&path, u64::MAX, short(), 0);
+        unread.bytes(b"ab");
+        unread.wait_over();
+        // A reader that takes nothing: the pipe holds less than this.
+        let _reader = File::options().read(true).write(true).open(&path).unwrap();
+        let stuck = awaited_with(&path, u64::MAX, short(), 0);
+        stuck.bytes(&vec![7; 1 << 20]);
+        stuck.wait_over();
+        for dump in [unread, stuck] {
+            assert!(lock(&dump.progress).since.unwrap().elapsed() < TEST_TIMEOUT);
+        }
+    }
+
+    #[test]
+    fn reader_of_a_fifo_gets_the_dump() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = fifo(folder.path());
+        let dump = awaited(&path, u64::MAX);
+        let bytes: Vec<u8> = (0..1 << 20).map(|i| (i / 1000) as u8).collect();
+        dump.bytes(&bytes);
+        dump.bytes(b"");
+        assert!(std::fs::read(&path).unwrap() == bytes);
+        dump.wait_over();
     }
 }

@@ -15,7 +15,7 @@ use crate::jit::Options;
 use crate::ranges::{self, Kind};
 use crate::signatures::{self, Signatures};
 use crate::status::{INVALID_IMAGE, NO_BINARY_FOR_GPU};
-use crate::{clients, handles, images, libraries, linker, mapped, references, thread};
+use crate::{clients, core_dumps, handles, images, libraries, linker, mapped, references, thread};
 
 /// Place of a module: its context, and the library that it is a part of.
 #[derive(Clone, Copy)]
@@ -91,6 +91,7 @@ pub fn load_library(image: &Image<'_>, signatures: Signatures, options: &Options
     let mut failed = Vec::new();
     let mut loaded = false;
     for client in clients::all()?.filter(|c| c.number != current.number).chain([current]) {
+        core_dumps::before_library(client);
         match load_on(client, op::LIBRARY_LOAD, new, image, options) {
             Ok(()) => loaded = true,
             Err(status) => failed.push((client.number, status)),

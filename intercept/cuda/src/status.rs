@@ -28,6 +28,7 @@ pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
 pub const HOST_MEMORY_NOT_REGISTERED: i32 = 713;
 pub const NOT_READY: i32 = 600;
 pub const NOT_PERMITTED: i32 = 800;
+pub const TIMEOUT: i32 = 909;
 pub const NOT_SUPPORTED: i32 = 801;
 pub const SYSTEM_NOT_READY: i32 = 802;
 pub const STREAM_CAPTURE_UNSUPPORTED: i32 = 900;

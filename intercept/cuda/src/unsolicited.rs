@@ -38,8 +38,8 @@ impl Events for Receiver {
         regions::changed(region, offset, bytes);
     }
 
-    fn core_dump(&self, bytes: &[u8]) {
-        core_dumps::received(self.0, bytes);
+    fn core_dump(&self, status: i32, bytes: &[u8]) {
+        core_dumps::received(self.0, status, bytes);
     }
 
     fn lost(&self, reason: &str) {
@@ -52,6 +52,7 @@ impl Events for Receiver {
     }
 
     fn interrupted(&self, reason: &str) {
+        core_dumps::interrupted(self.0);
         trace::why(reason);
     }
 

@@ -103,8 +103,10 @@ pub trait Events: Send + Sync {
     fn call_host(&self, link: &Arc<Link>, id: u64, status: i32);
     /// Takes the device's changes of host memory that it can see.
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]);
-    /// Takes the next bytes of the GPU core dump that the program has asked for; none at its end.
-    fn core_dump(&self, _bytes: &[u8]) {}
+    /// Takes the next bytes of the GPU core dump that the program has asked for.
+    ///
+    /// Without bytes it ends, with an error if it is incomplete.
+    fn core_dump(&self, _status: i32, _bytes: &[u8]) {}
     /// Takes the reason when the link is lost.
     fn lost(&self, reason: &str);
     /// Takes the reason when the connection breaks, and may come back.
@@ -756,7 +758,7 @@ impl Link {
                 let part = |offset, bytes: &[u8]| self.events.host_changed(region, offset, bytes);
                 changes::read(&mut r, part)?;
             }
-            op::DUMPED => self.events.core_dump(r.bytes()?),
+            op::DUMPED => self.events.core_dump(header.ctx.get() as i32, r.bytes()?),
             _ => return Err(Stop::Fatal("unknown frame from the worker".into())),
         }
         Ok(None)

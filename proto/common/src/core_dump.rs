@@ -33,6 +33,17 @@ pub mod flag {
     pub const LIGHTWEIGHT: u32 = 0x2f;
 }
 
+/// Bytes of a dump beside device memory: images, the state of threads, and host memory that the
+/// device sees.
+const MORE_THAN_MEMORY: u64 = 1 << 30;
+/// Bytes of a dump, however much device memory there is.
+const MAX_BYTES: u64 = 4 << 40;
+
+/// Returns the bytes that a dump of GPUs with this much memory may have.
+pub fn most_bytes(memory: u64) -> u64 {
+    memory.saturating_add(MORE_THAN_MEMORY).min(MAX_BYTES)
+}
+
 /// Name of a dump for which the program gives none.
 const DEFAULT_FILE: &[u8] = b"core_%t_%h_%p.nvcudmp";
 

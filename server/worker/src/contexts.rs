@@ -236,6 +236,22 @@ impl Contexts {
         primary.map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
+    /// Returns `true` if a context of the program's own exists.
+    pub fn has_created(&self) -> bool {
+        !self.created.is_empty()
+    }
+
+    /// Returns the bytes of device memory that the program can use.
+    pub fn device_memory(&self, driver: &Driver) -> u64 {
+        let of_device = |(device, limit): (&i32, &u64)| {
+            let mut total = 0;
+            // SAFETY: the out pointer is valid.
+            unsafe { (driver.call.cuDeviceTotalMem_v2)(&mut total, *device) };
+            (total as u64).min(*limit)
+        };
+        self.devices.iter().zip(&self.limits).map(of_device).fold(0, u64::saturating_add)
+    }
+
     /// Resets a device's primary context, and makes it current.
     pub fn reset(&self, driver: &Driver, device: u32) -> Result<(), Status> {
         let ordinal = self.device(device.into())?;

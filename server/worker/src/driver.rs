@@ -30,6 +30,8 @@ pub mod status {
     pub const NOT_READY: i32 = 600;
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_SUPPORTED: i32 = 801;
+    pub const NOT_PERMITTED: i32 = 800;
+    pub const TIMEOUT: i32 = 909;
     pub const MPS_SERVER_NOT_READY: i32 = 807;
 }
 

@@ -43,6 +43,11 @@ impl<T: Copy> Table<T> {
         slots.iter().flatten().map(|(_, value)| *value).collect()
     }
 
+    /// Returns `true` if no handle has an object.
+    pub fn is_empty(&self) -> bool {
+        self.slots.read().unwrap_or_else(PoisonError::into_inner).iter().all(Option::is_none)
+    }
+
     /// Returns the client's handle of an object, without the number of its server.
     pub fn handle_of(&self, is: impl Fn(&T) -> bool) -> Option<u64> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
@@ -107,7 +112,9 @@ mod tests {
         table.put(first, 11).unwrap();
         assert_eq!(table.get(first), Ok(11));
         assert_eq!(table.get(second), Err(status::INVALID_HANDLE));
+        assert!(!table.is_empty());
         assert_eq!(table.take(first), Ok(11));
+        assert!(table.is_empty());
         table.put(second, 12).unwrap();
         assert_eq!(table.get(first), Err(status::INVALID_HANDLE));
         assert_eq!(table.put(kind::make(kind::STREAM, 0, 1, 1), 1), Err(status::INVALID_HANDLE));

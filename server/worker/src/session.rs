@@ -25,7 +25,7 @@ use crate::objects::allocations::Allocations;
 use crate::objects::counters::SharedEvents;
 use crate::objects::known::Known;
 use crate::objects::links::Links;
-use crate::objects::memory::Memory;
+use crate::objects::memory::{Memory, lock};
 use crate::objects::mirrors::Mirrors;
 use crate::objects::settling::Settling;
 use crate::objects::shares::Shares;
@@ -170,7 +170,7 @@ impl Session {
             execs: Table::new(kind::EXEC),
             landing: Arc::default(),
             output,
-            core_dump: CoreDump::default(),
+            core_dump: CoreDump::new(start.mps),
             host_calls: HostCalls::default(),
             activity: Activity::default(),
             lane_secret,
@@ -199,10 +199,25 @@ impl Session {
         self.may_exit.store(true, Ordering::Relaxed);
     }
 
+    /// Returns `true` if the program has an object that a reset of the contexts would take.
+    pub fn has_objects(&self) -> bool {
+        let Self { streams, events, modules, libraries, funcs, graphs, greens, .. } = self;
+        let Self { user_objects, resource_descs, texrefs, surfrefs, execs, .. } = self;
+        let objects = [events, modules, libraries, graphs, user_objects, resource_descs, execs];
+        objects.iter().any(|table| !table.is_empty())
+            || [texrefs, surfrefs, greens].iter().any(|table| !table.is_empty())
+            || !(streams.is_empty() && funcs.is_empty() && self.links.is_empty())
+            || self.contexts.has_created()
+            || self.allocations.lock().has_objects()
+            || !lock(&self.memory.allocations).is_empty()
+            || !self.mirrors.lock().mirrors.is_empty()
+    }
+
     /// Ends the worker, after it has sent the reason to the supervisor and the client.
     ///
     /// Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
+        let reason = &format!("{reason}{}", self.core_dump.note());
         let exits = || self.may_exit.load(Ordering::Relaxed);
         // Bounds the time to send the reason: a client that does not read must not keep its worker.
         let may_exit = self.may_exit.clone();

@@ -223,6 +223,11 @@ impl Link {
         }
     }
 
+    /// Returns `true` during an outage.
+    pub fn is_interrupted(&self) -> bool {
+        self.broken.load(Ordering::SeqCst)
+    }
+
     /// Returns `true` if no connection has existed for [`UNANSWERED_TIMEOUT`].
     ///
     /// A call that asks whether work is complete need not wait for the answer then.

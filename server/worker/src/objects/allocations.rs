@@ -61,6 +61,11 @@ impl State {
         true
     }
 
+    /// Returns `true` if the program has physical memory, a mapping of it, or an array.
+    pub fn has_objects(&self) -> bool {
+        !(self.physical.is_empty() && self.mapped.is_empty() && self.arrays.is_empty())
+    }
+
     /// Notes a device's default pool, or the one that it allocates from.
     pub fn of_device(&mut self, pool: u64, device: u32) {
         self.pools.entry(pool).or_insert(Pool::new(device));
@@ -99,8 +104,10 @@ mod tests {
     #[test]
     fn memory_that_is_imported_again_keeps_its_mappings() {
         let mut state = State::default();
+        assert!(!state.has_objects());
         let object = ([1; 16], 2);
         assert!(state.imported(7, 0, object));
+        assert!(state.has_objects());
         state.physical.get_mut(&7).unwrap().maps = 3;
         assert!(!state.imported(7, 0, object), "the same handle");
         assert!(state.imported(8, 0, object), "a handle of its own");

@@ -39,6 +39,11 @@ impl Links {
         Ok(())
     }
 
+    /// Returns `true` if no state exists.
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
     /// Returns the state behind a handle.
     pub fn get(&self, handle: u64) -> Result<Arc<Mutex<Link>>, Status> {
         self.lock().get(&handle).cloned().ok_or(status::INVALID_HANDLE)

@@ -31,7 +31,7 @@ use gpusession_proto::handle::{CTX, make};
 use self::flush::flush_results;
 use crate::activity::Activity;
 use crate::answer::{Answer, Done, Failure, bounded};
-use crate::driver::check;
+use crate::driver::{check, status};
 use crate::execute::{Perform, Replay};
 use crate::executor::Executor;
 use crate::frame::Frame;
@@ -186,13 +186,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
             reset(session, executor, device, answer)
         }
-        op::CORE_DUMP => {
-            let flags = r.word()? as u32;
-            session.core_dump.enable(session.driver, &session.replies, flags)?;
-            // A context makes dumps only if they were enabled before its creation.
-            let mut devices = 0..session.contexts.devices.len() as u32;
-            devices.try_for_each(|device| reset(session, executor, device, answer))
-        }
+        op::CORE_DUMP => enable_core_dumps(session, executor, r.word()? as u32, answer),
         op::CTX_SET_LIMIT => {
             let (limit, value) = (r.word()? as i32, r.word()? as usize);
             allocations::limit(session, frame, limit, value as u64)?;
@@ -296,6 +290,27 @@ fn of_driver(flags: u32) -> u32 {
     /// `CU_CTX_COREDUMP_ENABLE | CU_CTX_USER_COREDUMP_ENABLE`
     const DUMPS: u32 = 0x20 | 0x40;
     flags & !DUMPS
+}
+
+/// Lets a fault of the program make a dump, before the program has any object.
+///
+/// A context makes dumps only if they were enabled before its creation, so the worker replaces
+/// those that it created at its start. Without one of them it cannot continue.
+fn enable_core_dumps(session: &Session, executor: &mut Executor, flags: u32, answer: &mut Answer) -> Done {
+    if session.has_objects() {
+        return Err(status::NOT_PERMITTED.into());
+    }
+    let memory = session.contexts.device_memory(session.driver);
+    session.core_dump.enable(session.driver, &session.replies, flags, memory)?;
+    for device in 0..session.contexts.devices.len() as u32 {
+        if let Err(Failure::Status(error)) = reset(session, executor, device, answer) {
+            session.end(&format!(
+                "GPU core dumps: the context of GPU {device} of the lease could not be created again: CUDA \
+                 error {error}; start the program again, or without CUDA_ENABLE_COREDUMP_ON_EXCEPTION"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Replaces a device's primary context.

@@ -1,11 +1,13 @@
 //! GPU core dumps of faulting kernels, in the program's file system.
 
+use std::io::Read as _;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Output;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use gpusession_proto::frame::op;
 use gpusession_proto::grant::Reply;
 use gpusession_test_support::cuda::{Cuda, KERNEL, at};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
@@ -50,6 +52,10 @@ pub fn faults_with_a_dump() {
     if how == "call" {
         ask();
     }
+    if how == "library" {
+        let image = cuda.get("cuLibraryLoadData", &[KERNEL.as_ptr() as u64, 0, 0, 0, 0, 0, 0]);
+        assert_ne!(image, 0);
+    }
     let complete = complete as extern "C" fn(*mut std::ffi::c_void, i32, i32) as usize as u64;
     cuda.ok("cuCoredumpRegisterCompleteCallback", &[complete, 0, 0]);
     match &how[..] {
@@ -62,6 +68,15 @@ pub fn faults_with_a_dump() {
     let kernel = cuda.increment(cuda.load(KERNEL));
     let address = cuda.allocate(1024);
     assert_eq!((cuda.launch(kernel, address, 0), cuda.word(address)), (0, 1), "nothing is broken");
+    if how == "both" {
+        // The other lease's GPU makes the first dump.
+        let ctx = cuda.on(1);
+        let kernel = cuda.increment(cuda.load(KERNEL));
+        cuda.launch(kernel, 0, 0);
+        while cuda.call("cuCtxSynchronize", &[]) != ILLEGAL_ADDRESS {}
+        while !COMPLETE.swap(false, Ordering::SeqCst) {}
+        assert_ne!(ctx, cuda.on(0));
+    }
     cuda.launch(kernel, 0, 0);
     // A driver may return no error while it makes a dump.
     let since = Instant::now();
@@ -213,4 +228,128 @@ fn broken_connection_does_not_change_a_dump() {
     run.lived();
     assert!(run.read("dump") == dump(0, MEMORY));
     assert!(relay.connections() > 1, "it broke");
+}
+
+#[test]
+fn flags_select_the_parts_of_a_dump() {
+    let rows = [
+        (("CUDA_COREDUMP_GENERATION_FLAGS", "skip_global_memory,skip_abort"), 2),
+        (("CUDA_COREDUMP_GENERATION_FLAGS", "skip_shared_memory,skip_constbank_memory,skip_abort"), 0x24),
+        (("CUDA_ENABLE_LIGHTWEIGHT_COREDUMP", "1"), 0x2f),
+    ];
+    for (variable, flags) in rows {
+        let (_machine, worker) = worker(&[]);
+        let lives = ("CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "0");
+        let variables = [ENABLED, lives, variable, ("CUDA_COREDUMP_FILE", "dump")];
+        // The call that returns the error waits for the file.
+        let run = run(granted(&worker), "", false, &variables);
+        run.lived();
+        let memory = if flags & 2 == 0 { MEMORY } else { 0 };
+        assert!(run.read("dump") == dump(flags, memory), "{flags:#x}");
+    }
+}
+
+#[test]
+fn program_that_lives_gets_its_error_at_once_where_no_dump_can_be_written() {
+    for (file, why) in [("no/such/folder", "not written: "), ("/dev/full", "incomplete: No space left")] {
+        let (_machine, worker) = worker(&[]);
+        let run = run(granted(&worker), "", true, &[ENABLED, WITHOUT_ABORT, ("CUDA_COREDUMP_FILE", file)]);
+        run.lived();
+        let said = String::from_utf8_lossy(&run.output.stderr);
+        assert!(said.contains("GPU core dump") && said.contains(why), "{said}");
+        assert!(run.files().is_empty());
+    }
+}
+
+#[test]
+fn dump_can_go_to_a_fifo() {
+    let (_machine, worker) = worker(&[]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("fifo");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let reader = std::thread::spawn({
+        let path = path.clone();
+        move || {
+            let mut bytes = Vec::new();
+            std::fs::File::open(path).unwrap().read_to_end(&mut bytes).unwrap();
+            bytes
+        }
+    });
+    let run = run(granted(&worker), "", true, &[ENABLED, ("CUDA_COREDUMP_FILE", path.to_str().unwrap())]);
+    run.aborted();
+    assert!(reader.join().unwrap() == dump(0, MEMORY));
+}
+
+#[test]
+fn dumps_of_two_leases_have_files_of_their_own() {
+    let (machine, other) = (Machine::new(), Machine::new());
+    let (first, second) = (Worker::start(&machine), Worker::start(&other));
+    let reply = Reply::Granted(vec![first.endpoint(false), second.endpoint(false)]);
+    let run = run(reply, "both", true, &[ENABLED, WITHOUT_ABORT, ("CUDA_COREDUMP_FILE", "dump")]);
+    run.lived();
+    let mut files = run.files();
+    files.sort();
+    assert_eq!(files, ["dump", "dump.2"], "{:?}", run.output);
+    assert!(files.iter().all(|name| run.read(name) == dump(0, MEMORY)));
+}
+
+#[test]
+fn library_before_the_first_context_does_not_prevent_a_dump() {
+    let (_machine, worker) = worker(&[]);
+    let run =
+        run(granted(&worker), "library", true, &[ENABLED, WITHOUT_ABORT, ("CUDA_COREDUMP_FILE", "dump")]);
+    run.lived();
+    assert!(run.read("dump") == dump(0, MEMORY));
+}
+
+#[test]
+fn end_of_a_worker_names_the_dump() {
+    let (_machine, mut worker) = worker(&[]);
+    run(granted(&worker), "", false, &[ENABLED]).aborted();
+    let bytes = dump(0, MEMORY).len();
+    let ended = worker.ended();
+    assert!(ended.ends_with(&format!("; a kernel's fault made a GPU core dump ({bytes} bytes)")), "{ended}");
+}
+
+#[test]
+fn mps_makes_no_dump_and_the_fault_is_as_without_one() {
+    let machine = Machine::new();
+    let driver = vec![("CUDA_MPS_PIPE_DIRECTORY", "/run/mps".to_string())];
+    let options = Options { mps: true, warm: false, driver, ..Options::default() };
+    let mut worker = Worker::start_with(&machine, &options);
+    let run = run(granted(&worker), "", false, &[ENABLED]);
+    run.lived();
+    assert!(run.files().is_empty());
+    let said = String::from_utf8_lossy(&run.output.stderr);
+    assert!(said.contains("GPU core dumps: server test makes none: under MPS"), "{said}");
+    assert!(!worker.ended().contains("core dump"));
+}
+
+#[test]
+fn program_with_an_object_keeps_its_context() {
+    const PIECE: u64 = 2 << 20;
+    let (_machine, worker) = worker(&[]);
+    let client = worker.client(false);
+    client.call(op::ALLOC, &[gpusession_test_worker::WINDOW, PIECE, 0]);
+    client.put(gpusession_test_worker::WINDOW, b"kept");
+    const NOT_PERMITTED: i32 = 800;
+    assert_eq!(client.refused(op::CORE_DUMP, &[0]), NOT_PERMITTED);
+    assert_eq!(client.get(gpusession_test_worker::WINDOW, 4), b"kept");
+    client.call(op::FREE, &[gpusession_test_worker::WINDOW]);
+    client.call(op::CORE_DUMP, &[0]);
+    const INVALID_VALUE: i32 = 1;
+    assert_eq!(client.refused(op::CORE_DUMP, &[0]), INVALID_VALUE, "once");
+}
+
+#[test]
+fn context_that_cannot_be_created_again_ends_the_session() {
+    // The first context is the warm one.
+    let (_machine, mut worker) = worker(&[("SIMGPU_FAIL_CONTEXT_AT", "2")]);
+    let run = run(granted(&worker), "", false, &[ENABLED]);
+    assert!(!run.output.status.success());
+    let why = "GPU core dumps: the context of GPU 0 of the lease could not be created again: CUDA error 2; \
+               start the program again, or without CUDA_ENABLE_COREDUMP_ON_EXCEPTION";
+    let said = String::from_utf8_lossy(&run.output.stderr);
+    assert!(said.contains(why), "{said}");
+    assert_eq!(worker.ended(), why);
 }
