@@ -144,7 +144,6 @@ fn another_process_is_checkpointed() {
             ok(context::cuCtxSetCurrent(current));
             used()
         });
-        std::thread::sleep(Duration::from_millis(50));
         assert!(!waits.is_finished(), "a call of the locked process");
         ok(checkpoint::cuCheckpointProcessRestore(own, null));
         ok(checkpoint::cuCheckpointProcessUnlock(own, null));

@@ -12,10 +12,12 @@ use gpusession_proto::supervise::Isolation;
 use landlock::ABI;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
+mod debugger;
 mod denied;
 mod files;
 mod listed;
 
+pub use debugger::give_stand_ins;
 pub use denied::Calls;
 use denied::calls_only;
 use files::files_only;
@@ -339,7 +341,7 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             return alone("driver_may_open_the_pipe_of_its_core_dump", &[]);
         }
-        before_driver(&files(false), landlock());
+        before_driver(&files(Mps::None), landlock());
         before_client(Calls::Own, landlock()).unwrap();
         crate::core_dump::tests::passes_a_dump_on();
         println!("contained");

@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 use gpusession_common::core_dump::{attribute, flag, most_bytes};
 use gpusession_proto::frame::op;
 
+use crate::containment::give_stand_ins;
 use crate::driver::{Driver, Status, check, status};
+use crate::output::Output;
 use crate::replies::Replies;
 
 /// Bytes of a dump in one frame, at most.
@@ -56,6 +58,7 @@ impl CoreDump {
         &self,
         driver: &Driver,
         replies: &Arc<Replies>,
+        output: &Arc<Output>,
         flags: u32,
         memory: u64,
     ) -> Result<(), Status> {
@@ -64,6 +67,7 @@ impl CoreDump {
         }
         let queue = Arc::new(Queue::default());
         self.queue.set(queue.clone()).map_err(|_| status::INVALID_VALUE)?;
+        give_stand_ins().map_err(|_| status::OPERATING_SYSTEM)?;
         let system = |_: io::Error| status::OPERATING_SYSTEM;
         let (from, own) = io::pipe().map_err(system)?;
         let idle = File::options().write(true).open("/dev/null").map_err(system)?;
@@ -73,10 +77,16 @@ impl CoreDump {
         // The older form of that flag, which newer drivers may refuse.
         let _ = set(driver, attribute::TRIGGER_HOST, &[0]);
         let limits = Limits { bytes: most_bytes(memory), stall: STALL_TIMEOUT, total: DUMP_TIMEOUT };
-        let (replies, taken) = (replies.clone(), queue.clone());
+        let (replies, output, taken) = (replies.clone(), output.clone(), queue.clone());
         let thread = |name: &str| std::thread::Builder::new().name(name.into());
         let send = move || {
             send(&taken, |status, bytes| {
+                if bytes.is_empty() {
+                    // The program may abort after the end; the driver's lines come first.
+                    let mut lines = Vec::new();
+                    output.collect(&replies, &mut lines);
+                    replies.send_frames(lines);
+                }
                 replies.send_with(op::DUMPED, 0, status, |w| w.bytes(bytes));
             });
         };

@@ -40,6 +40,7 @@ pub fn start(dump: Dump, kernel: &CStr) {
 
 fn write(dump: &Dump, kernel: &str) -> io::Result<()> {
     let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    eprintln!("Starting GPU coredump generation");
     let mut file = File::create(OsString::from_vec(dump.name(time.as_secs())))?;
     writeln!(file, "simgpu core dump\nkernel {kernel}\nflags {:#x}", dump.flags & !flag::SKIP_ABORT)?;
     if dump.flags & flag::SKIP_GLOBAL_MEMORY == 0 {

@@ -301,7 +301,7 @@ fn enable_core_dumps(session: &Session, executor: &mut Executor, flags: u32, ans
         return Err(status::NOT_PERMITTED.into());
     }
     let memory = session.contexts.device_memory(session.driver);
-    session.core_dump.enable(session.driver, &session.replies, flags, memory)?;
+    session.core_dump.enable(session.driver, &session.replies, &session.output, flags, memory)?;
     for device in 0..session.contexts.devices.len() as u32 {
         if let Err(Failure::Status(error)) = reset(session, executor, device, answer) {
             session.end(&format!(

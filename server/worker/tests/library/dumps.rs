@@ -159,6 +159,8 @@ fn dump_of_a_fault_has_the_programs_name_and_the_program_aborts() {
         let pattern = ("CUDA_COREDUMP_FILE", "dump-%h-%p.%t");
         let run = run(granted(&worker), "", false, &[ENABLED, pattern]);
         run.aborted();
+        let errors = String::from_utf8_lossy(&run.output.stderr);
+        assert!(errors.contains("Starting GPU coredump generation"), "the driver's line: {errors}");
         let [file] = &run.files()[..] else { panic!("{:?}: {:?}", run.files(), run.output) };
         let (name, time) = file.rsplit_once('.').unwrap();
         assert_eq!(name, format!("dump-{}-{}", host(), run.pid()));
