@@ -18,7 +18,7 @@ use crate::clock::Moment;
 use crate::lease::{Place, Share};
 use crate::monitor::Readings;
 use crate::supervise::WorkerId;
-use crate::supervise::park::{Cause, NotParked, Parked, Serving};
+use crate::supervise::park::{Cause, GONE_TIMEOUT, LEFT_BYTES, NotParked, Parked, Serving};
 
 /// Interval at which a lease that waits for its GPUs checks for room.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -28,10 +28,6 @@ const ROOM_TIMEOUT: Duration = Duration::from_secs(600);
 const QUIET_WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for a reading of NVML.
 const READING_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time after which NVML no longer reports the memory of a parked process, and bytes that it may
-/// report nevertheless (H200, driver 580: the process is not listed).
-const GONE_TIMEOUT: Duration = Duration::from_secs(5);
-const LEFT_BYTES: u64 = 16 << 20;
 /// Bytes of host memory that stay free, in addition to parked device memory.
 const HOST_MARGIN: u64 = 1 << 30;
 

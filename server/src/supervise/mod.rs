@@ -220,6 +220,7 @@ impl Supervisor {
             seat: None,
             pausing: None,
             relocating: None,
+            parked_at: Some(self.0.clock.now()),
             unadmitted: Unadmitted::default(),
             presented: false,
             ticket: None,

@@ -35,6 +35,11 @@ const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
 const UNPARKABLE_STATUSES: [i32; 2] = [801, 500];
 
+/// Time after which NVML no longer reports the memory of a parked process.
+pub const GONE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes that NVML may report of it nevertheless (H200, driver 580: the process is not listed).
+pub const LEFT_BYTES: u64 = 16 << 20;
+
 /// Reason why a worker was not parked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotParked {
@@ -258,6 +263,7 @@ impl Supervisor {
             if worker.phase == Phase::Active {
                 worker.phase = Phase::Parked;
             }
+            worker.parked_at = Some(self.0.clock.now());
             worker.remember();
         }
         Ok(Parked { room: worker.bytes.clone(), helper: None })

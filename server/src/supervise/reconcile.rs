@@ -9,6 +9,7 @@ use super::attend::REAP_TIMEOUT;
 use super::event::Event;
 use super::exit::stop;
 use super::messages::say;
+use super::park::{GONE_TIMEOUT, LEFT_BYTES};
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor};
 use super::worker::{Phase, hex};
@@ -66,6 +67,22 @@ impl Supervisor {
                 );
                 lease.stock.leave(id, worker.starts());
                 stop(id, worker, "its process uses a GPU that its lease does not have");
+            }
+            // It could also restore its own memory, which others' leases may have by now.
+            let asked = now.saturating_sub(age);
+            let parked = worker.phase == Phase::Parked && !worker.moving;
+            let settled = worker.parked_at.is_none_or(|at| asked.saturating_sub(at) >= GONE_TIMEOUT);
+            let of_worker = readings.iter().filter(|(pid, ..)| Some(*pid) == worker.pid);
+            let left = of_worker.map(|(.., bytes)| *bytes).max().unwrap_or(0);
+            if parked && settled && left > LEFT_BYTES {
+                warn!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    "worker {}: is parked and holds {} MiB of device memory; killed",
+                    hex(id),
+                    left >> 20
+                );
+                stop(id, worker, "its program is parked, and its process uses a GPU nevertheless");
             }
         }
         for lease in leases.values_mut() {

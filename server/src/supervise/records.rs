@@ -146,6 +146,7 @@ mod tests {
                 seat: None,
                 pausing: None,
                 relocating: None,
+                parked_at: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
                 ticket: None,

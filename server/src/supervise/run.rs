@@ -125,6 +125,7 @@ impl Supervisor {
                 seat: None,
                 pausing: None,
                 relocating: None,
+                parked_at: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
                 ticket: None,

@@ -16,6 +16,7 @@ use super::handover::{Keepable, Kept};
 pub use super::record::{Phase, WorkerRecord};
 use super::stock::WorkerId;
 use super::unadmitted::Unadmitted;
+use crate::clock::Moment;
 use crate::limits::Exceeded;
 use crate::mps::Seat;
 
@@ -55,6 +56,8 @@ pub(super) struct Worker {
     pub(super) pausing: Option<oneshot::Sender<bool>>,
     /// Awaits the answer to [`ToWorker::MoveOut`] or [`ToWorker::MoveBack`].
     pub(super) relocating: Option<oneshot::Sender<Option<MoveFailed>>>,
+    /// Since when its device memory is in host memory.
+    pub(super) parked_at: Option<Moment>,
     /// Connections that the worker has not decided on.
     pub(super) unadmitted: Unadmitted,
     /// A process has shown it a ticket, so that it may have contexts on its GPUs.

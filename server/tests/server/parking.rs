@@ -66,6 +66,17 @@ async fn a_worker_that_keeps_its_memory_is_killed() {
 }
 
 #[tokio::test]
+async fn a_parked_worker_that_takes_its_memory_back_is_killed() {
+    let (server, _vm, lease, pid, _lane) = with_program("parks-pause-libcuda.so.1").await;
+    assert!(server.verb(&["park", &lease.id]).status.success());
+    report(&server, &lease, Some((pid, 3 << 30)));
+    eventually("it is gone", async || !alive(pid)).await;
+    let rows = server.json(&["accounting", "--kind", "process"]);
+    let reason = rows["records"][0]["reason"].as_str().unwrap();
+    assert!(reason.contains("parked, and its process uses a GPU nevertheless"), "{reason}");
+}
+
+#[tokio::test]
 async fn a_worker_of_an_earlier_release_stays_where_it_is() {
     let (server, _vm, lease, pid, _lane) = with_program("pause-libcuda.so.1").await;
     let parked = server.verb(&["park", &lease.id]);
