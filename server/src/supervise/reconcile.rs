@@ -71,7 +71,8 @@ impl Supervisor {
             // It could also restore its own memory, which others' leases may have by now.
             let asked = now.saturating_sub(age);
             let parked = worker.phase == Phase::Parked && !worker.moving;
-            let settled = worker.parked_at.is_none_or(|at| asked.saturating_sub(at) >= GONE_TIMEOUT);
+            // Before that, the one who parked it looks.
+            let settled = worker.parked_at.is_none_or(|at| asked.saturating_sub(at) >= GONE_TIMEOUT * 2);
             let of_worker = readings.iter().filter(|(pid, ..)| Some(*pid) == worker.pid);
             let left = of_worker.map(|(.., bytes)| *bytes).max().unwrap_or(0);
             if parked && settled && left > LEFT_BYTES {
