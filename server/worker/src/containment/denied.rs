@@ -27,7 +27,7 @@ pub enum Calls {
     Daemon,
 }
 
-/// System calls that read and change other processes; the helper that parks needs them.
+/// System calls that read and change other processes; the helper that unparks needs them.
 const OTHER_MEMORY: &[i64] =
     &[libc::SYS_ptrace, libc::SYS_process_vm_readv, libc::SYS_process_vm_writev, libc::SYS_pidfd_getfd];
 
@@ -247,7 +247,7 @@ pub(super) fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     // The newer calls hide their flags from filters: the C library falls back to the older ones.
     let mut hidden = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let (parks, daemon) = (calls == Calls::Park, calls == Calls::Daemon);
-    // The helper that parks has no rules of Landlock, which would keep it from other processes.
+    // The helper that unparks has no rules of Landlock, which would keep it from other processes.
     let by_path = landlock < ABI::V3 && !parks;
     if !parks {
         hidden.insert(libc::SYS_openat2, Vec::new());
