@@ -300,8 +300,11 @@ impl Pool {
                 return Ok(());
             }
             if Instant::now() >= end {
-                let why = format!("NVML reports {} MiB of it on the GPU", left >> 20);
-                let why = format!("its device memory did not move to host memory, as it says: {why}");
+                let why = format!(
+                    "its worker reported that its device memory had moved to host memory, but NVML reports {} MiB of \
+                     it on the GPU",
+                    left >> 20
+                );
                 self.supervisor().end_worker(&worker.id, None, &why);
                 return Err(NotParked::Failed(why));
             }
@@ -318,7 +321,7 @@ impl Pool {
             NotParked::Never(text) => {
                 warn!(
                     gpusession_lease = lease,
-                    "the driver cannot park the programs of lease {lease}: {text}; they are warned only"
+                    "lease {lease}: its programs cannot be parked: {text}; they are warned only"
                 );
                 self.parking().nevers().insert(lease.into(), text.clone());
                 ParkError::Never(text)

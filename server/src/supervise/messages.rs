@@ -87,10 +87,7 @@ impl Supervisor {
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version, parks } => {
-                if worker.phase == Phase::Starting {
-                    worker.parks = parks;
-                }
-                self.worker_ready(worker, lease, fingerprint, cuda_version);
+                self.worker_ready(worker, lease, fingerprint, cuda_version, parks);
             }
             FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
                 // It waits until MPS has ended its GPU work.
@@ -209,11 +206,13 @@ impl Supervisor {
         lease: Option<&mut LeaseState>,
         fingerprint: [u8; 32],
         cuda_version: u32,
+        parks: bool,
     ) {
         if worker.phase != Phase::Starting {
             return;
         }
         worker.phase = Phase::Warm;
+        worker.parks = parks;
         worker.fingerprint = Some(fingerprint);
         debug!(
             gpusession_worker = hex(&worker.id),

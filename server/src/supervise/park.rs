@@ -235,7 +235,7 @@ impl Supervisor {
         {
             let mut state = self.state();
             if state.workers.get(&worker.id).is_some_and(|worker| !worker.parks) {
-                let why = "a program of an earlier release's worker; programs that start now can be parked";
+                let why = "a worker of theirs is of an earlier release; restart the program";
                 return Err(NotParked::Never(why.into()));
             }
             if state.shares.involve(&worker.id) {

@@ -79,11 +79,11 @@ impl Supervisor {
                 warn!(
                     gpusession_worker = hex(id),
                     gpusession_lease = worker.lease,
-                    "worker {}: is parked and holds {} MiB of device memory; killed",
+                    "worker {}: its program is parked, but its process holds {} MiB of device memory; killed",
                     hex(id),
                     left >> 20
                 );
-                stop(id, worker, "its program is parked, and its process uses a GPU nevertheless");
+                stop(id, worker, "its program is parked, but its process holds device memory");
             }
         }
         for lease in leases.values_mut() {

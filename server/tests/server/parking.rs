@@ -60,7 +60,7 @@ async fn a_worker_that_keeps_its_memory_is_killed() {
     eventually("it is gone", async || !alive(pid)).await;
     let rows = server.json(&["accounting", "--kind", "process"]);
     let reason = rows["records"][0]["reason"].as_str().unwrap();
-    assert!(reason.contains("did not move to host memory, as it says"), "{reason}");
+    assert!(reason.contains("reported that its device memory had moved"), "{reason}");
     // Another program of the lease can be parked.
     assert_eq!(server.json(&["leases"])["leases"][0]["state"], "idle");
 }
@@ -73,7 +73,7 @@ async fn a_parked_worker_that_takes_its_memory_back_is_killed() {
     eventually("it is gone", async || !alive(pid)).await;
     let rows = server.json(&["accounting", "--kind", "process"]);
     let reason = rows["records"][0]["reason"].as_str().unwrap();
-    assert!(reason.contains("parked, and its process uses a GPU nevertheless"), "{reason}");
+    assert!(reason.contains("its program is parked, but its process holds device memory"), "{reason}");
 }
 
 #[tokio::test]

@@ -162,7 +162,7 @@ def run(site, check):
         server.ok("systemctl daemon-reload && systemctl restart gpuserver")
         client.start("holder", HOLDER, user="alice")
         client.until("grep ready /run/holder.out", 20)
-        server.until("journalctl -b -t gpuserver -o cat --no-pager | grep 'the driver cannot park the programs of lease'", 20)
+        server.until("journalctl -b -t gpuserver -o cat --no-pager | grep 'its programs cannot be parked'", 20)
         expect(server.fails(f"gpuserver park {lease(client, 'everyone')}"), "cannot be parked")
         expect(client.ok("gpusession list --json"), '"active"')
         client.ok("echo check >/tmp/holder")

@@ -8,10 +8,9 @@ use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    apply_filter_all_threads,
-};
+use seccompiler::{SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
+
+use super::denied::install;
 
 /// Descriptors for the next sockets; -1 once one is in use.
 static STREAM: AtomicI32 = AtomicI32::new(-1);
@@ -74,13 +73,6 @@ fn descriptor() -> Result<RawFd, String> {
         -1 => Err(format!("eventfd: {}", std::io::Error::last_os_error())),
         descriptor => Ok(descriptor),
     }
-}
-
-fn install(rules: BTreeMap<i64, Vec<SeccompRule>>, answer: SeccompAction) -> Result<(), String> {
-    let arch = std::env::consts::ARCH.try_into().map_err(text)?;
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, answer, arch).map_err(text)?;
-    let program: BpfProgram = filter.try_into().map_err(text)?;
-    apply_filter_all_threads(&program).map_err(|e| format!("seccomp: {e}"))
 }
 
 /// Answers a refused `socket` with a stand-in.

@@ -218,16 +218,19 @@ fn never(calls: Calls) -> impl Iterator<Item = i64> {
     tables.iter().copied().flatten().copied()
 }
 
+/// Gives calls that these rules match an answer, in all threads.
+pub(super) fn install(rules: BTreeMap<i64, Vec<SeccompRule>>, answer: SeccompAction) -> Result<(), String> {
+    let said = |e: seccompiler::BackendError| e.to_string();
+    let arch = std::env::consts::ARCH.try_into().map_err(said)?;
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, answer, arch).map_err(said)?;
+    let program: BpfProgram = filter.try_into().map_err(said)?;
+    apply_filter_all_threads(&program).map_err(|e| e.to_string())
+}
+
 /// Installs the filters, which answer a refused call with EPERM.
 pub(super) fn calls_only(calls: Calls, landlock: ABI) -> Result<(), String> {
     let said = |e: seccompiler::BackendError| e.to_string();
-    let arch = std::env::consts::ARCH.try_into().map_err(said)?;
-    let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
-        let answer = SeccompAction::Errno(errno as u32);
-        let filter = SeccompFilter::new(rules, SeccompAction::Allow, answer, arch).map_err(said)?;
-        let program: BpfProgram = filter.try_into().map_err(said)?;
-        apply_filter_all_threads(&program).map_err(|e| e.to_string())
-    };
+    let install = |rules, errno: i32| install(rules, SeccompAction::Errno(errno as u32));
     let condition = |argument: u8, operator: SeccompCmpOp, value: u64| {
         SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value).map_err(said)
     };
