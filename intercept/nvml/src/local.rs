@@ -58,6 +58,40 @@ pub struct MemoryV2 {
 
 const MEMORY_V2: u32 = size_of::<MemoryV2>() as u32 | 2 << 24;
 
+/// `nvmlGpuFabricInfo_t`.
+///
+/// A lease's cards are in no fabric: memory of another host's cards cannot be mapped. That is a
+/// state for programs and no error, and PyTorch's symmetric memory fails after an error.
+#[repr(C)]
+pub struct FabricInfo {
+    cluster_uuid: [u8; 16],
+    status: u32,
+    clique: u32,
+    state: u8,
+}
+
+const NO_FABRIC: FabricInfo = FabricInfo { cluster_uuid: [0; 16], status: 0, clique: 0, state: 0 };
+const _: () = assert!(size_of::<FabricInfo>() == 28);
+
+/// `nvmlGpuFabricInfo_v2_t`; a mask of 0 reports no part's health.
+#[repr(C)]
+pub struct FabricInfoV2 {
+    version: u32,
+    info: FabricInfo,
+    health_mask: u32,
+}
+
+/// `nvmlGpuFabricInfo_v3_t`.
+#[repr(C)]
+pub struct FabricInfoV3 {
+    common: FabricInfoV2,
+    health_summary: u8,
+}
+
+const FABRIC_V2: u32 = size_of::<FabricInfoV2>() as u32 | 2 << 24;
+const FABRIC_V3: u32 = size_of::<FabricInfoV3>() as u32 | 3 << 24;
+const _: () = assert!(size_of::<FabricInfoV2>() == 36 && size_of::<FabricInfoV3>() == 40);
+
 /// `nvmlProcessInfo_v1_t`.
 #[repr(C)]
 pub struct ProcessV1 {
@@ -153,6 +187,26 @@ unsafe fn processes<T>(which: usize, count: *mut u32, to: *mut T, make: impl Fn(
     let items = session.device(device)?.processes.iter().map(|p| make(p.pid, p.used_bytes)).collect();
     // SAFETY: by this function's contract the pointers are as NVML requires.
     unsafe { list(count, to, items) }
+}
+
+/// Writes the versioned information that a device is in no fabric.
+///
+/// # Safety
+/// The pointer leads to a structure of the version in its first word, or is null.
+unsafe fn fabric(to: *mut u32) -> Result {
+    if to.is_null() {
+        return Err(status::INVALID_ARGUMENT);
+    }
+    // SAFETY: by this function's contract there is a version, and a structure of that version.
+    unsafe {
+        let version = to.read_unaligned();
+        let common = FabricInfoV2 { version, info: NO_FABRIC, health_mask: 0 };
+        match version {
+            FABRIC_V2 => out(to.cast(), common),
+            FABRIC_V3 => out(to.cast(), FabricInfoV3 { common, health_summary: 0 }),
+            _ => Err(status::ARGUMENT_VERSION_MISMATCH),
+        }
+    }
 }
 
 /// Returns a process's name from this host's kernel, or else from the lease.
@@ -381,6 +435,15 @@ nvml! {
     fn nvmlDeviceGetEncoderSessions(which: usize, count: *mut u32, _to: *mut u8) { nothing!(which, count) }
     fn nvmlDeviceGetFBCSessions(which: usize, count: *mut u32, _to: *mut u8) { nothing!(which, count) }
 
+    fn nvmlDeviceGetGpuFabricInfo(which: usize, to: *mut FabricInfo) {
+        device(&session(), which)?;
+        out(to, NO_FABRIC)
+    }
+    fn nvmlDeviceGetGpuFabricInfoV(which: usize, to: *mut u32) {
+        device(&session(), which)?;
+        fabric(to)
+    }
+
     fn nvmlDeviceIsMigDeviceHandle(which: usize, to: *mut u32) {
         device(&session(), which)?;
         out(to, 0)
@@ -447,5 +510,25 @@ mod tests {
         assert_eq!(pci("81:00.0"), Some((0, 0x81, 0)));
         assert_eq!(pci("81"), None);
         assert_eq!(pci("x:y:z"), None);
+    }
+
+    /// The sizes and versions are those of nvml.h of CUDA 13.0.
+    #[test]
+    fn no_fabric_in_each_version_of_the_structure() {
+        for (version, length) in [(0x0200_0024_u32, 36), (0x0300_0028, 40)] {
+            let mut info = [0xff_u8; 44];
+            info[..4].copy_from_slice(&version.to_le_bytes());
+            // SAFETY: the buffer has room for each version.
+            assert_eq!(unsafe { fabric(info.as_mut_ptr().cast()) }, Ok(()));
+            assert_eq!(info[..4], version.to_le_bytes());
+            assert!(info[4..28].iter().all(|b| *b == 0), "no cluster, status, clique");
+            assert_eq!((info[28], &info[32..36]), (0, &[0; 4][..]), "no state and no health");
+            assert!(info[length..].iter().all(|b| *b == 0xff), "writes nothing behind the structure");
+        }
+        let mut other = 0x0100_001c_u32;
+        // SAFETY: only the version is read.
+        assert_eq!(unsafe { fabric(&raw mut other) }, Err(status::ARGUMENT_VERSION_MISMATCH));
+        // SAFETY: null is allowed.
+        assert_eq!(unsafe { fabric(std::ptr::null_mut()) }, Err(status::INVALID_ARGUMENT));
     }
 }
