@@ -72,7 +72,7 @@ events! {
     /// Workers of a server run with fewer restrictions than the server can set.
     IsolationLacking = 0x50a32f2d107847209c47fcc4203350fc: SERVER, "Workers are not fully isolated", "gpuserver.toml(5)",
         "Workers of the server @GPUSESSION_SERVER@ keep rights that they do not need: @GPUSESSION_REASON@.\n\
-         A program that takes over its worker then reaches what the server's user can reach, such as the pool's key.\n\
+         A program that takes over its worker then reaches what the workers' user can reach, such as other workers.\n\
          Enable what is missing, set isolation = \"require\", and restart the server; `gpuserver check-isolation` shows the result.";
     /// The driver gave device memory that still had bytes of another process.
     MemoryLeft = 0x67f223c8fff04baeb18c37f9a3557ebb: SERVER, "Memory of a GPU was not cleared", "gpuserver.toml(5)",

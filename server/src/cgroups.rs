@@ -11,7 +11,8 @@
 //! | `client-HASH/worker-ID` | one worker or endpoint, from before its first instruction | memory, threads |
 //!
 //! An endpoint of `netperf` is in a group beside its client's, whose bound is for workers. With a
-//! starter, that group is in the starter's unit, where the starter's process is in `starter`.
+//! starter, all these groups are in the starter's unit, where the starter's process is in
+//! `starter`. The server's own unit then has groups of workers that an earlier server left.
 //! In a group counts what no process's numbers have, such as a memory file that is mapped nowhere.
 //! Everywhere else the supervisor only samples what workers have.
 
@@ -45,7 +46,7 @@ pub struct Bounds {
 }
 
 /// Bounds of all workers of a client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientBounds {
     /// Host memory in bytes.
     pub memory: u64,
@@ -54,7 +55,7 @@ pub struct ClientBounds {
 }
 
 /// Group whose bound the kernel met when it killed a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Met {
     /// The worker's own.
     Worker,

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use crate::config::{Config, ConfigError, GpuChoice, Gpus, gpu_sharing_key};
 use crate::lease::Gpu;
-use crate::mps;
+use crate::mps::{self, Folders};
 use crate::starter::Purpose;
 use crate::starter::link::Starter;
 use crate::store::{self, StoreError};
@@ -148,7 +148,7 @@ fn candidates() -> Vec<PathBuf> {
 pub async fn probe(starter: &Starter, driver: &Path) -> Result<Probe, DiscoveryError> {
     let failed =
         |what: String| DiscoveryError::Probe(format!("probe of the driver {}: {what}", driver.display()));
-    let output = match timeout(PROBE_TIMEOUT, starter.output(Purpose::Probe, driver)).await {
+    let output = match timeout(PROBE_TIMEOUT, starter.output(Purpose::Probe, driver, &[], &[])).await {
         Ok(Ok(output)) => output,
         Ok(Err(e)) => return Err(failed(e.to_string())),
         Err(_) => return Err(failed(format!("no answer within {} s", PROBE_TIMEOUT.as_secs()))),
@@ -276,14 +276,22 @@ pub fn mps_settings(
     config: &Config,
     driver: &Path,
     gpus: &[Gpu],
+    folders: Option<Folders>,
+    uid: u32,
 ) -> Result<Option<mps::Settings>, DiscoveryError> {
     let wanted = config.mps.as_ref().filter(|_| gpus.iter().any(|g| g.sharing == Sharing::Mps));
     let Some(wanted) = wanted else { return Ok(None) };
     let program = mps::control::find(wanted.control.as_deref(), driver).map_err(|m| bad(wanted.key, m))?;
+    let folders = folders.ok_or_else(|| {
+        bad(wanted.key, "the starter has no folder for MPS; its option --mps names one, as its unit does")
+    })?;
+    mps::check_folder(folders.all()).map_err(|m| bad(wanted.key, m))?;
     Ok(Some(mps::Settings {
         program,
         driver: driver.into(),
-        folder: config.runtime_dir.join("mps"),
+        output: config.runtime_dir.clone(),
+        folders,
+        uid,
         shared: wanted.shared,
     }))
 }

@@ -3,21 +3,21 @@
 //! A process of the worker's program takes a worker's restrictions, starts the driver and tries
 //! acts that must fail. Failures of workers later never change the decision.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::path::Path;
-use std::process::Stdio;
 use std::time::Duration;
 
 use gpusession_proto::isolation::{Failure, Report};
 use gpusession_proto::journal::Event;
 use gpusession_proto::supervise::Isolation;
-use tokio::process::Command;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
 use crate::config::{Config, ConfigError};
 use crate::lease::Gpu;
-use crate::spawn::clean_environment;
+use crate::starter::Purpose;
+use crate::starter::link::Starter;
 
 /// Longest time of one process.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -127,18 +127,18 @@ pub fn decide(wanted: Isolation, verdict: Verdict) -> Result<Decision, String> {
 
 /// Tests this host, and decides; logs the result.
 ///
-/// `images` is a folder that workers must not reach.
+/// `hidden` are folders that workers must not reach.
 pub async fn settle(
     config: &Config,
-    images: &Path,
-    worker: &Path,
+    hidden: &[&Path],
+    starter: &Starter,
     driver: &Path,
     gpus: &[Gpu],
 ) -> Result<Decision, ConfigError> {
     let decision = match config.isolation {
         Isolation::Off => Decision::off("isolation = \"off\""),
         wanted => {
-            let verdict = probe([&config.state_dir, images], worker, driver, gpus).await;
+            let verdict = probe(hidden, starter, driver, gpus).await;
             if let Verdict::Works(_, Some(unknown)) = &verdict {
                 warn!("isolation: not tested with the driver: {unknown}; workers start only isolated");
             }
@@ -149,7 +149,7 @@ pub async fn settle(
     let decision = if noting { decision.noting_calls() } else { decision };
     let then = match decision.workers {
         Isolation::Require => "remove the variable from the unit after the test",
-        _ => "a program that takes over its worker reaches what the server's user can reach",
+        _ => "a program that takes over its worker reaches what the workers' user can reach",
     };
     match decision.level {
         Level::Full | Level::Basic => info!("isolation of workers: {decision}"),
@@ -165,11 +165,11 @@ pub async fn settle(
 
 /// Tests whether this host and its driver allow a worker's restrictions.
 ///
-/// `hidden` are folders that workers must not reach: `state_dir`, and that of images.
-pub async fn probe(hidden: [&Path; 2], worker: &Path, driver: &Path, gpus: &[Gpu]) -> Verdict {
+/// `hidden` are folders that workers must not reach.
+pub async fn probe(hidden: &[&Path], starter: &Starter, driver: &Path, gpus: &[Gpu]) -> Verdict {
     let mut fails = String::new();
     for _ in 0..TRIES {
-        let (level, reason) = match run(worker, driver, Some(hidden), gpus).await {
+        let (level, reason) = match run(starter, driver, Some(hidden), gpus).await {
             Ok(Report { lacking, .. }) if !lacking.is_empty() => return Verdict::Lacks(lacking),
             Ok(Report { landlock, driver, .. }) => {
                 let level = if landlock >= FULL_LANDLOCK { Level::Full } else { Level::Basic };
@@ -186,7 +186,7 @@ pub async fn probe(hidden: [&Path; 2], worker: &Path, driver: &Path, gpus: &[Gpu
             Err(e) => (Level::Basic, e.to_string()),
         };
         // A failure that restrictions do not cause happens without them, too.
-        match run(worker, driver, None, gpus).await {
+        match run(starter, driver, None, gpus).await {
             Ok(Report { driver: None, .. }) => fails = reason,
             _ => return Verdict::Works(level, Some(reason)),
         }
@@ -205,27 +205,23 @@ enum NoReport {
 
 /// Runs one process of the worker's program; `fenced`: folders that must be out of its reach.
 async fn run(
-    worker: &Path,
+    starter: &Starter,
     driver: &Path,
-    fenced: Option<[&Path; 2]>,
+    fenced: Option<&[&Path]>,
     gpus: &[Gpu],
 ) -> Result<Report, NoReport> {
     let uuids: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
-    let mut command = Command::new(worker);
-    match fenced {
-        Some(hidden) => command.arg("--probe-contained").arg(driver).args(hidden).args(&uuids),
-        None => command.arg("--probe-free").arg(driver),
+    let (purpose, arguments) = match fenced {
+        Some(hidden) => {
+            let hidden = hidden.iter().map(OsString::from);
+            (Purpose::Contained, hidden.chain(uuids.iter().map(OsString::from)).collect())
+        }
+        None => (Purpose::Free, Vec::new()),
     };
-    command
-        .env_clear()
-        .envs(clean_environment(driver))
-        .env("CUDA_VISIBLE_DEVICES", uuids.join(","))
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .kill_on_drop(true);
-    let output = match timeout(PROBE_TIMEOUT, command.output()).await {
+    let variables = [("CUDA_VISIBLE_DEVICES".into(), uuids.join(",").into())];
+    let output = match timeout(PROBE_TIMEOUT, starter.output(purpose, driver, &arguments, &variables)).await {
         Ok(Ok(output)) => output,
-        Ok(Err(e)) => return Err(NoReport::Failed(format!("{} cannot be started: {e}", worker.display()))),
+        Ok(Err(e)) => return Err(NoReport::Failed(e.to_string())),
         Err(_) => return Err(NoReport::TimedOut),
     };
     let text = String::from_utf8_lossy(&output.stdout);

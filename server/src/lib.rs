@@ -21,6 +21,7 @@
 //! * [`serve`]: the server process.
 
 pub mod accounting;
+pub mod acts;
 pub mod admin;
 pub mod audit;
 pub mod cache;

@@ -141,7 +141,7 @@ impl Drop for Entry {
         let ended = self.endpoints.table().end(&self.id, self.started);
         if let Some(client) = ended {
             // With a starter there is none.
-            self.endpoints.0.supervisor.cgroups().remove(&beside(&client), &hex(&self.id));
+            self.endpoints.0.supervisor.groups().own().remove(&beside(&client), &hex(&self.id));
         }
     }
 }
@@ -231,7 +231,7 @@ impl Endpoints {
         };
         let failed = |e: std::io::Error| e.to_string();
         let group = Group { of: beside(client), id: *id, bounds: BOUNDS };
-        let started = self.0.starter.endpoint(group, supervisor.spawner(), supervisor.cgroups()).await;
+        let started = self.0.starter.endpoint(group, supervisor.spawner(), supervisor.groups().own()).await;
         let (program, fd) = started.map_err(failed)?;
         let channel = Channel::new(fd).map_err(failed)?;
         let ready = async {

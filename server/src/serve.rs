@@ -29,10 +29,11 @@ use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
 use crate::discovery::{self, DiscoveryError, Probe};
 use crate::gpu_lock::{self, GpuLocks};
-use crate::isolation;
+use crate::isolation::{self, Decision};
 use crate::lease::{Gpu, Lease};
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
+use crate::mps::Folders;
 use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
 use crate::pool::grpc::Service;
@@ -41,9 +42,12 @@ use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
 use crate::signer::Why;
 use crate::signer::link::{Link, Signer};
+use crate::starter::Introduction;
+use crate::starter::desk::Desk;
+use crate::starter::groups::Groups;
 use crate::starter::link::Starter;
 use crate::supervise::handover::{Left, Store};
-use crate::supervise::{Options, Supervisor};
+use crate::supervise::{Options, Supervisor, WorkerGroups};
 use crate::{admin, clock, data, health, metrics, mps, spawn, store};
 
 /// Most TLS handshakes at a time.
@@ -83,7 +87,7 @@ pub enum End {
 pub async fn serve(config: Config) -> anyhow::Result<End> {
     // Before anything opens a descriptor: those of an earlier server start at number 3.
     let store = Store::of_this_unit();
-    let mut left = store.left();
+    let mut left = store.left(config.starter.as_deref().map(Desk::at).as_ref());
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let random: Arc<dyn Random> = Arc::new(SystemRandom);
     let mut stop = Stop::listen(store.exists())?;
@@ -100,11 +104,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         end = stop.wait() => return Ok(end),
     };
     let _gpus_are_ours = lock_gpus(&config, &host.gpus)?;
-    // Before the test of isolation, which looks whether workers reach the images.
-    let cache = Cache::open(&config, random.as_ref());
-    let images = Cache::images_of(&config);
+    // Before the test of isolation, which looks whether workers reach its folders.
+    let cache = Cache::open(&config, host.code.clone(), random.as_ref());
     let isolation = tokio::select! {
-        decided = isolation::settle(&config, &images, &host.worker, &host.driver, &host.gpus) => decided?,
+        decided = host.settle_isolation(&config, cache.as_ref()) => decided?,
         end = stop.wait() => return Ok(end),
     };
     let ports = Ports::bind(&config, &mut left, &store).await?;
@@ -113,6 +116,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
 
     let options = Options {
         program: host.worker,
+        starter: host.starter.clone(),
+        uid: host.uid,
         driver: host.driver.clone(),
         cache: cache.clone(),
         warm_workers: config.warm_workers,
@@ -120,9 +125,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         idle_exit: config.worker_idle_exit,
         isolation: isolation.clone(),
         mps: host.mps,
-        cgroups: Cgroups::of_this_unit(cgroups::SERVER),
+        groups: host.groups,
     };
-    info!("{}", options.cgroups);
+    info!("{}", options.groups);
     let (registry, lost) = LocalRegistry::open(
         &config.state_dir,
         host.gpus,
@@ -247,6 +252,12 @@ fn open_signer(config: &Config) -> anyhow::Result<Arc<Signer>> {
 struct Host {
     worker: PathBuf,
     starter: Starter,
+    /// User of all that the starter starts.
+    uid: u32,
+    /// Control groups of workers.
+    groups: WorkerGroups,
+    /// The starter's folder of compiled code.
+    code: Option<(Desk, PathBuf)>,
     driver: PathBuf,
     probe: Probe,
     gpus: Vec<Gpu>,
@@ -267,13 +278,14 @@ impl Host {
         let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
         info!("driver {}, worker program {}", driver.display(), worker.display());
         let starter = Starter::new(config.starter.as_deref(), &worker);
+        let Places { uid, groups, code, folders } = places(config, &starter).await?;
         let mut probe = discovery::probe(&starter, &driver).await.map_err(as_config)?;
         discovery::settle_contexts(&config.state_dir, &mut probe, running)?;
         let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
         let gpus = discovery::offer(config.gpu_memory, gpus);
         let gpus = discovery::share(config.sharing, &config.gpu_sharing, &probe.devices, gpus);
         let gpus = gpus.map_err(as_config)?;
-        let mps = discovery::mps_settings(config, &driver, &gpus).map_err(as_config)?;
+        let mps = discovery::mps_settings(config, &driver, &gpus, folders, uid).map_err(as_config)?;
         info!(
             "driver version {}, CUDA {}.{}",
             probe.driver_version.as_deref().unwrap_or("unknown"),
@@ -289,8 +301,48 @@ impl Host {
                 gpu.sharing.as_str()
             );
         }
-        Ok(Self { worker, starter, driver, probe, gpus, mps })
+        Ok(Self { worker, starter, uid, groups, code, driver, probe, gpus, mps })
     }
+
+    async fn settle_isolation(
+        &self,
+        config: &Config,
+        cache: Option<&Cache>,
+    ) -> Result<Decision, ConfigError> {
+        let images = Cache::images_of(config);
+        // A mode keeps another user out of `state_dir`, whatever the restrictions do.
+        let code = cache.filter(|_| self.starter.desk().is_some()).map(Cache::code_folder);
+        let hidden = [code.as_deref().unwrap_or(&config.state_dir), &*images];
+        isolation::settle(config, &hidden, &self.starter, &self.driver, &self.gpus).await
+    }
+}
+
+/// User and places of workers: the starter's, or this process's.
+struct Places {
+    uid: u32,
+    groups: WorkerGroups,
+    code: Option<(Desk, PathBuf)>,
+    /// Folders of the MPS daemons; `None`: the starter has no place for them.
+    folders: Option<Folders>,
+}
+
+async fn places(config: &Config, starter: &Starter) -> anyhow::Result<Places> {
+    let groups = Cgroups::of_this_unit(cgroups::SERVER);
+    let Some(desk) = starter.desk() else {
+        let folders = Some(Folders::Here(config.runtime_dir.join("mps")));
+        let groups = WorkerGroups::new(groups, None);
+        return Ok(Places { uid: nix::unistd::geteuid().as_raw(), groups, code: None, folders });
+    };
+    let asked = desk.clone();
+    let introduction = tokio::task::spawn_blocking(move || asked.introduction()).await?;
+    let Introduction { uid, limits, cache, mps } = introduction.context("starter")?;
+    Ok(Places {
+        uid,
+        groups: WorkerGroups::new(groups, Some(Groups::new(desk.clone(), limits)?)),
+        // Without a folder, the cache does not open, and the log has the starter's reason.
+        code: Some((desk.clone(), cache.unwrap_or_default().into())),
+        folders: mps.map(|folder| Folders::There(desk, folder.into())),
+    })
 }
 
 /// Locks the state directory; waits for a child that a killed server has forked.

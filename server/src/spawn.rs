@@ -192,10 +192,11 @@ pub fn as_worker(command: &mut std::process::Command, channel: OwnedFd, group: O
 }
 
 /// Kills a process group of a worker or helper.
-pub fn end_group(pid: u32) {
-    // Groups 0 and 1 never belong to one.
-    if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
-        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+pub fn end_group(pid: u32) -> nix::Result<()> {
+    match i32::try_from(pid) {
+        // Groups 0 and 1 never belong to one.
+        Ok(pid) if pid > 1 => killpg(Pid::from_raw(pid), Signal::SIGKILL),
+        _ => Err(nix::errno::Errno::ESRCH),
     }
 }
 

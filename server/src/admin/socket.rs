@@ -190,11 +190,11 @@ fn admitted(socket: &UnixStream, group: u32, places: &Arc<Places>, pool: &Pool) 
 fn worker(peer: UCred, pool: &Pool) -> Option<u32> {
     // A process of another PID namespace has the number 0 here; it is no worker of this server.
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
-    pid.filter(|pid| pool.supervisor().may_be_worker(*pid))
+    pid.filter(|pid| pool.supervisor().may_be_worker(*pid, peer.uid()))
 }
 
 fn is_worker(pid: u32) -> String {
-    format!("pid {pid}: it is a worker, or has exited")
+    format!("pid {pid}: it is a worker or of the workers' user, or has exited")
 }
 
 async fn serve_connection(

@@ -14,7 +14,7 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, renameat};
@@ -22,16 +22,19 @@ use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, linkat};
 use tracing::{debug, warn};
 
-use super::files::{made, name_of, paths};
-use super::tree::{Folder, Measured, remove_empty, still_there, unlink};
-use super::{COMPILED, Cache, absent};
+use super::Cache;
+use super::code::Code;
+use super::files::{absent, made, name_of};
+use super::keeper::{Keeper, name_in};
+use super::tree::{Folder, remove_empty, still_there, unlink};
+use crate::starter::code::{Found, Measured, What};
 
 /// Most files of a user's store, and folders that hold them: each start of a program links them,
 /// and the server looks at them each second while it runs.
 const MOST_FILES: usize = 1 << 12;
 
 /// A file of compiled code, two folders deep.
-struct Found<'a> {
+struct CodeFile<'a> {
     /// Names of the folders, the outer one first.
     place: [&'a OsStr; 2],
     folder: &'a Folder,
@@ -47,28 +50,85 @@ impl Cache {
 
     /// Creates the folder of the driver's own cache (`CUDA_CACHE_PATH`); `None` if it cannot.
     pub fn create(&self, folder: &Path) -> Option<()> {
-        made(folder)
+        let (keeper, name) = self.kept(folder)?;
+        keeper
+            .act(What::Create(name))
             .inspect_err(|e| {
                 warn!("cache {}: not created: {e}; workers continue without a cache", folder.display())
             })
             .ok()
+            .map(drop)
     }
 
     /// Returns the folder that all users of a client share, or the store of one user.
     pub fn store(&self, client: &str, user: Option<u32>) -> PathBuf {
-        let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
-        self.folder.join(COMPILED).join(name_of(client) + &user)
+        self.keeper.code().at(&store_of(client, user))
     }
 
     /// Returns the folder of a worker of this server.
     pub fn of_worker(&self, client: &str, worker: &str) -> PathBuf {
-        self.folder.join(COMPILED).join(format!("{}.{}.{worker}", name_of(client), self.server))
+        self.keeper.code().at(&format!("{}.{}.{worker}", name_of(client), self.server))
     }
 
-    /// Links a user's compiled code into the folder of a worker, as much as it can `until` then.
-    pub fn lend(&self, client: &str, user: u32, folder: &Path, until: Instant) -> io::Result<()> {
-        let Some(store) = still_there(Folder::at(&self.store(client, Some(user))))? else { return Ok(()) };
-        let worker = Folder::at(folder)?;
+    /// Links a user's compiled code into the folder of a worker, as much as it can in this time.
+    pub fn lend(&self, client: &str, user: u32, folder: &Path, within: Duration) -> io::Result<()> {
+        let Some((keeper, worker)) = self.kept(folder) else { return Ok(()) };
+        keeper.act(What::Lend { store: store_of(client, Some(user)), worker, within }).map(drop)
+    }
+
+    /// Moves new compiled code of an exited worker into its user's store, and deletes its folder.
+    pub fn take_back(&self, client: &str, user: u32, folder: &Path) {
+        let Some((keeper, worker)) = self.kept(folder) else { return };
+        if let Err(e) = keeper.act(What::TakeBack { worker, store: store_of(client, Some(user)) }) {
+            warn!("cache {}: not kept: {e}; its user's programs compile again", folder.display());
+        }
+    }
+
+    fn listed(&self, keeper: &Keeper) -> Vec<PathBuf> {
+        let names = keeper.act(What::Names).unwrap_or_else(|e| {
+            warn!("cache {}: not listed: {e}", keeper.code().folder().display());
+            Vec::new()
+        });
+        let names = names
+            .into_iter()
+            .flat_map(|answer| if let Found::Names(names) = answer { names } else { Vec::new() });
+        names.map(|name| keeper.code().at(&name)).collect()
+    }
+
+    /// Lists folders of compiled code that no worker may need: those that a client's users share,
+    /// where they may not, and with `left` those of this server's workers. Workers that the server
+    /// started itself, before it had a starter, wrote all that is left of theirs.
+    pub fn doubtful(&self, left: bool) -> Vec<PathBuf> {
+        let mine = format!(".{}.", self.server);
+        let doubtful = |name: &str| match name.contains(['-', '.']) {
+            false => !self.shares,
+            true => left && name.contains(&mine),
+        };
+        let now = self.listed(&self.keeper).into_iter().filter(|path| doubtful(&name_in(path)));
+        // No worker starts with those.
+        now.chain(self.former.iter().flat_map(|former| self.listed(former))).collect()
+    }
+
+    /// Deletes those of the doubtful folders that are not in use.
+    pub fn drop_unused(&self, doubtful: Vec<PathBuf>, used: &HashSet<PathBuf>) {
+        for path in doubtful.into_iter().filter(|path| !used.contains(path)) {
+            debug!("cache {}: of no use any longer: deleted", path.display());
+            self.delete(&path);
+        }
+    }
+}
+
+/// Returns the name of the folder that all users of a client share, or of the store of one user.
+fn store_of(client: &str, user: Option<u32>) -> String {
+    let user = user.map(|uid| format!("-{uid}")).unwrap_or_default();
+    name_of(client) + &user
+}
+
+impl Code {
+    /// Links a store's files into the folder of a worker, as much as it can `until` then.
+    pub(super) fn lend(&self, store: &Path, worker: &Path, until: Instant) -> io::Result<()> {
+        let Some(store) = still_there(Folder::at(store))? else { return Ok(()) };
+        let worker = Folder::at(worker)?;
         each_file(&store, |file| {
             if Instant::now() >= until {
                 return Ok(false);
@@ -81,10 +141,9 @@ impl Cache {
         })
     }
 
-    /// Moves new compiled code of an exited worker into its user's store, and deletes its folder.
-    pub fn take_back(&self, client: &str, user: u32, folder: &Path) {
-        let store = self.store(client, Some(user));
-        if let Err(e) = self.moved(folder, &store).or_else(absent) {
+    /// Moves new files of a worker's folder into a store, and deletes the folder.
+    pub(super) fn take_back(&self, folder: &Path, store: &Path) {
+        if let Err(e) = self.moved(folder, store).or_else(absent) {
             warn!("cache {}: not kept: {e}; its user's programs compile again", folder.display());
         }
         self.delete(folder);
@@ -154,33 +213,12 @@ impl Cache {
         }
         Ok(())
     }
-
-    /// Lists folders of compiled code that no worker may need: those that a client's users share,
-    /// where they may not, and with `left` those of this server's workers.
-    pub fn doubtful(&self, left: bool) -> Vec<PathBuf> {
-        let mine = format!(".{}.", self.server);
-        let doubtful = |name: &str| match name.contains(['-', '.']) {
-            false => !self.shares,
-            true => left && name.contains(&mine),
-        };
-        let mut all = paths(&self.folder.join(COMPILED));
-        all.retain(|path| path.file_name().and_then(OsStr::to_str).is_some_and(doubtful));
-        all
-    }
-
-    /// Deletes those of the doubtful folders that are not in use.
-    pub fn drop_unused(&self, doubtful: Vec<PathBuf>, used: &HashSet<PathBuf>) {
-        for path in doubtful.into_iter().filter(|path| !used.contains(path)) {
-            debug!("cache {}: of no use any longer: deleted", path.display());
-            self.delete(&path);
-        }
-    }
 }
 
 /// Calls `act` for each regular file that lies two folders deep, as long as it returns `true`.
 ///
 /// Others are none of the driver's code.
-fn each_file(top: &Folder, mut act: impl FnMut(&Found) -> io::Result<bool>) -> io::Result<()> {
+fn each_file(top: &Folder, mut act: impl FnMut(&CodeFile) -> io::Result<bool>) -> io::Result<()> {
     for outer in top.entries()? {
         let outer = outer?.file_name();
         let Some(folder) = still_there(Folder::below(&top.0, &outer))? else { continue };
@@ -191,7 +229,7 @@ fn each_file(top: &Folder, mut act: impl FnMut(&Found) -> io::Result<bool>) -> i
                 let entry = entry?;
                 let Some(facts) = still_there(entry.metadata())?.filter(Metadata::is_file) else { continue };
                 let (place, name) = ([&*outer, &*inner], entry.file_name());
-                if !act(&Found { place, folder: &folder, name: &name, facts: &facts })? {
+                if !act(&CodeFile { place, folder: &folder, name: &name, facts: &facts })? {
                     return Ok(());
                 }
             }
@@ -211,8 +249,6 @@ fn folder_in(top: &Folder, place: [&OsStr; 2]) -> io::Result<Folder> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::super::tree::tests::unprivileged;
     use super::*;
     use crate::clock::wall;
@@ -229,9 +265,7 @@ mod tests {
         std::fs::File::open(path).unwrap().set_times(times).unwrap();
     }
 
-    fn far() -> Instant {
-        Instant::now() + Duration::from_secs(60)
-    }
+    const LONG: Duration = Duration::from_secs(60);
 
     fn cache(folder: &tempfile::TempDir) -> Cache {
         Cache::at(folder.path().into(), 800 * KIB).unwrap()
@@ -274,11 +308,11 @@ mod tests {
         let workers: Vec<_> = (0..20).map(|n| cache.of_worker("vm-1", &n.to_string())).collect();
         for worker in &workers {
             cache.create(worker).unwrap();
-            cache.lend("vm-1", 1000, worker, Instant::now()).unwrap();
+            cache.lend("vm-1", 1000, worker, Duration::ZERO).unwrap();
             assert!(!worker.join("a").exists(), "no time is left");
-            cache.lend("vm-1", 1000, worker, far()).unwrap();
+            cache.lend("vm-1", 1000, worker, LONG).unwrap();
             // Again, as after an upgrade of the server.
-            cache.lend("vm-1", 1000, worker, far()).unwrap();
+            cache.lend("vm-1", 1000, worker, LONG).unwrap();
             let size = cache.compiled_bytes(worker, &[]).unwrap();
             assert_eq!(size.bytes, (80 + 3 * 4) * KIB, "all of it");
             assert!(size.part < size.bytes - 30 * KIB, "some of it");
@@ -298,7 +332,7 @@ mod tests {
         std::fs::write(store.join("a"), "in a folder's place").unwrap();
         let worker = cache.of_worker("vm-1", "first");
         code(&worker, "a/b/code", 4, 0);
-        assert!(cache.moved(&worker, &store).is_err());
+        assert!(cache.keeper.code().moved(&worker, &store).is_err());
         let kept = (0..4).filter(|n| store.join(format!("c/d/{n}")).exists()).count();
         assert_eq!(kept, 2, "100 KiB at most");
     }

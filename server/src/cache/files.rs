@@ -5,10 +5,13 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
+use crate::starter::code::Measured;
 use nix::sys::statvfs::statvfs;
 
-use super::tree::Measured;
-
+/// Folder of compiled code, with one for each user, each worker, and each client that shares.
+pub(super) const COMPILED: &str = "compiled";
+/// Folder of what the server deletes.
+pub(super) const GONE: &str = "gone";
 /// Bytes that stay free for others on the file system, unless a tenth of it is less.
 const KEEP_FREE: u64 = 5 << 30;
 
@@ -36,6 +39,12 @@ pub(super) fn client_of(path: &Path) -> &str {
     name.split(['-', '.']).next().unwrap_or_default()
 }
 
+/// Lists the names in a folder that are text; an absent folder is empty.
+pub(super) fn names(folder: &Path) -> impl Iterator<Item = String> + use<> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok())
+}
+
 /// Lists a folder; an absent one is empty.
 pub(super) fn paths(folder: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
@@ -51,4 +60,9 @@ pub(super) fn leaves_room(folder: &Path, bytes: u64) -> bool {
         let files = facts.files() == 0 || facts.files_available() >= facts.files() / 10;
         files && free >= bytes.saturating_add(keep)
     })
+}
+
+/// Takes an absent file for a success.
+pub(super) fn absent(e: io::Error) -> io::Result<()> {
+    if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }
 }

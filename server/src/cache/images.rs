@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tracing::{debug, warn};
 
 use super::files::{Entry, leaves_room, made, name_of, paths};
-use super::tree::Measured;
+use crate::starter::code::Measured;
 
 /// Longest image that is stored, in bytes.
 const MAX_STORED: u64 = 1 << 30;

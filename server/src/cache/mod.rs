@@ -8,54 +8,41 @@
 //! one for compiled files, unless they share.
 
 use std::cmp::Reverse;
-use std::collections::{HashMap, HashSet};
-use std::io;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tracing::{debug, warn};
 
-use self::files::{Entry, client_of, leaves_room, made, paths};
+use self::code::{CLIENT_SHARE, Code};
+use self::files::{COMPILED, Entry, GONE, client_of, leaves_room, made};
 pub use self::images::{Images, Incoming};
-use self::tree::{BEYOND, LEAST, Measured, kept};
+pub use self::keeper::Keeper;
+use self::keeper::name_in;
+use self::tree::{BEYOND, LEAST};
 use crate::clock::{self, Random, wall};
 use crate::config::{Config, Origin};
+pub use crate::starter::code::Size;
+use crate::starter::code::{Found, What};
+use crate::starter::desk::Desk;
 use crate::store;
 
+pub mod code;
 mod compiled;
 mod files;
 mod images;
+mod keeper;
 mod tree;
 
 /// Folder of images, with one for each client.
 const IMAGES: &str = "images";
 /// Folder of images that workers of an earlier version wrote.
 const FORMER_IMAGES: &str = "modules";
-/// Folder of compiled code, with one for each user, each worker, and each client that shares.
-const COMPILED: &str = "compiled";
-/// Folder of what the server deletes.
-const GONE: &str = "gone";
-/// Divisor of the cache's limit for one client's images, and again for its compiled code, so that
-/// other clients' stay.
-const CLIENT_SHARE: u64 = 4;
-/// Most bytes of compiled code that the driver is asked to keep.
-const MOST_COMPILED: u64 = 1 << 30;
 /// Interval of [`Cache::trim`].
 pub const TRIM_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval at which folders are measured that live workers write.
 pub const MEASURE_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Disk space of a folder of compiled code.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
-    /// All of it.
-    pub bytes: u64,
-    /// As `bytes`, with its part of each file that lies in several folders.
-    pub part: u64,
-    /// Of these, files that its writers deleted, or the server, and that they keep open.
-    pub kept: u64,
-}
 
 /// Folder of the cache, its limit in bytes, and its images.
 #[derive(Debug, Clone)]
@@ -63,6 +50,9 @@ pub struct Cache {
     folder: PathBuf,
     max: u64,
     images: Arc<Images>,
+    keeper: Keeper,
+    /// Folder of compiled code of workers that the server started itself, before it had a starter.
+    former: Option<Keeper>,
     /// Whether users of a client share compiled code.
     shares: bool,
     /// Name of this server among those that use the folder.
@@ -71,8 +61,16 @@ pub struct Cache {
 
 impl Cache {
     /// Creates the folders; returns `None` without a cache, where programs start more slowly.
-    pub fn open(config: &Config, random: &dyn Random) -> Option<Self> {
-        let cache = Self::at(Self::present_folder(config), config.cache_max)?;
+    ///
+    /// `there`: the starter, and its folder of compiled code.
+    pub fn open(config: &Config, there: Option<(Desk, PathBuf)>, random: &dyn Random) -> Option<Self> {
+        let (folder, max) = (Self::present_folder(config), config.cache_max);
+        let own = Keeper::Here(Code::new(folder.clone(), max));
+        let (keeper, former) = match there {
+            Some((desk, folder)) => (Keeper::There(desk, Code::new(folder, max)), Some(own)),
+            None => (own, None),
+        };
+        let cache = Self::of(folder, max, keeper, former)?;
         let server = server_name(&config.state_dir, random);
         Some(Self { shares: config.share_compiled, server, ..cache })
     }
@@ -99,19 +97,25 @@ impl Cache {
 
     /// Creates the folders in `folder`, for `max` bytes.
     pub fn at(folder: PathBuf, max: u64) -> Option<Self> {
+        let keeper = Keeper::Here(Code::new(folder.clone(), max));
+        Self::of(folder, max, keeper, None)
+    }
+
+    fn of(folder: PathBuf, max: u64, keeper: Keeper, former: Option<Keeper>) -> Option<Self> {
         let images = Arc::new(Images::new(folder.join(IMAGES), max, max / CLIENT_SHARE, wall()));
-        let cache = Self { folder, max, images, shares: true, server: String::new() };
+        let cache = Self { folder, max, images, keeper, former, shares: true, server: String::new() };
         // Workers of an earlier version that still run lose their images, and nothing else.
-        let former = cache.folder.join(FORMER_IMAGES);
-        if former.exists() {
-            cache.delete(&former);
+        let modules = cache.folder.join(FORMER_IMAGES);
+        if modules.exists() {
+            cache.delete(&modules);
         }
         if max == 0 {
             cache.trim(wall());
             return None;
         }
-        match [IMAGES, COMPILED, GONE].iter().try_for_each(|kind| made(&cache.folder.join(kind))) {
-            Ok(()) => Some(cache),
+        let made = [IMAGES, GONE].iter().try_for_each(|kind| made(&cache.folder.join(kind)));
+        match made.and_then(|()| cache.keeper.act(What::Open)) {
+            Ok(_) => Some(cache),
             Err(e) => {
                 warn!("cache {}: not created: {e}; programs start more slowly", cache.folder.display());
                 None
@@ -119,9 +123,25 @@ impl Cache {
         }
     }
 
-    /// Returns the bytes of one client's images, and of one folder of compiled code.
-    fn share(&self) -> u64 {
-        self.max / CLIENT_SHARE
+    /// Returns who keeps this folder of compiled code, and its name; `None`: it is none.
+    fn kept(&self, folder: &Path) -> Option<(&Keeper, String)> {
+        let all = [Some(&self.keeper), self.former.as_ref()];
+        let name = name_in(folder);
+        all.into_iter()
+            .flatten()
+            .find(|keeper| keeper.code().at(&name) == folder)
+            .map(|keeper| (keeper, name))
+    }
+
+    /// Returns the folder of the same name where workers write that the server started itself.
+    pub fn before_a_starter(&self, folder: &Path) -> PathBuf {
+        let former = self.former.as_ref().map(|former| former.code().at(&name_in(folder)));
+        former.unwrap_or_else(|| folder.into())
+    }
+
+    /// Returns a folder of compiled code that workers must not reach.
+    pub fn code_folder(&self) -> PathBuf {
+        self.keeper.code().folder().join(COMPILED)
     }
 
     /// Returns the images of all clients.
@@ -130,11 +150,8 @@ impl Cache {
     }
 
     /// Returns the bytes that the driver may keep as compiled code (`CUDA_CACHE_MAXSIZE`).
-    ///
-    /// The driver counts lengths. Even if the files take twice their length, as small ones may, all
-    /// of them are within the share.
     pub fn compiled_max(&self) -> u64 {
-        MOST_COMPILED.min(self.share() / 2)
+        self.keeper.code().compiled_max()
     }
 
     /// Returns the bytes that the driver may add to its user's, which are as many at most.
@@ -149,27 +166,16 @@ impl Cache {
 
     /// Measures a folder of compiled code, with what its writers deleted and keep open; `None`: it
     /// cannot be measured.
-    ///
-    /// Writers of a folder that is gone may keep files that the server deletes.
     pub fn compiled_bytes(&self, folder: &Path, writers: &[u32]) -> Option<Size> {
-        let most = self.share().saturating_mul(2);
-        let gone = self.folder.join(GONE);
-        let (found, named) = match folder.exists() {
-            true => (measured(folder, most)?, folder),
-            false => (Measured::NOTHING, &*gone),
-        };
-        // The kernel names files by paths without links.
-        let named = named.canonicalize().ok()?;
-        let mut seen = HashSet::new();
-        let kept = writers.iter().map(|writer| {
-            kept(*writer, &named, &mut seen).unwrap_or_else(|e| {
-                debug!("process {writer}: its open files cannot be listed: {e}; they do not count");
-                0
-            })
+        let (keeper, name) = self.kept(folder)?;
+        let found = keeper.act(What::Size(name, writers.to_vec()));
+        let found = found.inspect_err(|e| {
+            warn!("cache {}: not measured: {e}; the next check tries again", folder.display());
         });
-        let kept = kept.fold(0, u64::saturating_add);
-        let (bytes, part) = (found.bytes.saturating_add(kept), found.part.saturating_add(kept));
-        Some(Size { bytes: if bytes > most { BEYOND } else { bytes }, part, kept })
+        match found.ok()?.pop() {
+            Some(Found::Size(size)) => size,
+            _ => None,
+        }
     }
 
     /// Returns why this is too much compiled code for a folder, or for those of a client's workers;
@@ -178,12 +184,12 @@ impl Cache {
     /// The driver keeps to [`Self::compiled_max`], so that only a worker that its client has taken
     /// over fills a folder with more; many honest ones may together.
     pub fn excess(&self, bytes: u64) -> Option<String> {
-        let share = self.share();
+        let share = self.keeper.code().share();
         match bytes {
             _ if bytes > share.saturating_mul(2) => {
                 Some(format!("more than {} MiB of compiled code", share >> 19))
             }
-            _ if bytes > share && !leaves_room(&self.folder, 0) => {
+            _ if bytes > share && !leaves_room(self.keeper.code().folder(), 0) => {
                 Some(format!("{} MiB of compiled code on a disk that is nearly full", bytes >> 20))
             }
             _ => None,
@@ -192,13 +198,9 @@ impl Cache {
 
     /// Deletes a file or folder whatever is in it.
     pub fn delete(&self, path: &Path) {
-        let gone = self.folder.join(GONE);
-        let deleted = match path.is_dir() && !path.is_symlink() {
-            true => made(&gone).and_then(|()| tree::discard(path, &gone)).and_then(|()| tree::empty(&gone)),
-            false => std::fs::remove_file(path),
-        };
-        if let Err(e) = deleted.or_else(absent) {
-            warn!("cache {}: not deleted: {e}; delete it by hand", path.display());
+        match self.kept(path) {
+            Some((keeper, name)) => keeper.delete(&name),
+            None => Code::new(self.folder.clone(), self.max).delete(path),
         }
     }
 
@@ -208,23 +210,20 @@ impl Cache {
     /// An image is an entry, and so is a whole folder of compiled files. A client with more than
     /// its share loses these first.
     pub fn trim(&self, now: SystemTime) {
-        if let Err(e) = tree::empty(&self.folder.join(GONE)).or_else(absent) {
-            warn!("cache {}: not emptied: {e}; delete it by hand", self.folder.join(GONE).display());
-        }
-        let most = self.share().saturating_mul(2);
         self.images.scan(now);
         let mut kept = self.images.entries();
-        let compiled = paths(&self.folder.join(COMPILED)).into_iter();
-        let compiled = compiled.filter_map(|path| Some(Entry { found: measured(&path, most)?, path }));
+        let compiled = [Some(&self.keeper), self.former.as_ref()].into_iter().flatten();
+        let compiled = compiled.flat_map(Self::measured).collect::<Vec<_>>().into_iter();
         // An empty folder has nothing to give, and its worker may fill it soon.
-        let compiled: Vec<_> = compiled.filter(|entry| entry.found.bytes > LEAST.min(self.max)).collect();
+        let compiled: Vec<_> =
+            compiled.filter(|entry: &Entry| entry.found.bytes > LEAST.min(self.max)).collect();
         let mut of_clients: HashMap<String, u64> = HashMap::new();
         for Entry { path, found } in compiled.iter().filter(|entry| entry.found.bytes != BEYOND) {
             let sum = of_clients.entry(client_of(path).to_owned()).or_default();
             *sum = sum.saturating_add(found.part);
         }
         kept.extend(compiled);
-        let share = self.share();
+        let share = self.keeper.code().share();
         let within = |entry: &Entry| {
             let sum = of_clients.get(client_of(&entry.path)).copied().unwrap_or_default();
             sum.max(entry.found.part) <= share
@@ -246,6 +245,22 @@ impl Cache {
         let images: u64 = self.images.entries().iter().map(|entry| entry.found.bytes).sum();
         self.images.note_others(total.saturating_sub(images));
     }
+
+    /// Returns the folders of compiled code of a keeper, measured.
+    fn measured(keeper: &Keeper) -> Vec<Entry> {
+        let found = keeper.act(What::Measure).unwrap_or_else(|e| {
+            warn!(
+                "cache {}: not measured: {e}; the next check tries again",
+                keeper.code().folder().display()
+            );
+            Vec::new()
+        });
+        let found = found.into_iter().flat_map(|answer| match answer {
+            Found::Measured(found) => found,
+            _ => Vec::new(),
+        });
+        found.map(|(name, found)| Entry { path: keeper.code().at(&name), found }).collect()
+    }
 }
 
 /// Returns the name of a state directory's server, which the first start draws.
@@ -265,27 +280,6 @@ fn server_name(state_dir: &Path, random: &dyn Random) -> String {
         warn!("name of this server in the cache: not kept: {e}; the next start draws another");
     }
     name
-}
-
-fn absent(e: io::Error) -> io::Result<()> {
-    if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }
-}
-
-/// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
-fn measured(path: &Path, most: u64) -> Option<Measured> {
-    let found = path.symlink_metadata().and_then(|facts| match facts.is_dir() {
-        true => tree::measured(path, most),
-        false => Ok(Measured::of_file(&facts)),
-    });
-    match found {
-        Ok(found) => Some(found),
-        Err(e) => {
-            if e.kind() != io::ErrorKind::NotFound {
-                warn!("cache {}: not measured: {e}; the next check tries again", path.display());
-            }
-            None
-        }
-    }
 }
 
 #[cfg(test)]

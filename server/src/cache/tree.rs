@@ -13,10 +13,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
+use crate::starter::code::Measured;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, OFlag, openat, renameat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
+use tracing::warn;
 
 /// Bytes of a folder that has too much, that goes too deep, or that the server may not read.
 pub(super) const BEYOND: u64 = u64::MAX;
@@ -29,16 +31,6 @@ const MAX_DEPTH: usize = 64;
 fn whole(facts: &Metadata) -> u64 {
     // Blocks, not bytes: a million small files fill a disk, too.
     LEAST.max(facts.blocks() * 512)
-}
-
-/// Disk space of a file or folder, and the last use of a file in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Measured {
-    /// All of it, as its writers may use it.
-    pub(super) bytes: u64,
-    /// As `bytes`, with its part of each file that lies in several folders.
-    pub(super) part: u64,
-    pub(super) used: SystemTime,
 }
 
 impl Measured {
@@ -126,6 +118,23 @@ pub(super) fn still_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
             Ok(None)
         }
         Err(e) => Err(e),
+    }
+}
+
+/// Measures a file or folder; `None`: it is gone, or not readable now, which it logs.
+pub(super) fn measured_entry(path: &Path, most: u64) -> Option<Measured> {
+    let found = path.symlink_metadata().and_then(|facts| match facts.is_dir() {
+        true => measured(path, most),
+        false => Ok(Measured::of_file(&facts)),
+    });
+    match found {
+        Ok(found) => Some(found),
+        Err(e) => {
+            if e.kind() != io::ErrorKind::NotFound {
+                warn!("cache {}: not measured: {e}; the next check tries again", path.display());
+            }
+            None
+        }
     }
 }
 

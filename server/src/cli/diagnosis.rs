@@ -29,7 +29,7 @@ use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::refusal::Refusal;
 use crate::signer::link::{folder_of, places, unit_of};
-use crate::starter::link::unit_of as starter_unit_of;
+use crate::starter::unit_of as starter_unit_of;
 use crate::text::Output;
 
 /// Exit code if the server does not answer.

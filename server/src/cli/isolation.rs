@@ -16,12 +16,13 @@ const REFUSED: u8 = 2;
 /// Tests this host as the start of a server does; returns the exit code.
 pub(super) fn check_isolation(out: &mut Output<'_>, config: &Config) -> anyhow::Result<u8> {
     let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;
-    let worker = worker_program();
+    let starter = Starter::Here(worker_program());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let verdict = runtime.block_on(async {
-        let found = discovery::probe(&Starter::Here(worker.clone()), &driver).await?;
+        let found = discovery::probe(&starter, &driver).await?;
         let gpus = discovery::choose(&config.gpus, found.devices)?;
-        Ok(isolation::probe([&config.state_dir, &Cache::images_of(config)], &worker, &driver, &gpus).await)
+        let hidden = [&*config.state_dir, &*Cache::images_of(config)];
+        Ok(isolation::probe(&hidden, &starter, &driver, &gpus).await)
     });
     let verdict = verdict.map_err(|e: discovery::DiscoveryError| e.placed(config))?;
     let (untested, lacking) = match &verdict {

@@ -217,8 +217,8 @@ keys! {
         /// By default it is that of the unit gpuserver-ca, where systemd runs this server: for the
         /// files of `/etc/gpusession`, and for `gpuserver-NAME.toml` that of gpuserver-ca@NAME.
         signer: Option<PathBuf> = signer_socket("/run/gpuserver-ca/sign.sock"), PATH_OR_NONE;
-        /// Socket of gpuserver-starter, which runs the monitor, the probe of the driver and
-        /// measurements of netperf as a user of their own; "none": they run as this server's user.
+        /// Socket of gpuserver-starter, which runs workers, MPS daemons and all else that loads the
+        /// driver as a user of their own; "none": they run as this server's user.
         ///
         /// By default it is that of the unit gpuserver-worker, where systemd runs this server: for
         /// the files of `/etc/gpusession`, and for `gpuserver-NAME.toml` that of

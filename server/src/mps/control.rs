@@ -3,15 +3,19 @@
 //! Answers are bounded, and an answer that cannot be parsed is an error, never a good state.
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::process::Command;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
+
+use crate::spawn::Spawner;
+use crate::starter::link::{Program, Starter};
+use crate::starter::{Purpose, Request};
 
 /// Longest answer that is read, in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
@@ -96,13 +100,12 @@ fn shown(text: &str) -> String {
     text.trim().chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// Command line that becomes `nvidia-cuda-mps-control`, its last word.
-pub type Words = Vec<OsString>;
-
 /// Interface to one control daemon.
 #[derive(Debug, Clone)]
 pub struct Control {
-    words: Words,
+    starter: Starter,
+    /// Arguments of the worker's program, which restricts itself and becomes NVIDIA's.
+    arguments: Vec<OsString>,
     /// Whole environment of the program; its pipe directory selects the daemon.
     environment: Vec<(OsString, OsString)>,
     /// The daemon talks to one program at a time, and refuses a second.
@@ -111,20 +114,20 @@ pub struct Control {
 
 impl Control {
     /// Creates the interface to the daemon of the environment's pipe directory.
-    pub fn new(words: Words, environment: Vec<(OsString, OsString)>) -> Self {
-        Self { words, environment, turn: Arc::default() }
+    pub fn new(starter: Starter, arguments: Vec<OsString>, environment: Vec<(OsString, OsString)>) -> Self {
+        Self { starter, arguments, environment, turn: Arc::default() }
     }
 
-    /// Returns the command that asks the daemon; with `-f` it becomes the daemon.
-    pub fn command(&self) -> Command {
-        let mut command = Command::new(self.words.first().map_or_else(OsString::new, OsString::clone));
-        command
-            .args(self.words.iter().skip(1))
-            .env_clear()
-            .envs(self.environment.iter().map(|(k, v)| (k, v)))
-            .current_dir("/")
-            .kill_on_drop(true);
-        command
+    fn request(&self, more: &[&str]) -> Request {
+        let arguments = self.arguments.iter().cloned().chain(more.iter().map(OsString::from)).collect();
+        Request { purpose: Purpose::Mps, arguments, environment: self.environment.clone() }
+    }
+
+    /// Starts the daemon, which ends with this process; it writes to `output`.
+    pub async fn daemon(&self, output: File, spawner: &Spawner) -> io::Result<Program> {
+        let errors = output.try_clone()?;
+        let streams = [File::open("/dev/null")?.into(), output.into(), errors.into()];
+        self.starter.bound(self.request(&["-f"]), streams, spawner).await
     }
 
     /// Sends one question to the daemon and returns the answer.
@@ -136,22 +139,13 @@ impl Control {
     async fn ask_in_turn(&self, question: &str) -> Result<String, String> {
         let _turn = self.turn.lock().await;
         let failed = |e: std::io::Error| format!("{PROGRAM}: {e}");
-        let mut child = self
-            .command()
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(failed)?;
-        let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err("the control program has no pipes".into());
-        };
+        let (mut program, mut input, output) = self.starter.asked(self.request(&[])).await.map_err(failed)?;
         // If the program has exited already, its answer tells why.
         let _ = input.write_all(format!("{question}\n").as_bytes()).await;
         drop(input);
         let mut answer = Vec::new();
         output.take(MAX_ANSWER).read_to_end(&mut answer).await.map_err(failed)?;
-        let status = child.wait().await.map_err(failed)?;
+        let status = program.wait().await.map_err(failed)?;
         let answer = String::from_utf8_lossy(&answer).into_owned();
         if !status.success() || answer.contains("Cannot find MPS control daemon") {
             return Err(format!("{question}: {status}: {}", shown(&answer)));
@@ -211,16 +205,23 @@ mod tests {
     #[tokio::test]
     async fn a_daemon_that_does_not_answer_is_left() {
         let environment = vec![("PATH".into(), "/usr/bin:/bin".into())];
-        let of = |program: &str| Control::new(vec![program.into()], environment.clone());
-        assert_eq!(of("/bin/cat").ask("ps", ANSWER_TIMEOUT).await.unwrap(), "ps\n");
+        let of = |program: &Path| {
+            Control::new(Starter::Here(program.into()), vec!["the driver".into()], environment.clone())
+        };
         let folder = tempfile::tempdir().unwrap();
-        let hangs = folder.path().join("hangs");
-        std::fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
-        use std::os::unix::fs::PermissionsExt;
-        std::fs::set_permissions(&hangs, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let hangs = Control::new(vec![hangs.into()], environment.clone());
+        let program = |name: &str, line: &str| {
+            use std::os::unix::fs::PermissionsExt;
+            let path = folder.path().join(name);
+            std::fs::write(&path, format!("#!/bin/sh\n{line}\n")).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            path
+        };
+        let answers = program("answers", "read question; echo \"$question $@\"");
+        let said = of(&answers).ask("ps", ANSWER_TIMEOUT).await.unwrap();
+        assert_eq!(said, "ps --mps the driver\n");
+        let hangs = of(&program("hangs", "exec sleep 1000"));
         let e = hangs.ask("ps", Duration::from_millis(50)).await.unwrap_err();
         assert!(e.contains("no answer within 50 ms"), "{e}");
-        assert!(of("/bin/false").ask("ps", ANSWER_TIMEOUT).await.is_err());
+        assert!(of(Path::new("/bin/false")).ask("ps", ANSWER_TIMEOUT).await.is_err());
     }
 }

@@ -37,19 +37,10 @@ pub struct FaultView {
 #[derive(Debug)]
 pub(super) struct Generation {
     pub(super) number: u32,
-    pub(super) folder: PathBuf,
+    /// Folder of its sockets.
+    pub(super) pipes: PathBuf,
     pub(super) control: Control,
     pub(super) alive: AtomicBool,
-}
-
-impl Generation {
-    pub(super) fn pipe(&self) -> PathBuf {
-        self.folder.join("p")
-    }
-
-    pub(super) fn logs(&self) -> PathBuf {
-        self.folder.join("l")
-    }
 }
 
 #[derive(Debug, Clone)]
@@ -132,7 +123,7 @@ impl Seat {
 
     /// Folder of the daemon's sockets.
     pub fn pipe_directory(&self) -> PathBuf {
-        self.generation.pipe()
+        self.generation.pipes.clone()
     }
 
     /// Ends the GPU work of a worker before the worker exits, so that no other client is harmed.

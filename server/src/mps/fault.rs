@@ -22,12 +22,12 @@ pub(super) enum End {
 const MAX_LINES: usize = 50;
 
 /// Returns the fault that a daemon's logs report, if there was one.
-pub(super) async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
-    let (mut culprits, why) = read_logs(domain, logs)?;
+pub(super) async fn fault(domain: &Domain, logs: &mut Vec<Tail>) -> Option<End> {
+    let (mut culprits, why) = read_logs(domain, logs).await?;
     if culprits.is_empty() {
         // The next line may name the culprit.
         sleep(POLL_INTERVAL).await;
-        culprits.extend(read_logs(domain, logs).into_iter().flat_map(|(c, _)| c));
+        culprits.extend(read_logs(domain, logs).await.into_iter().flat_map(|(c, _)| c));
     }
     Some(End::Fault { culprits, why })
 }
@@ -35,7 +35,7 @@ pub(super) async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
 /// Waits for an answer of the daemon, for any time, unless its logs report a fault meanwhile.
 pub(super) async fn unless_fault<T>(
     domain: &Domain,
-    logs: &mut [Tail],
+    logs: &mut Vec<Tail>,
     asked: impl Future<Output = T>,
 ) -> Result<T, End> {
     let mut asked = std::pin::pin!(asked);
@@ -53,11 +53,18 @@ pub(super) async fn unless_fault<T>(
 
 /// Copies new log lines to the journal. Returns the culprits and the text of a fault, if there was
 /// one.
-fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
+async fn read_logs(domain: &Domain, logs: &mut Vec<Tail>) -> Option<(Vec<u32>, String)> {
+    let mut tails = std::mem::take(logs);
+    let reading = tokio::task::spawn_blocking(move || {
+        let lines: Vec<_> = tails.iter_mut().map(Tail::lines).collect();
+        (tails, lines)
+    });
+    let lines;
+    (*logs, lines) = reading.await.unwrap_or_default();
     let mut fault: Option<(Vec<u32>, String)> = None;
-    for log in logs {
+    for (log, lines) in logs.iter().zip(lines) {
         let mut left = MAX_LINES;
-        for line in log.lines() {
+        for line in lines {
             let said = log::read(&line);
             let (name, text) = (domain.name(), line.split_once("] ").map_or(line.as_str(), |(_, text)| text));
             if left > 0 {

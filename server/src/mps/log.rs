@@ -1,13 +1,13 @@
 //! Reads the logs of MPS daemons and servers, which report faults before anything else does.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+use super::folder::{self, Folders, LOGS, logs};
+use crate::starter::mps::{FolderAct, Told};
 
 /// Longest line that is kept, in bytes.
 const MAX_LINE: usize = 1024;
-/// Bytes read at a time.
-const MAX_READ: u64 = 64 << 10;
 /// Size at which a log is emptied, in bytes: it lies in memory, below /run.
 const MAX_LOG: u64 = 4 << 20;
 
@@ -49,45 +49,74 @@ fn culprit(text: &str) -> Option<u32> {
     digits.parse().ok().filter(|pid| *pid > 1)
 }
 
+/// A file that another process writes.
+#[derive(Debug)]
+enum Source {
+    /// A log of a daemon, by its number in [`LOGS`].
+    Log(Folders, u32, usize),
+    /// A file of this process's user.
+    File(PathBuf),
+}
+
+impl Source {
+    /// Reads from a place on; returns the length, too.
+    fn read(&self, at: u64) -> Option<(Vec<u8>, u64)> {
+        match self {
+            Self::File(path) => folder::read(path, at).ok(),
+            Self::Log(folders, daemon, log) => {
+                match folders.act(&FolderAct::Read(*daemon, *log, at)).ok()?? {
+                    Told::Log(new, len) => Some((new, len)),
+                    _ => None,
+                }
+            }
+        }
+    }
+
+    /// Returns `true` if the file is empty now.
+    fn emptied(&self) -> bool {
+        match self {
+            Self::File(path) => {
+                File::options().write(true).open(path).is_ok_and(|file| file.set_len(0).is_ok())
+            }
+            Self::Log(folders, daemon, log) => folders.act(&FolderAct::Empty(*daemon, *log)).is_ok(),
+        }
+    }
+}
+
 /// Reads new lines of a file that another process writes.
 #[derive(Debug)]
 pub struct Tail {
-    path: PathBuf,
+    source: Source,
     at: u64,
     rest: Vec<u8>,
 }
 
 impl Tail {
-    /// Starts at the beginning of a file, which may not exist yet.
-    pub fn new(path: PathBuf) -> Self {
-        Self { path, at: 0, rest: Vec::new() }
+    /// Starts at the beginning of each log of a daemon, and of its `output`. They need not exist.
+    pub fn of(folders: &Folders, daemon: u32, output: PathBuf) -> Vec<Self> {
+        let logs = (0..LOGS.len()).map(|log| Source::Log(folders.clone(), daemon, log));
+        let all = logs.chain([Source::File(output)]);
+        all.map(|source| Self { source, at: 0, rest: Vec::new() }).collect()
     }
 
-    /// Path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Returns whole lines added since the last call, as far as one read goes.
-    pub fn lines(&mut self) -> Vec<String> {
-        let mut new = Vec::new();
-        let read = || -> std::io::Result<u64> {
-            let mut file = File::open(&self.path)?;
-            let len = file.metadata()?.len();
-            if len < self.at {
-                self.at = 0;
+    /// Returns the path of the file.
+    pub fn path(&self) -> PathBuf {
+        match &self.source {
+            Source::File(path) => path.clone(),
+            Source::Log(folders, daemon, log) => {
+                logs(folders.all(), *daemon).join(LOGS.get(*log).copied().unwrap_or_default())
             }
-            file.seek(SeekFrom::Start(self.at))?;
-            file.take(MAX_READ).read_to_end(&mut new)?;
-            Ok(len)
-        };
-        let Ok(len) = { read }() else { return Vec::new() };
+        }
+    }
+
+    /// Returns whole lines added since the last call, as far as one read goes; may wait.
+    pub fn lines(&mut self) -> Vec<String> {
+        let Some((new, len)) = self.source.read(self.at) else { return Vec::new() };
+        if len < self.at {
+            self.at = 0;
+        }
         self.at += new.len() as u64;
-        if self.at >= len
-            && len > MAX_LOG
-            && let Ok(file) = File::options().write(true).open(&self.path)
-            && file.set_len(0).is_ok()
-        {
+        if self.at >= len && len > MAX_LOG && self.source.emptied() {
             self.at = 0;
         }
         let mut out = Vec::new();
@@ -139,8 +168,10 @@ mod tests {
     fn a_log_is_followed() {
         use std::io::Write;
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("server.log");
-        let mut tail = Tail::new(path.clone());
+        let folders = Folders::Here(folder.path().into());
+        folders.act(&FolderAct::Make(7)).unwrap();
+        let path = logs(folder.path(), 7).join(LOGS[1]);
+        let mut tail = Tail::of(&folders, 7, PathBuf::new()).remove(1);
         assert!(tail.lines().is_empty());
         let mut file = File::options().create(true).append(true).open(&path).unwrap();
         write!(file, "one\ntw").unwrap();

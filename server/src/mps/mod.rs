@@ -17,23 +17,25 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::timeout;
 use tracing::warn;
 
-use self::clear::clean;
-use self::control::Words;
 use self::domain::{Domain, Inner, Key, Phase};
 pub use self::domain::{FaultView, Seat};
 pub use self::environment::variables;
+pub use self::folder::Folders;
 pub use self::paths::check_folder;
 use self::view::view;
 pub use self::view::{DomainView, ServerView};
 use crate::clock::Clock;
 use crate::lease::Lease;
 use crate::spawn::Spawner;
+use crate::starter::link::Starter;
+use crate::starter::mps::FolderAct;
 
 mod clear;
 pub mod control;
 mod domain;
 mod environment;
 mod fault;
+pub mod folder;
 mod log;
 mod paths;
 mod run;
@@ -53,28 +55,14 @@ pub struct Settings {
     pub program: PathBuf,
     /// Path of the driver library.
     pub driver: PathBuf,
-    /// Parent of the daemons' folders.
-    pub folder: PathBuf,
+    /// Folder of what a daemon writes to its standard streams.
+    pub output: PathBuf,
+    /// Folders of the daemons.
+    pub folders: Folders,
+    /// User of workers and daemons.
+    pub uid: u32,
     /// Whether all clients share a domain.
     pub shared: bool,
-}
-
-/// Restrictions of the daemons, which the worker's program takes before it becomes NVIDIA's.
-#[derive(Debug, Clone)]
-pub struct Fence {
-    /// Path of the worker's program.
-    pub worker: PathBuf,
-    /// The server's decision on restrictions.
-    pub isolation: Isolation,
-}
-
-impl Fence {
-    /// Returns the words of NVIDIA's program inside the restrictions.
-    fn of(&self, settings: &Settings) -> Words {
-        let (driver, program) = (settings.driver.as_os_str(), settings.program.as_os_str());
-        let isolation = self.isolation.as_str().as_ref();
-        [self.worker.as_os_str(), "--mps".as_ref(), driver, isolation, program].map(Into::into).into()
-    }
 }
 
 /// Event of one generation of a domain's daemon.
@@ -110,7 +98,8 @@ pub enum DomainEvent {
 
 struct Shared {
     settings: Settings,
-    fence: Fence,
+    starter: Starter,
+    isolation: Isolation,
     spawner: Spawner,
     clock: Arc<dyn Clock>,
     domains: Mutex<HashMap<Key, Arc<Domain>>>,
@@ -125,19 +114,24 @@ pub struct Mps(Arc<Shared>);
 
 impl Mps {
     /// Creates the domains' owner, and kills processes that an earlier run left behind.
+    ///
+    /// The worker's program takes restrictions, unless `isolation` is off, before it becomes
+    /// NVIDIA's.
     pub fn new(
         settings: Settings,
-        fence: Fence,
+        starter: Starter,
+        isolation: Isolation,
         spawner: Spawner,
         clock: Arc<dyn Clock>,
     ) -> (Self, mpsc::UnboundedReceiver<DomainEvent>) {
-        for entry in std::fs::read_dir(&settings.folder).into_iter().flatten().flatten() {
-            clean(&entry.path());
+        if let Err(e) = settings.folders.act(&FolderAct::Clear) {
+            warn!("MPS: folder of the daemons not cleared: {e}");
         }
         let (happened, told) = mpsc::unbounded_channel();
         let shared = Shared {
             settings,
-            fence,
+            starter,
+            isolation,
             spawner,
             clock,
             domains: Mutex::default(),

@@ -1,24 +1,23 @@
 //! The life of a domain's daemon: it is started, watched, started again, and asked to quit.
 
 use std::fs::File;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::process::Child;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-use super::clear::{clean, left_behind};
 use super::control::{ANSWER_TIMEOUT, Control, ServerState};
 use super::domain::{Domain, FaultView, Generation, Phase, until};
 use super::fault::{End, POLL_INTERVAL, fault, unless_fault};
+use super::folder::{logs, pipes};
 use super::log::Tail;
 use super::{DomainEvent, Mps, QUIT_TIMEOUT};
 use crate::spawn::clean_environment;
+use crate::starter::link::Program;
+use crate::starter::mps::FolderAct;
 
 /// Time in which a started daemon must answer.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -59,16 +58,15 @@ impl Mps {
                     // one.
                     let (this, domain) = (self.clone(), domain.clone());
                     tokio::spawn(async move {
-                        let pipe = generation.pipe();
                         while domain.seated(number) > 0 {
                             sleep(POLL_INTERVAL).await;
-                            if left_behind(&pipe).is_empty() {
+                            if this.0.settings.folders.left(number).await.is_ok_and(|left| left.is_empty()) {
                                 let gone = DomainEvent::Gone { generation: number, server: true };
                                 let _ = this.0.happened.send(gone);
                                 until(&domain, || domain.seated(number) == 0).await;
                             }
                         }
-                        this.clear(&domain, &generation.folder).await;
+                        this.clear(&domain, number).await;
                     });
                 }
                 Err(why) => {
@@ -106,10 +104,10 @@ impl Mps {
     }
 
     /// Starts a daemon and waits until it answers.
-    async fn start(&self, domain: &Domain) -> Result<(Arc<Generation>, Child), String> {
+    async fn start(&self, domain: &Domain) -> Result<(Arc<Generation>, Program), String> {
         let settings = &self.0.settings;
         let number = self.0.numbers.fetch_add(1, Ordering::Relaxed);
-        let folder = settings.folder.join(number.to_string());
+        let (pipes, logs) = (pipes(settings.folders.all(), number), logs(settings.folders.all(), number));
         let mut environment = clean_environment(&settings.driver);
         if let Some((_, path)) = environment.iter_mut().find(|(name, _)| name == "PATH") {
             // The daemon finds its server program by name.
@@ -120,12 +118,14 @@ impl Mps {
             *path = folders;
         }
         environment.extend([
-            ("CUDA_MPS_PIPE_DIRECTORY".into(), folder.join("p").into()),
-            ("CUDA_MPS_LOG_DIRECTORY".into(), folder.join("l").into()),
+            ("CUDA_MPS_PIPE_DIRECTORY".into(), pipes.clone().into()),
+            ("CUDA_MPS_LOG_DIRECTORY".into(), logs.into()),
             ("CUDA_VISIBLE_DEVICES".into(), domain.key.gpus.join(",").into()),
         ]);
-        let control = Control::new(self.0.fence.of(settings), environment);
-        let generation = Arc::new(Generation { number, folder, control, alive: AtomicBool::new(true) });
+        let isolation = self.0.isolation.as_str().as_ref();
+        let arguments = [settings.driver.as_os_str(), isolation, settings.program.as_os_str()];
+        let control = Control::new(self.0.starter.clone(), arguments.map(Into::into).into(), environment);
+        let generation = Arc::new(Generation { number, pipes, control, alive: AtomicBool::new(true) });
         domain.inner().starts += 1;
         let mut child = None;
         match self.start_daemon(&generation, &mut child).await {
@@ -133,14 +133,14 @@ impl Mps {
             Err(e) => {
                 generation.alive.store(false, Ordering::Relaxed);
                 drop(child);
-                self.clear(domain, &generation.folder).await;
+                self.clear(domain, generation.number).await;
                 return Err(e);
             }
         }
         let child = child.ok_or("no process")?;
         apply(domain, &generation).await;
         // Saves the first program the wait for a server.
-        let uid = nix::unistd::geteuid();
+        let uid = settings.uid;
         if let Err(e) = generation.control.ask(&format!("start_server -uid {uid}"), START_TIMEOUT).await {
             warn!(
                 "MPS domain {}: cannot start its server in advance: {e}; its first worker starts it",
@@ -152,30 +152,24 @@ impl Mps {
             domain.name(),
             domain.key.gpus.join(", "),
             child.id().unwrap_or(0),
-            generation.folder.display()
+            generation.pipes.display()
         );
         domain.set(Phase::Up(generation.clone(), child.id()));
         Ok((generation, child))
     }
 
-    async fn start_daemon(&self, generation: &Generation, child: &mut Option<Child>) -> Result<(), String> {
+    async fn start_daemon(&self, generation: &Generation, child: &mut Option<Program>) -> Result<(), String> {
         let program = &self.0.settings.program;
         let failed = |what: &Path, e: std::io::Error| format!("{}: {e}", what.display());
-        // Left by an earlier run that could not clean up.
-        clean(&generation.folder);
-        for folder in [generation.pipe(), generation.logs()] {
-            let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
-            made.map_err(|e| failed(&folder, e))?;
-        }
-        let said = generation.logs().join("daemon.out");
+        let folders = &self.0.settings.folders;
+        folders.have(FolderAct::Make(generation.number)).await.map_err(|e| failed(folders.all(), e))?;
+        let said = self.output(generation.number);
         let output = File::create(&said).map_err(|e| failed(&said, e))?;
-        let errors = output.try_clone().map_err(|e| failed(&said, e))?;
-        let mut command = generation.control.command();
-        command.arg("-f").stdin(Stdio::null()).stdout(output).stderr(errors).process_group(0);
-        let daemon = child.insert(self.0.spawner.start_bound(command).await.map_err(|e| failed(program, e))?);
+        let daemon = generation.control.daemon(output, &self.0.spawner).await;
+        let daemon = child.insert(daemon.map_err(|e| failed(program, e))?);
         let end = Instant::now() + START_TIMEOUT;
         loop {
-            if let Ok(Some(status)) = daemon.try_wait() {
+            if let Some(status) = daemon.exited().await {
                 let said = std::fs::read_to_string(&said).unwrap_or_default();
                 let last = said.lines().last().unwrap_or("it wrote nothing");
                 return Err(format!("{} exited: {status}: {last}", program.display()));
@@ -194,14 +188,14 @@ impl Mps {
     }
 
     /// Attends to a ready daemon until it has exited. The caller cleans up after one that died.
-    async fn attend(&self, domain: &Domain, generation: &Generation, mut child: Child) -> End {
+    async fn attend(&self, domain: &Domain, generation: &Generation, mut child: Program) -> End {
         let end = self.watch(domain, generation, &mut child).await;
         match &end {
             End::Unneeded => {
                 let asked = generation.control.ask("quit -t 2", QUIT_TIMEOUT).await;
-                if let Err(e) = asked.or_else(|e| {
-                    if child.try_wait().is_ok_and(|s| s.is_some()) { Ok(String::new()) } else { Err(e) }
-                }) {
+                if let Err(e) = asked
+                    && child.exited().await.is_none()
+                {
                     warn!("MPS domain {}: its control daemon did not quit: {e}; killed", domain.name());
                 }
                 let _ = timeout(QUIT_TIMEOUT, child.wait()).await;
@@ -240,17 +234,16 @@ impl Mps {
             }
         }
         generation.alive.store(false, Ordering::Relaxed);
-        let _ = child.start_kill();
+        child.kill().await;
         let _ = timeout(QUIT_TIMEOUT, child.wait()).await;
         if !matches!(end, End::Died(_)) {
-            self.clear(domain, &generation.folder).await;
+            self.clear(domain, generation.number).await;
         }
         end
     }
 
-    async fn watch(&self, domain: &Domain, generation: &Generation, child: &mut Child) -> End {
-        let mut logs =
-            ["control.log", "server.log", "daemon.out"].map(|f| Tail::new(generation.logs().join(f)));
+    async fn watch(&self, domain: &Domain, generation: &Generation, child: &mut Program) -> End {
+        let mut logs = Tail::of(&self.0.settings.folders, generation.number, self.output(generation.number));
         let mut percent = domain.percent();
         let (mut check_at, mut missed) = (Instant::now() + CHECK_INTERVAL, 0);
         loop {
@@ -298,7 +291,7 @@ impl Mps {
                         check_at = Instant::now() + SUSPECT_CHECK_INTERVAL;
                         warn!("MPS domain {}: cannot query its state: {e}", domain.name());
                         if missed == 4 {
-                            let _ = child.start_kill();
+                            child.kill().await;
                             return End::Died("its control daemon does not answer".into());
                         }
                     }
@@ -309,12 +302,15 @@ impl Mps {
 
     /// Kills what is left of a daemon. If a process does not exit, the driver holds it: its GPUs
     /// are stuck.
-    async fn clear(&self, domain: &Domain, folder: &Path) {
-        let pipe = folder.join("p");
-        clean(folder);
+    async fn clear(&self, domain: &Domain, number: u32) {
+        let folders = &self.0.settings.folders;
+        let _ = std::fs::remove_file(self.output(number));
+        if let Err(e) = folders.have(FolderAct::ClearOne(number)).await {
+            warn!("MPS domain {}: folder of its daemon not cleared: {e}", domain.name());
+        }
         let end = Instant::now() + QUIT_TIMEOUT;
         loop {
-            match left_behind(&pipe).first() {
+            match folders.left(number).await.unwrap_or_default().first() {
                 None => return,
                 Some(pid) if Instant::now() > end => {
                     let why =
@@ -325,6 +321,11 @@ impl Mps {
                 Some(_) => sleep(Duration::from_millis(50)).await,
             }
         }
+    }
+
+    /// Returns the file of what a daemon writes to its standard streams.
+    fn output(&self, number: u32) -> PathBuf {
+        self.0.settings.output.join(format!("mps-{number}.out"))
     }
 }
 

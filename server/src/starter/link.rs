@@ -20,7 +20,8 @@ use tokio::net::unix::pipe;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use super::{Group, Purpose, Request, STREAMS, Said};
+use super::desk::Desk;
+use super::{Group, Purpose, Request, STREAMS, Said, away, first_bytes};
 use crate::cgroups::Cgroups;
 use crate::spawn::{Spawner, clean_environment, end_group, socket_pair};
 
@@ -44,8 +45,8 @@ pub enum Starter {
 pub enum Program {
     /// Child of this process, and leader of its group.
     Child(Child),
-    /// Connection to the starter, with what it has sent of its next message.
-    Started(UnixStream, Vec<u8>),
+    /// Connection to the starter, with what it has sent of its next message, and the process id.
+    Started(UnixStream, Vec<u8>, u32),
 }
 
 impl Program {
@@ -53,12 +54,45 @@ impl Program {
     pub async fn wait(&mut self) -> io::Result<ExitStatus> {
         match self {
             Self::Child(child) => child.wait().await,
-            Self::Started(socket, part) => match hear(socket, part).await? {
+            Self::Started(socket, part, _) => match hear(socket, part).await? {
                 Said::Ended(status) => Ok(ExitStatus::from_raw(status)),
                 other => Err(unexpected(&other)),
             },
         }
     }
+
+    /// Returns the status of a program that has exited.
+    pub async fn exited(&mut self) -> Option<ExitStatus> {
+        timeout(Duration::ZERO, self.wait()).await.ok()?.ok()
+    }
+
+    /// Kills it, without a wait for its end.
+    pub async fn kill(&mut self) {
+        match self {
+            Self::Child(child) => drop(child.start_kill()),
+            // To the starter this is the end of the connection; it still tells the wait status.
+            Self::Started(socket, ..) => drop(socket.shutdown().await),
+        }
+    }
+
+    /// Returns the process id; `None` after its end.
+    pub fn id(&self) -> Option<u32> {
+        match self {
+            Self::Child(child) => child.id(),
+            Self::Started(.., pid) => Some(*pid),
+        }
+    }
+}
+
+/// A program of the starter with a worker's channel.
+#[derive(Debug)]
+pub struct StartedWorker {
+    /// Connection to the starter.
+    pub program: Program,
+    /// Descriptor of the process, which the starter has not reaped when it opens it.
+    pub pidfd: OwnedFd,
+    /// Supervisor's end of the channel.
+    pub channel: OwnedFd,
 }
 
 impl Drop for Program {
@@ -67,7 +101,7 @@ impl Drop for Program {
         if let Self::Child(child) = self
             && let Some(group) = child.id()
         {
-            end_group(group);
+            let _ = end_group(group);
         }
     }
 }
@@ -91,17 +125,59 @@ impl Starter {
         let (from, theirs_out) = pipe2(OFlag::O_CLOEXEC)?;
         let errors = io::stderr().as_fd().try_clone_to_owned()?;
         let streams = [theirs_in, theirs_out, errors];
-        let started = self.start(request(purpose, driver, more), streams).await?;
+        let more: Vec<_> = more.iter().map(OsString::from).collect();
+        let started = self.start(request(purpose, driver, &more), streams).await?;
         Ok((started, pipe::Sender::from_owned_fd(to)?, pipe::Receiver::from_owned_fd(from)?))
     }
 
-    /// Runs a program without input, and returns what it wrote.
-    pub async fn output(&self, purpose: Purpose, driver: &Path) -> io::Result<Output> {
+    /// Returns the way to the starter's acts; `None`: this process does everything itself.
+    pub fn desk(&self) -> Option<Desk> {
+        match self {
+            Self::Here(_) => None,
+            Self::Socket(socket) => Some(Desk::at(socket)),
+        }
+    }
+
+    /// Starts a program with these streams that ends with this process, however that exits.
+    pub async fn bound(
+        &self,
+        request: Request,
+        streams: [OwnedFd; STREAMS],
+        spawner: &Spawner,
+    ) -> io::Result<Program> {
+        match self {
+            Self::Here(program) => {
+                let started = spawner.start_bound(command(program, &request, streams)).await;
+                started.map(Program::Child).map_err(|e| not(program, &e))
+            }
+            Self::Socket(_) => self.start(request, streams).await,
+        }
+    }
+
+    /// Starts a program that answers on its output; returns its input, too.
+    pub async fn asked(&self, request: Request) -> io::Result<(Program, pipe::Sender, pipe::Receiver)> {
+        let (theirs_in, to) = pipe2(OFlag::O_CLOEXEC)?;
+        let (from, theirs_out) = pipe2(OFlag::O_CLOEXEC)?;
+        let nothing = File::options().write(true).open("/dev/null")?.into();
+        let started = self.start(request, [theirs_in, theirs_out, nothing]).await?;
+        Ok((started, pipe::Sender::from_owned_fd(to)?, pipe::Receiver::from_owned_fd(from)?))
+    }
+
+    /// Runs a program of a driver without input, and returns what it wrote.
+    pub async fn output(
+        &self,
+        purpose: Purpose,
+        driver: &Path,
+        more: &[OsString],
+        variables: &[(OsString, OsString)],
+    ) -> io::Result<Output> {
         let (from, theirs_out) = pipe2(OFlag::O_CLOEXEC)?;
         let (errors, theirs_err) = pipe2(OFlag::O_CLOEXEC)?;
         let nothing = File::open("/dev/null")?.into();
         let streams = [nothing, theirs_out, theirs_err];
-        let mut started = self.start(request(purpose, driver, &[]), streams).await?;
+        let mut request = request(purpose, driver, more);
+        request.environment.extend_from_slice(variables);
+        let mut started = self.start(request, streams).await?;
         let (stdout, stderr) = tokio::try_join!(written(from), written(errors))?;
         Ok(Output { status: started.wait().await?, stdout, stderr })
     }
@@ -127,13 +203,9 @@ impl Starter {
                 Ok((Program::Child(child), channel))
             }
             Self::Socket(path) => {
-                let (ours, theirs) = socket_pair()?;
-                let nothing = || File::options().read(true).write(true).open("/dev/null");
-                let errors = io::stderr().as_fd().try_clone_to_owned()?;
-                let descriptors = [nothing()?.into(), nothing()?.into(), errors, theirs];
-                let purpose = Purpose::Measure(group);
-                let request = Request { purpose, arguments: Vec::new(), environment };
-                Ok((started(path, &request, &descriptors).await?, ours))
+                let StartedWorker { program, channel, .. } =
+                    with_channel(path, Purpose::Measure(group), environment).await?;
+                Ok((program, channel))
             }
         }
     }
@@ -141,18 +213,34 @@ impl Starter {
     async fn start(&self, request: Request, streams: [OwnedFd; STREAMS]) -> io::Result<Program> {
         match self {
             Self::Here(program) => {
-                child(program, &request, streams).map(Program::Child).map_err(|e| not(program, &e))
+                command(program, &request, streams).spawn().map(Program::Child).map_err(|e| not(program, &e))
             }
-            Self::Socket(path) => started(path, &request, &streams).await,
+            Self::Socket(path) => Ok(started(path, &request, &streams).await?.0),
         }
     }
 }
 
-fn request(purpose: Purpose, driver: &Path, more: &[&str]) -> Request {
+/// Has the starter at `path` start a program with a worker's channel.
+pub async fn with_channel(
+    path: &Path,
+    purpose: Purpose,
+    environment: Vec<(OsString, OsString)>,
+) -> io::Result<StartedWorker> {
+    let (channel, theirs) = socket_pair()?;
+    let nothing = || File::options().read(true).write(true).open("/dev/null");
+    let errors = io::stderr().as_fd().try_clone_to_owned()?;
+    let descriptors = [nothing()?.into(), nothing()?.into(), errors, theirs];
+    let request = Request { purpose, arguments: Vec::new(), environment };
+    let (program, pidfd) = started(path, &request, &descriptors).await?;
+    let pidfd = pidfd.ok_or_else(|| away(path, &io::Error::other("it sent no pidfd")))?;
+    Ok(StartedWorker { program, pidfd, channel })
+}
+
+fn request(purpose: Purpose, driver: &Path, more: &[OsString]) -> Request {
     let arguments = [driver.as_os_str().to_owned()].into_iter();
     Request {
         purpose,
-        arguments: arguments.chain(more.iter().map(OsString::from)).collect(),
+        arguments: arguments.chain(more.iter().cloned()).collect(),
         environment: clean_environment(driver),
     }
 }
@@ -161,11 +249,16 @@ fn not(program: &Path, e: &io::Error) -> io::Error {
     io::Error::new(e.kind(), format!("{}: cannot be started: {e}", program.display()))
 }
 
-/// Has the starter at `path` start a program.
-async fn started(path: &Path, request: &Request, descriptors: &[OwnedFd]) -> io::Result<Program> {
+/// Has the starter at `path` start a program; returns its pidfd, too, unless the starter is of an
+/// earlier version.
+async fn started(
+    path: &Path,
+    request: &Request,
+    descriptors: &[OwnedFd],
+) -> io::Result<(Program, Option<OwnedFd>)> {
     let asked = timeout(START_TIMEOUT, ask(path, request, descriptors)).await;
     let asked = asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-    asked.map(|socket| Program::Started(socket, Vec::new())).map_err(|e| away(path, &e))
+    asked.map_err(|e| away(path, &e))
 }
 
 /// Reads what a program writes until it ends.
@@ -178,10 +271,11 @@ async fn written(pipe: OwnedFd) -> io::Result<Vec<u8>> {
     }
 }
 
-fn child(program: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> io::Result<Child> {
+fn command(program: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> Command {
     let [input, output, errors] = streams;
-    Command::new(program)
-        .arg(request.purpose.flag())
+    let mut command = Command::new(program);
+    command
+        .args(request.purpose.flag())
         .args(&request.arguments)
         .env_clear()
         .envs(request.environment.iter().map(|(name, value)| (name, value)))
@@ -190,12 +284,16 @@ fn child(program: &Path, request: &Request, streams: [OwnedFd; STREAMS]) -> io::
         .stdout(Stdio::from(output))
         .stderr(Stdio::from(errors))
         .process_group(0)
-        .kill_on_drop(true)
-        .spawn()
+        .kill_on_drop(true);
+    command
 }
 
-/// Has the starter start a program; returns the connection, which is the program's life.
-async fn ask(path: &Path, request: &Request, descriptors: &[OwnedFd]) -> io::Result<UnixStream> {
+/// Has the starter start a program; its connection is the program's life.
+async fn ask(
+    path: &Path,
+    request: &Request,
+    descriptors: &[OwnedFd],
+) -> io::Result<(Program, Option<OwnedFd>)> {
     let bytes = message::encode(request);
     message::body_len([bytes[0], bytes[1], bytes[2], bytes[3]]).map_err(io::Error::other)?;
     let mut socket = UnixStream::connect(path).await?;
@@ -212,8 +310,18 @@ async fn ask(path: &Path, request: &Request, descriptors: &[OwnedFd]) -> io::Res
         Err(e) => Err(e),
     };
     // A starter that refuses the caller answers before it reads.
-    match hear(&mut socket, &mut Vec::new()).await.map_err(|e| sent.err().unwrap_or(e))? {
-        Said::Started(_) => Ok(socket),
+    let (mut part, mut pidfd) = (vec![0; 4], Vec::new());
+    let first = socket.async_io(Interest::READABLE, || first_bytes(socket.as_fd(), &mut part)).await;
+    let first = first.map(|(n, beside)| {
+        part.truncate(n);
+        pidfd = beside;
+    });
+    let said = match first {
+        Ok(()) => hear(&mut socket, &mut part).await,
+        Err(e) => Err(e),
+    };
+    match said.map_err(|e| sent.err().unwrap_or(e))? {
+        Said::Started(pid) => Ok((Program::Started(socket, Vec::new(), pid), pidfd.pop())),
         Said::Refused(why) => Err(io::Error::other(why)),
         other => Err(unexpected(&other)),
     }
@@ -227,7 +335,7 @@ async fn hear(socket: &mut UnixStream, part: &mut Vec<u8>) -> io::Result<Said> {
             None => 4,
         };
         if part.len() == wanted && wanted > 4 {
-            return message::decode(&part[4..]).map_err(io::Error::other);
+            return message::decode(&std::mem::take(part)[4..]).map_err(io::Error::other);
         }
         // Bytes are read or not; a dropped future has read none.
         let more = (wanted - part.len()) as u64;
@@ -241,24 +349,10 @@ fn unexpected(said: &Said) -> io::Error {
     io::Error::other(format!("the starter sent {said:?} out of turn"))
 }
 
-fn away(socket: &Path, e: &io::Error) -> io::Error {
-    let unit = unit_of(socket);
-    let text = format!("the starter at {}: {e}; systemctl status {unit}", socket.display());
-    io::Error::new(e.kind(), text)
-}
-
 /// Describes the users of a server's processes; `socket`: its key `starter`.
 pub fn users(socket: Option<&Path>) -> &'static str {
     match socket {
-        Some(_) => "one for the server and its workers, one for the monitor and measurements",
+        Some(_) => "one for the server, one for its workers and all else that loads the driver",
         None => "one for all",
     }
-}
-
-/// Returns the unit of the starter whose socket is at `socket`, without the type's suffix.
-pub fn unit_of(socket: &Path) -> String {
-    let folder = socket.parent().and_then(Path::file_name).and_then(|name| name.to_str());
-    let folder = folder.unwrap_or(super::USER);
-    let instance = folder.strip_prefix("gpuserver-worker-");
-    instance.map_or_else(|| folder.into(), |name| format!("gpuserver-worker@{name}"))
 }

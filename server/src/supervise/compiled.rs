@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::time::timeout;
 use tracing::{info, warn};
@@ -33,16 +33,28 @@ struct Written {
     pids: Vec<u32>,
 }
 
+impl WorkerRecord {
+    /// Returns the folder of its own where its driver keeps compiled code.
+    fn own_folder(&self, cache: &Cache) -> PathBuf {
+        self.placed(cache, cache.of_worker(&self.client, &hex(&self.id)))
+    }
+
+    /// Returns a folder where this worker may write it.
+    fn placed(&self, cache: &Cache, folder: PathBuf) -> PathBuf {
+        if self.of_starter { folder } else { cache.before_a_starter(&folder) }
+    }
+}
+
 impl State {
     /// Returns the folder where a worker's driver keeps compiled code; `None`: its lease is gone.
     ///
     /// Workers of an earlier release wrote into a store.
     pub(super) fn code_folder(&self, cache: &Cache, worker: &Worker) -> Option<PathBuf> {
         match worker.own_code {
-            true => Some(cache.of_worker(&worker.client, &hex(&worker.id))),
+            true => Some(worker.own_folder(cache)),
             false => {
                 let known = self.leases.get(&worker.lease)?;
-                Some(cache.store(&worker.client, owner(&known.lease)))
+                Some(worker.placed(cache, cache.store(&worker.client, owner(&known.lease))))
             }
         }
     }
@@ -100,17 +112,15 @@ impl Supervisor {
     /// Gives a worker what its user's earlier programs compiled, before its program reaches it.
     pub(super) async fn lend_code(&self, id: &WorkerId) {
         let Some(cache) = self.0.options.cache.clone() else { return };
-        let (user, client) = match self.state().workers.get(id) {
-            Some(Worker { book: WorkerRecord { code_of: Some(user), client, .. }, .. }) => {
-                (*user, client.clone())
+        let (user, client, folder) = match self.state().workers.get(id) {
+            Some(Worker { book: book @ WorkerRecord { code_of: Some(user), client, .. }, .. }) => {
+                (*user, client.clone(), book.own_folder(&cache))
             }
             _ => return,
         };
-        let folder = cache.of_worker(&client, &hex(id));
         let shown = folder.display().to_string();
         // The program waits no longer for a slow disk, and linking stops at the same time.
-        let until = Instant::now() + LEND_TIMEOUT;
-        let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder, until));
+        let lending = tokio::task::spawn_blocking(move || cache.lend(&client, user, &folder, LEND_TIMEOUT));
         let lent = timeout(LEND_TIMEOUT, lending).await;
         if let Ok(Ok(Err(e))) = lent {
             warn!("cache {shown}: compiled code cannot be linked: {e}; its program may compile again");
@@ -121,7 +131,7 @@ impl Supervisor {
     pub(super) fn take_code_back(&self, worker: &WorkerRecord) {
         let Some(cache) = self.0.options.cache.clone().filter(|_| worker.own_code) else { return };
         let (client, user) = (worker.client.clone(), worker.code_of);
-        let folder = cache.of_worker(&client, &hex(&worker.id));
+        let folder = worker.own_folder(&cache);
         tokio::task::spawn_blocking(move || match user {
             Some(user) => cache.take_back(&client, user, &folder),
             None => cache.delete(&folder),
@@ -140,8 +150,8 @@ impl Supervisor {
             let mut used: HashSet<_> =
                 state.workers.values().filter_map(|worker| state.code_folder(cache, worker)).collect();
             for left in &state.left {
-                used.insert(cache.of_worker(&left.book.client, &hex(&left.book.id)));
-                used.insert(cache.store(&left.book.client, None));
+                used.insert(left.book.own_folder(cache));
+                used.insert(left.book.placed(cache, cache.store(&left.book.client, None)));
             }
             used
         };

@@ -118,7 +118,7 @@ impl Supervisor {
             self.0.empty.notify_waiters();
         }
         drop(state);
-        self.cgroups().remove(&worker.client, &worker_id);
+        self.groups().remove(&worker.client, id);
         self.take_code_back(&worker);
         match pause {
             Some(pause) => warn!(

@@ -10,9 +10,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -24,11 +24,13 @@ use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
+use super::process::kill_group;
 use super::record::WorkerRecord;
-use crate::spawn::end_group;
+use crate::pidfd::pid_of;
+use crate::starter::desk::Desk;
 
-/// Version of the records.
-const SCHEMA: u32 = 1;
+/// Version of the records; 1: of workers that the server started itself.
+const SCHEMA: u32 = 2;
 /// Records and workers of these versions are taken over.
 const KNOWN: Known = Known { schemas: 1..=SCHEMA, messages: OLDEST..=VERSION };
 /// Descriptors in the store per worker.
@@ -193,8 +195,9 @@ impl Store {
     /// Returns everything that an earlier server left in the store.
     ///
     /// Must be called before anything else opens descriptors. Kills workers that are incomplete, or
-    /// whose record this server cannot read.
-    pub fn left(&self) -> Left {
+    /// whose record this server cannot read; `desk`: the way to the starter that may have started
+    /// them.
+    pub fn left(&self, desk: Option<&Desk>) -> Left {
         let mut left = Left::default();
         let mut workers: BTreeMap<u32, Vec<OwnedFd>> = BTreeMap::new();
         for (name, fd) in passed() {
@@ -232,12 +235,12 @@ impl Store {
                     let kept = Kept { slot, record: Record::of(record, messages) };
                     left.workers.push(LeftWorker { book, channel, pidfd, kept });
                 }
-                (read, ..) => {
+                (read, _, pidfd, _) => {
                     let why = read.err().unwrap_or_else(|| "it is incomplete".into());
                     warn!(
                         "descriptor store: cannot take over worker process {pid} of an earlier server: {why}; killed, so its program's CUDA calls fail from now on"
                     );
-                    end_group(pid);
+                    kill_group(pid, pidfd.ok_or_else(|| io::ErrorKind::NotFound.into()), desk);
                     remove(&worker_name(slot));
                 }
             }
@@ -267,8 +270,8 @@ impl Record {
             return;
         }
         *holds = number;
-        let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: self.messages, book })
-        else {
+        let schema = if book.of_starter { SCHEMA } else { 1 };
+        let Ok(json) = serde_json::to_vec(&Versioned { schema, supervise: self.messages, book }) else {
             return;
         };
         let mut bytes = Vec::with_capacity(HEAD + json.len());
@@ -415,14 +418,6 @@ fn passed() -> Vec<(String, OwnedFd)> {
         out.extend(moved.ok().map(|copy| (name, copy)));
     }
     out
-}
-
-/// Returns the process of a pidfd, 0 once it has been reaped; `None` for other descriptors.
-fn pid_of(fd: &OwnedFd) -> Option<u32> {
-    let mut text = String::new();
-    File::open(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?.read_to_string(&mut text).ok()?;
-    let pid: i64 = text.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
-    Some(u32::try_from(pid).unwrap_or(0))
 }
 
 #[cfg(test)]

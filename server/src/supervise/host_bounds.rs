@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use super::exit::stop;
 use super::stock::WorkerId;
 use super::supervisor::{LeaseState, State, Supervisor};
-use super::worker::{Phase, Worker, exceeds, hex};
+use super::worker::{Phase, Worker, exceeds};
 use crate::cgroups::{Bounds, ClientBounds, Met};
 use crate::limits::Limits;
 
@@ -184,24 +184,30 @@ impl Supervisor {
             let workers: Vec<_> = started
                 .filter_map(|(id, _)| {
                     let (client, bounds) = state.bounds(id)?;
-                    Some((client.to_owned(), hex(id), bounds))
+                    Some((client.to_owned(), *id, bounds))
                 })
                 .collect();
             (clients, workers)
         };
         for (client, bounds) in clients {
-            self.cgroups().bound_client(&client, bounds);
+            self.groups().bound_client(&client, bounds);
         }
         for (client, id, bounds) in workers {
-            self.cgroups().bound(&client, &id, bounds);
+            self.groups().bound(&client, &id, bounds);
         }
-        self.cgroups().tick();
+        self.groups().tick();
+    }
+
+    /// Sets the bounds of a client's control group, which may be new.
+    pub(super) fn bound_anew(&self, client: &str) {
+        let bounds = self.state().client_bounds(client, host_memory());
+        self.groups().bound_anew(client, bounds);
     }
 
     /// Sets the bounds of a client's control group.
     pub fn bound_client(&self, client: &str) {
         let bounds = self.state().client_bounds(client, host_memory());
-        self.cgroups().bound_client(client, bounds);
+        self.groups().bound_client(client, bounds);
     }
 
     /// Sets the bounds of a worker and its client at once.
@@ -209,15 +215,18 @@ impl Supervisor {
         let found = self.state().bounds(id).map(|(client, bounds)| (client.to_owned(), bounds));
         if let Some((client, bounds)) = found {
             self.bound_client(&client);
-            self.cgroups().bound(&client, &hex(id), bounds);
+            self.groups().bound(&client, id, bounds);
         }
     }
 
     /// Returns the reason for a worker that the kernel killed for memory, and logs it.
-    pub(super) fn killed_for_memory(&self, id: &WorkerId) -> Option<String> {
+    pub(super) async fn killed_for_memory(&self, id: &WorkerId) -> Option<String> {
+        let (client, groups) = (self.state().workers.get(id)?.client.clone(), self.groups().clone());
+        let worker = *id;
+        let asked = tokio::task::spawn_blocking(move || groups.killed(&client, &worker));
+        let met = asked.await.ok()??;
         let state = self.state();
         let worker = state.workers.get(id)?;
-        let met = self.cgroups().killed(&worker.client, &hex(id))?;
         let limit = match met {
             Met::Worker => state.limits.of(&worker.client, worker.user()),
             Met::Client => state.limits.of(&worker.client, ""),

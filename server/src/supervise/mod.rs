@@ -19,6 +19,7 @@ use tracing::info;
 pub use self::errors::{AdoptError, TakeError};
 pub use self::event::Event;
 use self::exit::stop;
+pub use self::groups::WorkerGroups;
 use self::handover::{LeftWorker, Store};
 use self::messages::say;
 use self::quota::Ledger;
@@ -37,7 +38,7 @@ use crate::clock::{Clock, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Limits};
 use crate::log_throttle::LogThrottle;
-use crate::mps::{Fence, Mps};
+use crate::mps::Mps;
 use crate::spawn::Spawner;
 
 mod admission;
@@ -49,6 +50,7 @@ mod errors;
 mod event;
 mod exit;
 mod farewells;
+mod groups;
 pub mod handover;
 mod host_bounds;
 mod images;
@@ -129,8 +131,9 @@ impl Supervisor {
     ) -> io::Result<Self> {
         let stock = Mutex::new((options.warm_workers, options.idle_exit));
         let spawner = Spawner::new()?;
-        let fence = Fence { worker: options.program.clone(), isolation: options.isolation.workers };
-        let mps = options.mps.clone().map(|s| Mps::new(s, fence, spawner.clone(), clock.clone()));
+        let (starter, isolation) = (options.starter.clone(), options.isolation.workers);
+        let mps =
+            options.mps.clone().map(|s| Mps::new(s, starter, isolation, spawner.clone(), clock.clone()));
         let (mps, happened) = mps.unzip();
         let this = Self(Arc::new(Inner {
             options,
@@ -251,8 +254,9 @@ impl Supervisor {
             lease.ledger.restore(id, &worker.book.held);
         }
         state.workers.insert(id, worker);
-        if let Some((client, bounds)) = state.bounds(&id) {
-            self.cgroups().take_over(client, &hex(&id), pid, bounds);
+        let own = state.workers.get(&id).is_some_and(|worker| !worker.of_starter);
+        if let Some((client, bounds)) = state.bounds(&id).filter(|_| own) {
+            self.groups().own().take_over(client, &hex(&id), pid, bounds);
         }
         self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
     }
@@ -367,9 +371,12 @@ impl Supervisor {
     }
 
     /// Returns `true` if `pid` may be a worker. An exited process counts as one, so it gets no
-    /// answer.
-    pub fn may_be_worker(&self, pid: u32) -> bool {
+    /// answer; so does each process of the starter's user.
+    pub fn may_be_worker(&self, pid: u32, uid: u32) -> bool {
         use std::os::unix::fs::MetadataExt;
+        if self.0.options.starter.desk().is_some() && uid == self.0.options.uid {
+            return true;
+        }
         let file = |path: &Path| std::fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
         let runs = file(Path::new(&format!("/proc/{pid}/exe")));
         let program = || file(&self.0.options.program);

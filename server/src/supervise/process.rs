@@ -1,26 +1,42 @@
-//! The process of a worker: a child, or one that an earlier server started. It leads a process
-//! group of its own.
+//! The process of a worker: a child, one of the starter's, or one that an earlier server started.
+//! It leads a process group of its own.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::ExitStatus;
 
+use nix::errno::Errno;
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::Child;
+use tracing::warn;
 
 use crate::pidfd::pidfd_open;
 use crate::spawn::end_group;
+use crate::starter::desk::Desk;
+use crate::starter::link::Program;
 
 /// Process of a worker, with its pidfd.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
-    child: Option<Child>,
+    source: Source,
+    desk: Option<Desk>,
+}
+
+/// The process that knows the exit status.
+#[derive(Debug)]
+enum Source {
+    /// This process. The worker lives on when this is dropped.
+    Child(Child),
+    /// A connection to the starter, whose end is none of a worker that outlives it.
+    Starter(Program),
+    /// An earlier server, or a starter that is gone.
+    Other,
 }
 
 impl Process {
@@ -28,19 +44,25 @@ impl Process {
     pub fn started(child: Child) -> io::Result<Self> {
         let pid = child.id().ok_or(io::ErrorKind::NotFound)?;
         // The process is not reaped yet, so the number cannot be another's.
-        Self::new(pid, pidfd_open(pid)?, Some(child))
+        Self::new(pid, pidfd_open(pid)?, Source::Child(child), None)
+    }
+
+    /// Wraps a process that the starter has just started; needs a runtime.
+    pub fn of_starter(program: Program, pidfd: OwnedFd, desk: Desk) -> io::Result<Self> {
+        let pid = program.id().ok_or(io::ErrorKind::NotFound)?;
+        Self::new(pid, pidfd, Source::Starter(program), Some(desk))
     }
 
     /// Wraps a process that an earlier server started; needs a runtime.
-    pub fn left(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
-        Self::new(pid, pidfd, None)
+    pub fn left(pid: u32, pidfd: OwnedFd, desk: Option<Desk>) -> io::Result<Self> {
+        Self::new(pid, pidfd, Source::Other, desk)
     }
 
-    fn new(pid: u32, pidfd: OwnedFd, child: Option<Child>) -> io::Result<Self> {
+    fn new(pid: u32, pidfd: OwnedFd, source: Source, desk: Option<Desk>) -> io::Result<Self> {
         // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives, and AsyncFd
         // owns it.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?;
-        Ok(Self { pid, pidfd, child })
+        Ok(Self { pid, pidfd, source, desk })
     }
 
     /// Process id.
@@ -53,27 +75,46 @@ impl Process {
         self.pidfd.get_ref().as_fd()
     }
 
-    /// Returns when the process has exited. The exit status is known for a child only.
+    /// Returns when the process has exited. Only who started it knows the exit status.
     pub async fn wait(&mut self) -> io::Result<Option<ExitStatus>> {
-        match &mut self.child {
-            Some(child) => child.wait().await.map(Some),
-            // A pidfd becomes readable when its process exits, and stays so.
-            None => self.pidfd.readable().await.map(|_| None),
+        match &mut self.source {
+            Source::Child(child) => return child.wait().await.map(Some),
+            Source::Starter(program) => match program.wait().await {
+                Ok(status) => return Ok(Some(status)),
+                // The starter is gone; the worker may live on.
+                Err(_) => self.source = Source::Other,
+            },
+            Source::Other => {}
         }
+        // A pidfd becomes readable when its process exits, and stays so.
+        self.pidfd.readable().await.map(|_| None)
     }
 
     /// Kills what is left of the process group.
     pub fn kill(&self) {
         // After the exit a new process may have the number, but not while the group has members.
-        let reused = self.child.is_none() && self.ended() && lives(self.pid);
+        let child = matches!(self.source, Source::Child(_));
+        let reused = !child && self.ended() && lives(self.pid);
         if !reused {
-            end_group(self.pid);
+            kill_group(self.pid, self.pidfd().try_clone_to_owned(), self.desk.as_ref());
         }
     }
 
     fn ended(&self) -> bool {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         poll(&mut [PollFd::new(self.pidfd(), PollFlags::POLLIN)], PollTimeout::ZERO).is_ok_and(|n| n > 0)
+    }
+}
+
+/// Kills the process group of a worker; the starter does, if it has the worker's user.
+pub fn kill_group(pid: u32, pidfd: io::Result<OwnedFd>, desk: Option<&Desk>) {
+    if end_group(pid) == Err(Errno::EPERM)
+        && let Some(desk) = desk
+    {
+        match pidfd {
+            Ok(pidfd) => desk.kill(pidfd),
+            Err(e) => warn!("process {pid} of a worker was not killed: {e}; it ends with its channel"),
+        }
     }
 }
 

@@ -96,6 +96,9 @@ pub struct WorkerRecord {
     /// User whose compiled code that is; none before the first connection.
     #[serde(default)]
     pub(super) code_of: Option<u32>,
+    /// The starter started it. A release before that has no way to kill it.
+    #[serde(default)]
+    pub(super) of_starter: bool,
 }
 
 #[cfg(test)]

@@ -104,6 +104,7 @@ mod tests {
 
     use gpusession_proto::supervise::{FromWorker, ToWorker, Usage};
 
+    use super::super::groups::WorkerGroups;
     use super::super::handover::tests::kept;
     use super::super::handover::{Kept, Store};
     use super::super::record::tests::first;
@@ -116,11 +117,14 @@ mod tests {
     use crate::clock::SystemRandom;
     use crate::clock::testing::TestClock;
     use crate::isolation::Decision;
+    use crate::starter::link::Starter;
 
     /// A supervisor with these workers.
     fn supervisor(folder: &tempfile::TempDir, ids: &[WorkerId]) -> (Supervisor, Vec<Queues>) {
         let options = Options {
             program: "/nowhere".into(),
+            starter: Starter::Here("/nowhere".into()),
+            uid: 0,
             driver: "/nowhere".into(),
             cache: None,
             warm_workers: 0,
@@ -128,7 +132,7 @@ mod tests {
             idle_exit: Duration::ZERO,
             isolation: Decision::off(""),
             mps: None,
-            cgroups: Cgroups::of_this_unit(cgroups::SERVER),
+            groups: WorkerGroups::new(Cgroups::of_this_unit(cgroups::SERVER), None),
         };
         let accounting = Accounting::open(folder.path()).unwrap();
         let (clock, random) = (Arc::new(TestClock::default()), Arc::new(SystemRandom));

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use gpusession_proto::preface::LANES;
@@ -15,13 +16,17 @@ use super::event::Event;
 use super::exit::describe;
 use super::handover::Keepable;
 use super::mps;
-use super::process::Process;
+use super::process::{Process, kill_group};
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor, staging};
 use super::unadmitted::Unadmitted;
 use super::worker::{Changes, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders};
 use crate::clock;
+use crate::pidfd::pidfd_open;
 use crate::spawn::{self, end_group};
+use crate::starter::desk::Desk;
+use crate::starter::link::{StartedWorker, Starter, with_channel};
+use crate::starter::{Group, Purpose};
 
 /// Variable by which the driver keeps no compiled code.
 const CACHE_DISABLE: &str = "CUDA_CACHE_DISABLE";
@@ -113,6 +118,7 @@ impl Supervisor {
             compiled_max: options.cache.as_ref().map_or(0, |cache| cache.compiled_max()),
             own_code: options.cache.as_ref().is_some_and(|c| !c.shares() || owner(&entry.lease).is_some()),
             code_of: None,
+            of_starter: self.0.options.starter.desk().is_some(),
         };
         state.workers.insert(
             id,
@@ -148,8 +154,8 @@ impl Supervisor {
                 Ok(Some(end)) => this.on_exit(&id, end),
                 Ok(None) => this.leave(&id),
                 Err(e) => {
-                    let pid = this.state().workers.get(&id).and_then(|w| w.pid);
-                    end_group(pid.unwrap_or_default());
+                    let pid = this.state().workers.get(&id).and_then(|w| w.pid).unwrap_or_default();
+                    kill_group(pid, pidfd_open(pid), this.0.options.starter.desk().as_ref());
                     this.suspect(&id);
                     this.on_exit(&id, format!("internal error: {e}"));
                 }
@@ -165,7 +171,7 @@ impl Supervisor {
                 let begun = self.begin(id, &start, environment).await;
                 begun.map(|(process, fd)| (process, fd, Some(*start)))
             }
-            Origin::Left { pid, pidfd, channel } => Process::left(pid, pidfd)
+            Origin::Left { pid, pidfd, channel } => Process::left(pid, pidfd, self.0.options.starter.desk())
                 .map(|process| (process, channel, None))
                 .map_err(|e| format!("its process cannot be watched: {e}")),
         };
@@ -180,7 +186,7 @@ impl Supervisor {
         };
         let end = match end {
             Ok(End::Left) => return None,
-            Ok(End::Ended(status)) => self.killed_for_memory(id).unwrap_or_else(|| describe(status)),
+            Ok(End::Ended(status)) => self.killed_for_memory(id).await.unwrap_or_else(|| describe(status)),
             Err(reason) => {
                 let by = ending.begins(mps::END_TIMEOUT);
                 if !ending.work_ended {
@@ -215,8 +221,7 @@ impl Supervisor {
             (worker.gpus.join(","), worker.client.clone(), code.zip(self.code_max(worker)), bounds)
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
-        let cache = self.0.options.cache.as_ref();
-        match code.filter(|(folder, _)| cache.is_some_and(|cache| cache.create(folder).is_some())) {
+        match self.created(code).await {
             Some((folder, most)) => variables.extend([
                 ("CUDA_CACHE_PATH".into(), folder.into()),
                 ("CUDA_CACHE_MAXSIZE".into(), most.to_string().into()),
@@ -235,22 +240,42 @@ impl Supervisor {
         let failed = |e: io::Error| format!("{} cannot be started: {e}", program.display());
         // The MPS daemon exits with this server, and so do the workers that it serves.
         let outlives = self.0.store.exists() && !start.mps;
-        let group = self.cgroups().create(&client, &hex(id), bounds).map_err(failed)?;
-        self.bound_client(&client);
-        let (child, fd) =
-            self.0.spawner.start(program, &[], variables, outlives, group).await.map_err(failed)?;
-        let pid = child.id().unwrap_or_default();
-        let process = Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?;
+        let (process, fd) = match &self.0.options.starter {
+            Starter::Here(_) => {
+                let group = self.groups().own().create(&client, &hex(id), bounds).map_err(failed)?;
+                let started = self.0.spawner.start(program, &[], variables, outlives, group).await;
+                let (child, fd) = started.map_err(failed)?;
+                let pid = child.id().unwrap_or_default();
+                let process = Process::started(child).inspect_err(|_| {
+                    let _ = end_group(pid);
+                });
+                (process.map_err(failed)?, fd)
+            }
+            Starter::Socket(path) => {
+                let group = Group { of: client.clone(), id: *id, bounds };
+                let started = with_channel(path, Purpose::Worker { group, outlives }, variables).await;
+                let StartedWorker { program, pidfd, channel } = started.map_err(failed)?;
+                (Process::of_starter(program, pidfd, Desk::at(path)).map_err(failed)?, channel)
+            }
+        };
+        self.bound_anew(&client);
         let mut state = self.state();
         let closing = state.closing;
         if let Some(worker) = state.workers.get_mut(id) {
-            worker.pid = Some(pid);
+            worker.pid = Some(process.pid());
             if outlives && !closing {
                 worker.keepable = Keepable::of(fd.as_fd(), process.pidfd());
             }
             worker.remember();
         }
         Ok((process, fd))
+    }
+
+    /// Creates a worker's folder of compiled code; `None` if it cannot.
+    async fn created(&self, code: Option<(PathBuf, u64)>) -> Option<(PathBuf, u64)> {
+        let (cache, (folder, most)) = self.0.options.cache.clone().zip(code)?;
+        let creating = tokio::task::spawn_blocking(move || cache.create(&folder).map(|()| folder));
+        Some((creating.await.ok()??, most))
     }
 
     /// Waits for a killed process to exit. If it does not, the driver holds it: its GPUs are stuck.

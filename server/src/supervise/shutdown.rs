@@ -6,9 +6,10 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use super::exit::stop;
+use super::process::kill_group;
 use super::supervisor::{State, Supervisor};
 use super::worker::{Command, Phase};
-use crate::spawn::end_group;
+use crate::pidfd::pidfd_open;
 
 /// Time that a server that is forced to quit waits for the workers that it killed.
 const KILL_TIMEOUT: Duration = Duration::from_millis(500);
@@ -56,11 +57,12 @@ impl Supervisor {
     ///
     /// Waits a moment for their ends, so that accounting records them.
     pub async fn kill_all(&self) {
+        let desk = self.0.options.starter.desk();
         let kill = |state: &mut State| {
             for worker in state.workers.values_mut() {
                 worker.phase = Phase::Ending;
                 worker.ended_because.get_or_insert_with(|| "the server was forced to quit".into());
-                worker.pid.into_iter().for_each(end_group);
+                worker.pid.into_iter().for_each(|pid| kill_group(pid, pidfd_open(pid), desk.as_ref()));
             }
         };
         let _ = timeout(KILL_TIMEOUT, self.until_none(kill)).await;

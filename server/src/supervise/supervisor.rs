@@ -12,6 +12,7 @@ use tokio::sync::{Notify, broadcast};
 
 use super::event::Event;
 use super::farewells::Farewells;
+use super::groups::WorkerGroups;
 use super::handover::{LeftWorker, Store};
 use super::quota::Ledger;
 use super::request_rate::RequestRate;
@@ -20,7 +21,6 @@ use super::stock::{Stock, WorkerId};
 use super::worker::Worker;
 use crate::accounting::Accounting;
 use crate::cache::Cache;
-use crate::cgroups::Cgroups;
 use crate::clock::{Clock, Moment, Random};
 use crate::isolation::Decision;
 use crate::lease::Lease;
@@ -28,12 +28,17 @@ use crate::limits::{Effective, Exceeded, Limits};
 use crate::log_throttle::LogThrottle;
 use crate::mps::Mps;
 use crate::spawn::Spawner;
+use crate::starter::link::Starter;
 
 /// Options with which this server starts workers.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Path of the worker's program.
     pub program: PathBuf,
+    /// The way in which it is started.
+    pub starter: Starter,
+    /// User of the workers.
+    pub uid: u32,
     /// Path of the driver library that workers load.
     pub driver: PathBuf,
     /// Cache on disk; `None`: workers keep nothing there.
@@ -49,7 +54,7 @@ pub struct Options {
     /// Settings of MPS; `None`: this server does not use MPS.
     pub mps: Option<crate::mps::Settings>,
     /// Control groups of workers.
-    pub cgroups: Cgroups,
+    pub groups: WorkerGroups,
 }
 
 /// Device memory that workers have looked at before programs got it.
@@ -169,8 +174,8 @@ impl Supervisor {
     }
 
     /// Returns the control groups of workers.
-    pub fn cgroups(&self) -> &Cgroups {
-        &self.0.options.cgroups
+    pub fn groups(&self) -> &WorkerGroups {
+        &self.0.options.groups
     }
 
     /// Returns the path of the workers' program.

@@ -15,7 +15,7 @@ use tonic::Code;
 
 use gpusession_test_server::{Client, LONG, Server, alive, eventually, example, rest};
 
-const SHARING: &str = "sharing = \"mps\"\npark_after = 0\nwarn_after = 0";
+pub(crate) const SHARING: &str = "sharing = \"mps\"\npark_after = 0\nwarn_after = 0";
 
 struct Site {
     server: Server,
@@ -84,7 +84,7 @@ impl Site {
 }
 
 /// Sends a line to a worker's daemon; `false`: another caller has its turn, or it has exited.
-fn ask(control: &std::path::Path, worker: &Value, line: &str) -> bool {
+pub(crate) fn ask(control: &std::path::Path, worker: &Value, line: &str) -> bool {
     let mut child = Command::new(control)
         .env("CUDA_MPS_PIPE_DIRECTORY", worker["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap())
         .stdin(Stdio::piped())

@@ -3,7 +3,7 @@
 use std::io::IoSliceMut;
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -18,7 +18,7 @@ use gpusession_test_server::{Client, Server, alive, eventually, rest};
 
 /// The part of systemd that a unit uses: notifications and the descriptor store.
 #[derive(Clone)]
-struct Systemd {
+pub(crate) struct Systemd {
     heard: Arc<Mutex<Heard>>,
     path: std::path::PathBuf,
 }
@@ -30,9 +30,11 @@ struct Heard {
 }
 
 impl Systemd {
-    fn new(server: &Server) -> Self {
+    pub(crate) fn new(server: &Server) -> Self {
         let path = server.path("systemd");
         let socket = UnixDatagram::bind(&path).expect("a socket");
+        // The server may have another user.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o777)).expect("a mode");
         let this = Self { heard: Arc::default(), path };
         let heard = this.heard.clone();
         // The thread ends with the test's process.
@@ -45,7 +47,7 @@ impl Systemd {
     }
 
     /// Starts a server with the descriptors of the server before.
-    async fn run(&self, server: &mut Server) {
+    pub(crate) async fn run(&self, server: &mut Server) {
         let before = self.heard.lock().unwrap().ready;
         let child = {
             let heard = self.heard.lock().unwrap();
@@ -62,6 +64,9 @@ impl Systemd {
                 .env("LISTEN_FDS", names.len().to_string())
                 .env("LISTEN_FDNAMES", names.join(":"))
                 .stdin(Stdio::null());
+            if let Some(user) = server.user {
+                command.uid(user).gid(user);
+            }
             // SAFETY: between fork and exec the child only calls fcntl and dup2, which are
             // async-signal-safe, on a list made before.
             unsafe {
@@ -86,7 +91,7 @@ impl Systemd {
     }
 
     /// Returns the number of kept workers.
-    fn workers(&self) -> usize {
+    pub(crate) fn workers(&self) -> usize {
         let heard = self.heard.lock().unwrap();
         heard.kept.iter().filter(|(name, _)| name.starts_with('w')).count() / 3
     }
@@ -151,7 +156,11 @@ fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
 }
 
 /// Starts a program; returns its worker's id, its connection and the worker's line.
-async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, TcpStream, serde_json::Value) {
+pub(crate) async fn program(
+    server: &Server,
+    vm: &mut Client,
+    lease: &str,
+) -> (Vec<u8>, TcpStream, serde_json::Value) {
     let worker = vm.take(lease).await.unwrap();
     let (lane, said) = server.adopt(&worker.id, 0, true);
     eventually("it is counted", async || worker_row(server, &said)["memory_bytes"] == 128 << 20).await;
@@ -159,7 +168,7 @@ async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, Tcp
 }
 
 /// Returns the row of a program's worker.
-fn worker_row(server: &Server, said: &serde_json::Value) -> serde_json::Value {
+pub(crate) fn worker_row(server: &Server, said: &serde_json::Value) -> serde_json::Value {
     server.workers().into_iter().find(|w| w["worker"] == said["worker"]).unwrap_or_default()
 }
 

@@ -3,16 +3,19 @@
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-use gpusession_proto::control::MeasureRequest;
-use gpusession_test_server::{Server, alive, eventually};
+use gpusession_proto::control::{AllocateRequest, MeasureRequest};
+use gpusession_test_server::{Server, alive, eventually, example, rest};
 use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User};
 
+use crate::mps::{SHARING, ask as ask_mps};
 use crate::netperf::{Endpoint, ask, reply};
+use crate::pid;
+use crate::restart::{Systemd, program, worker_row};
 
 /// Users of the server, of the starter, and of neither. The tests need root.
 const SERVER: u32 = 65534;
@@ -39,7 +42,10 @@ impl Starter {
         let process = Command::new(artefact("gpuserver", Artefact::Program("gpuserver-starter")))
             .args(["--user", &user, "--listen"])
             .arg(socket)
+            .arg("--mps")
+            .arg(socket.with_file_name("mps"))
             .env("GPUSERVER_WORKER", worker)
+            .env("CACHE_DIRECTORY", socket.with_file_name("code"))
             .stdin(Stdio::null())
             .uid(STARTER)
             .gid(STARTER)
@@ -85,7 +91,8 @@ async fn prepare() -> Server {
 }
 
 async fn prepare_with(driver: &str, lines: &str) -> Server {
-    let mut server = Server::prepare("libcuda.so.1", lines).await;
+    let name = if driver.contains('/') { "libcuda.so.1" } else { driver };
+    let mut server = Server::prepare(name, lines).await;
     server.configure(driver, &format!("{lines}\nstarter = {:?}", server.path("start/start.sock")));
     server.user = Some(SERVER);
     std::fs::write(server.path("readings.json"), "[]").unwrap();
@@ -117,7 +124,7 @@ async fn the_monitor_has_a_user_of_its_own() {
     let users = || starter.monitors().into_iter().map(|(_, uid)| uid).collect::<Vec<_>>();
     eventually("the monitor runs", async || users() == [STARTER]).await;
     let status = &server.json(&["status"])["server"];
-    assert_eq!(status["users"], "one for the server and its workers, one for the monitor and measurements");
+    assert_eq!(status["users"], "one for the server, one for its workers and all else that loads the driver");
     // It comes back, and ends with the server.
     let (first, _) = starter.monitors()[0];
     kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
@@ -159,6 +166,158 @@ async fn the_user_of_the_monitor_has_no_right_of_the_servers() {
         assert!(said.contains("answers root and the server alone"), "{asked:?}");
     }
     drop(starter);
+}
+
+#[tokio::test]
+async fn programs_outlive_the_server_and_the_starter_whose_user_they_have() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    // Its workers do not stop when they are asked to.
+    let mut server = prepare_with("deaf-libcuda.so.1", "").await;
+    let socket = server.path("start/start.sock");
+    let systemd = Systemd::new(&server);
+    let starter = Starter::start(&socket).await;
+    systemd.run(&mut server).await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let (id, mut lane, said) = program(&server, &mut vm, &lease.id).await;
+    let worker = pid(&said["pid"]);
+    assert_eq!(uid(worker as i32), Some(STARTER));
+    let code = PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap());
+    assert!(code.starts_with(server.path("start/code/compiled")), "{}", code.display());
+    std::fs::create_dir_all(code.join("a/b")).unwrap();
+    std::fs::write(code.join("a/b/code"), "compiled").unwrap();
+    let own = format!("{STARTER}:{STARTER}");
+    assert!(Command::new("chown").arg("-R").arg(own).arg(&code).status().unwrap().success());
+
+    for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
+        let before = worker_row(&server, &said);
+        server.signal(signal);
+        assert!(alive(worker), "after {signal}");
+        systemd.run(&mut server).await;
+        let after = worker_row(&server, &said);
+        for key in ["worker", "pid", "state", "lease", "program", "memory_bytes"] {
+            assert_eq!(after[key], before[key], "{key} after {signal}");
+        }
+    }
+    // A worker that exits says how.
+    let mut vm = server.again(&vm).await;
+    let (_id, mut crashed, other) = program(&server, &mut vm, &lease.id).await;
+    kill(Pid::from_raw(pid(&other["pid"]) as i32), Signal::SIGABRT).unwrap();
+    assert!(rest(&mut crashed).is_empty());
+    let ends = |worker: &serde_json::Value| {
+        let records = server.json(&["accounting"])["records"].take();
+        let record = records.as_array().unwrap().iter().find(|r| r["worker"] == worker["worker"]).cloned();
+        record.map(|r| r["reason"].to_string()).unwrap_or_default()
+    };
+    eventually("its end is recorded", async || ends(&other).contains("SIGABRT")).await;
+
+    drop(starter);
+    assert!(alive(worker));
+    std::fs::remove_file(&socket).unwrap();
+    let starter = Starter::start(&socket).await;
+    server.adopt(&id, 1, true);
+    let ended = server.verb(&["kill", said["worker"].as_str().unwrap()]);
+    assert!(ended.status.success(), "{ended:?}");
+    eventually("the new starter killed it", async || !alive(worker)).await;
+    assert!(rest(&mut lane).is_empty());
+    eventually("it is off the books", async || worker_row(&server, &said).is_null()).await;
+    eventually("its folder is gone", async || !code.exists()).await;
+    let (_id, _lane, later) = program(&server, &mut vm, &lease.id).await;
+    let kept = later["environment"]["CUDA_CACHE_PATH"].as_str().unwrap().to_owned() + "/a/b/code";
+    assert_eq!(std::fs::read_to_string(kept).unwrap(), "compiled", "its user's next program has its code");
+    // An ordinary stop leaves no worker.
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    eventually("all workers have ended", async || !alive(pid(&later["pid"]))).await;
+    eventually("nothing is kept", async || systemd.workers() == 0).await;
+    drop(starter);
+}
+
+#[tokio::test]
+async fn a_worker_of_a_server_without_a_starter_lives_on_with_one() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let mut server = prepare_with("deaf-libcuda.so.1", "").await;
+    let socket = server.path("start/start.sock");
+    let configured = std::fs::read_to_string(server.path("gpuserver.toml")).unwrap();
+    server.configure("deaf-libcuda.so.1", "");
+    let systemd = Systemd::new(&server);
+    systemd.run(&mut server).await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let (_id, mut lane, said) = program(&server, &mut vm, &lease.id).await;
+    let old = pid(&said["pid"]);
+    assert_eq!(uid(old as i32), Some(SERVER));
+    let code = PathBuf::from(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap());
+
+    server.signal(Signal::SIGUSR2);
+    std::fs::write(server.path("gpuserver.toml"), configured).unwrap();
+    let starter = Starter::start(&socket).await;
+    systemd.run(&mut server).await;
+    let mut vm = server.again(&vm).await;
+    let (_id, _lane, new) = program(&server, &mut vm, &lease.id).await;
+    assert_eq!(uid(pid(&new["pid"]) as i32), Some(STARTER));
+    assert!(alive(old) && code.exists());
+    let ended = server.verb(&["kill", said["worker"].as_str().unwrap()]);
+    assert!(ended.status.success(), "{ended:?}");
+    eventually("it is killed", async || !alive(old)).await;
+    assert!(rest(&mut lane).is_empty());
+    eventually("its folder is gone", async || !code.exists()).await;
+    assert!(alive(pid(&new["pid"])));
+    drop(starter);
+}
+
+#[tokio::test]
+async fn mps_daemons_and_their_workers_have_the_user_of_the_starter() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let mut server = prepare_with("mps/libcuda.so.1", SHARING).await;
+    let control = server.path("mps/nvidia-cuda-mps-control");
+    std::fs::create_dir(server.path("mps")).unwrap();
+    std::fs::set_permissions(server.path("mps"), std::fs::Permissions::from_mode(0o777)).unwrap();
+    std::fs::copy("/proc/self/exe", server.path("mps/libcuda.so.1")).unwrap();
+    std::fs::copy(example("fake-mps"), &control).unwrap();
+    std::fs::write(server.path("mps/readings.json"), "[]").unwrap();
+    let socket = server.path("start/start.sock");
+    let starter = Starter::start(&socket).await;
+    server.run().await;
+    let mut vm = server.client("vm-1").await;
+    let half = AllocateRequest { memory_percent: 50.0, ..vm.request() };
+    let lease = vm.pool.allocate(half).await.unwrap().into_inner();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (lane, said) = server.adopt(&worker.id, 0, true);
+    let domain = || server.json(&["mps"])["domains"][0].take();
+    eventually("the domain is active", async || domain()["state"] == "active").await;
+    let (daemon, of_it) = (pid(&domain()["daemon_pid"]), pid(&domain()["servers"][0]["pid"]));
+    let users = [daemon, of_it, pid(&said["pid"])].map(|pid| uid(pid as i32));
+    assert_eq!(users, [Some(STARTER); 3]);
+    let pipes = PathBuf::from(said["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap());
+    assert!(pipes.starts_with(server.path("start/mps")), "{}", pipes.display());
+
+    // The starter reads the daemon's logs for the server.
+    eventually("the daemon listens", async || {
+        ask_mps(&control, &said, &format!("fake_fault {}", pid(&said["pid"])))
+    })
+    .await;
+    eventually("the fault is noticed", async || !domain()["faults"].as_array().unwrap().is_empty()).await;
+    eventually("the first daemon and its server have ended", async || !alive(daemon) && !alive(of_it)).await;
+    eventually("another daemon runs", async || {
+        domain()["state"] == "active" && domain()["daemon_pid"] != daemon && !pipes.exists()
+    })
+    .await;
+    // It ends with the server, and the next server removes what it has left.
+    let next = pid(&domain()["daemon_pid"]);
+    server.signal(Signal::SIGKILL);
+    eventually("the daemon has ended", async || !alive(next)).await;
+    server.run().await;
+    eventually("one daemon's folder is left", async || {
+        std::fs::read_dir(server.path("start/mps")).unwrap().count() == 1
+    })
+    .await;
+    drop((lane, starter));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

@@ -1,7 +1,7 @@
 //! Shows whether this host and its driver allow a worker's restrictions, before any client is
 //! served.
 //!
-//! `--probe-contained DRIVER STATE_DIR IMAGES GPU...` takes the restrictions as a worker does, and
+//! `--probe-contained DRIVER FOLDER IMAGES GPU...` takes the restrictions as a worker does, and
 //! tries acts that must fail. `--probe-free DRIVER` takes none, for comparison.
 
 use std::ffi::CString;
@@ -26,8 +26,8 @@ const OUT_OF_MEMORY: Status = 2;
 
 /// Prints a [`Report`] as JSON.
 ///
-/// `hidden` are the server's `state_dir` and its folder of images, which must be out of reach;
-/// `None`: without restrictions.
+/// `hidden` are a folder that this process's user may read, and the server's folder of images; both
+/// must be out of reach. `None`: without restrictions.
 pub fn run(driver: &str, hidden: Option<[&String; 2]>, gpus: &[String]) -> ExitCode {
     let report = match hidden {
         Some(hidden) => fenced(driver, hidden.map(Path::new), gpus),
@@ -86,7 +86,7 @@ fn works(path: &str) -> Result<(), Failure> {
 }
 
 /// Returns the acts that the restrictions should prevent and do not.
-fn holes([state_dir, images]: [&Path; 2]) -> Vec<String> {
+fn holes([own, images]: [&Path; 2]) -> Vec<String> {
     let denied = |done: i64| {
         let error = io::Error::last_os_error().raw_os_error();
         done == -1 && matches!(error, Some(libc::EPERM | libc::EACCES))
@@ -94,8 +94,8 @@ fn holes([state_dir, images]: [&Path; 2]) -> Vec<String> {
     let denied_by_filter =
         |done: i64| done == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM);
     // Where a change is possible, the folder keeps its mode.
-    let mode = std::fs::metadata(state_dir).map_or(0o700, |m| m.permissions().mode() & 0o7777);
-    let folder = CString::new(state_dir.as_os_str().as_encoded_bytes()).unwrap_or_default();
+    let mode = std::fs::metadata(own).map_or(0o700, |m| m.permissions().mode() & 0o7777);
+    let folder = CString::new(own.as_os_str().as_encoded_bytes()).unwrap_or_default();
     // SAFETY: plain system calls; the filters refuse `execve` before it reads memory, and without
     // them a null path is an error. The folder's path ends with NUL.
     let (socket, exec, kill, chmod) = unsafe {
@@ -113,7 +113,7 @@ fn holes([state_dir, images]: [&Path; 2]) -> Vec<String> {
     let file = images.join(std::process::id().to_string());
     let written = std::fs::write(&file, "").is_ok() && std::fs::remove_file(&file).is_ok();
     let acts = [
-        reads(state_dir, "the server's state_dir"),
+        reads(own, "which only the server's programs may read"),
         reads(images, "the images of all clients"),
         (!written, format!("write {}, the images of all clients", images.display())),
         (socket, "make a network socket".into()),

@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 
 use gpuserver::accounting::Accounting;
 use gpuserver::cache::Cache;
+use gpuserver::cgroups::Cgroups;
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::isolation::{Decision, Level};
 use gpuserver::lease::{Lease, Share};
 use gpuserver::limits::Effective;
+use gpuserver::starter::link::Starter;
 use gpuserver::supervise::handover::Store;
-use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
+use gpuserver::supervise::{AssignedWorker, Options, Supervisor, WorkerGroups};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::{Key, LEN, Preface};
 use gpusession_proto::supervise::{DeviceLimit, Isolation};
@@ -69,6 +71,8 @@ impl Site {
         let runtime = runtime.expect("a runtime");
         let options = Options {
             program: crate::program(),
+            starter: Starter::Here(crate::program()),
+            uid: nix::unistd::getuid().as_raw(),
             driver: machine.driver(),
             cache: Cache::at(folder.path().join("cache"), 1 << 30),
             warm_workers,
@@ -76,7 +80,7 @@ impl Site {
             idle_exit: Duration::ZERO,
             isolation: Decision { workers: Isolation::Try, level: Level::Full, lacking: String::new() },
             mps: None,
-            cgroups: gpuserver::cgroups::Cgroups::of_this_unit(gpuserver::cgroups::SERVER),
+            groups: WorkerGroups::new(Cgroups::of_this_unit(gpuserver::cgroups::SERVER), None),
         };
         let clock = Arc::new(Moved::default());
         let supervisor = {

@@ -102,7 +102,7 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         cuda_version: facts.cuda_version,
         authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
         isolation: pool.supervisor().isolation().to_string(),
-        memory_limits: pool.supervisor().cgroups().to_string(),
+        memory_limits: pool.supervisor().groups().to_string(),
         users: users(facts.config.starter.as_deref()).into(),
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),

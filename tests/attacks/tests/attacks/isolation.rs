@@ -122,7 +122,10 @@ async fn state_in_reach_of_workers_stops_the_start() {
     let done = server.verb(&["serve"]);
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     assert_eq!(done.status.code(), Some(1), "{said}");
-    assert!(said.contains("a worker can read") && said.contains("state_dir"), "{said}");
+    assert!(
+        said.contains("a worker can read") && said.contains("/state, which only the server's programs"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
