@@ -5,7 +5,7 @@ from harness import Failed, expect
 
 ORDER = 47
 GROUP = "restarts"
-CONTROL_GROUP = "/sys/fs/cgroup/system.slice/gpuserver.service"
+CONTROL_GROUP = "/sys/fs/cgroup/system.slice/gpuserver-worker.service"
 
 
 def rows(server):

@@ -68,6 +68,7 @@ def run(site, check):
         host.until(f"{SERVER} ps | grep longRun", 20)
         host.ok(f"systemctl stop {UNIT}", timeout=60)
         host.until("! pgrep -u gpuserver", 5, "processes are left")
+        host.until("! pgrep -u gpuserver-worker -f 'gpuserver-worker$'", 5, "workers are left")
         expect(client.until("grep status /run/program.out && cat /run/program.out", 60), "cudaErrorDevicesUnavailable")
         assert host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}") == "0"
     with check("gpusession local: alice runs a program on this host's card, with half of its memory, without root or a pool"):

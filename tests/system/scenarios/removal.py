@@ -39,7 +39,7 @@ def run(site, check):
         program(90)
         expect(server.ok("dpkg -r gpuserver 2>&1", timeout=120), "1 running program(s) of clients lose their GPUs")
         expect(ended(), "cudaErrorDevicesUnavailable")
-        server.fails("pgrep -u gpuserver")
+        server.fails("pgrep -u gpuserver,gpuserver-worker")
     with check("installed again, the server still has its pool and the client gets its GPUs"):
         server.ok("rm /etc/gpusession/gpuserver.d/zz-drain.toml")
         server.install([site.deb("gpuserver")])

@@ -12,6 +12,8 @@ GROUP = "restarts"
 # Pids of the workers that serve programs.
 SERVING = ("gpuserver ps --json | python3 -c \"import json, sys; "
            "print(*(w['pid'] for w in json.load(sys.stdin)['workers'] if w['state'] == 'active'))\"")
+# Program of workers, which have no arguments.
+WORKER = "/usr/libexec/gpusession/gpuserver-worker"
 # Upgrades the packages installed before, which have a lower version.
 UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
 VERSIONS = "dpkg-query -W -f '${Version} ' "
@@ -270,6 +272,8 @@ def run(site, check):
     crash = "kill -9 $(systemctl show -P MainPID gpuserver)"
     lives_without_server("systemctl restart gpuserver", "systemctl restart gpuserver")
     lives_without_server(crash, "kill -9 of the server")
+    lives_without_server("systemctl restart gpuserver-worker", "systemctl restart gpuserver-worker")
+    lives_without_server("kill -9 $(systemctl show -P MainPID gpuserver-worker)", "kill -9 of the starter")
     with check("lower versions are installed on the server"):
         serving = next(host for host in site.servers if lease(client, "everyone") in host.run("gpuserver leases").out)
         lower(serving, ("gpuserver", "gpusession-libs"))
@@ -302,16 +306,18 @@ def run(site, check):
             assert "0.0.9" not in host.ok(VERSIONS + " ".join(packages))
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("systemctl stop gpuserver leaves no process, nor does a stop right after kill -9"):
-        workers = "pgrep -u gpuserver gpuserver-worke"
+        workers = f"pgrep -u gpuserver-worker -f '{WORKER}$'"
         server = next(host for host in site.servers if not host.run(workers).code)
         for first in ("true", crash):
             server.ok("systemctl start gpuserver")
             server.until(workers, 20, "workers for its previous lease")
             # A process that gets no message from the server.
-            server.start("stray", "cd /sys/fs/cgroup/system.slice/gpuserver.service; cd server 2>/dev/null; "
-                                  "echo $$$$ >cgroup.procs; exec setpriv --reuid gpuserver --clear-groups sleep 1000")
-            server.until("pgrep -u gpuserver -x sleep", 5)
+            for unit, group in (("gpuserver", "server"), ("gpuserver-worker", "starter")):
+                server.start(f"stray-{unit}", f"cd /sys/fs/cgroup/system.slice/{unit}.service; cd {group} 2>/dev/null; "
+                                              f"echo $$$$ >cgroup.procs; exec setpriv --reuid {unit} --clear-groups sleep 1000")
+                server.until(f"pgrep -u {unit} -x sleep", 5)
             server.ok(f"{first}; systemctl stop gpuserver", timeout=120)
             server.until("! pgrep -u gpuserver", 5, "processes are left")
+            server.until("! pgrep -u gpuserver-worker | grep -vx $(systemctl show -P MainPID gpuserver-worker)", 5, "processes are left")
         server.ok("systemctl start gpuserver")
         client.until("gpusession status | grep -q 'is ready'", 60)

@@ -77,7 +77,7 @@ def run(site, check):
         seen = host.ok("rpm -e --nodeps gpuserver 2>&1", timeout=120)
         expect(seen, "gpuserver: 1 running program(s) of clients lose their GPUs")
         expect(host.until("grep status /run/program.out && cat /run/program.out", 30), "cudaErrorDevicesUnavailable")
-        host.fails("pgrep -u gpuserver")
+        host.fails("pgrep -u gpuserver,gpuserver-worker")
         host.ok(f"{rpm} -i /root/newer/gpuserver*.rpm 2>&1 && systemctl start gpuserver")
         host.until("vectorAdd", 60, user="alice")
         program(host, 90)

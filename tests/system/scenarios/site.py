@@ -63,7 +63,7 @@ def run(site, check):
         servers[0].fails(f"{AS_SERVER} cat /var/lib/gpuserver-ca/authority.key")
         expect(servers[0].run(f"{AS_SERVER} gpuserver pool export 2>&1").out, "not the main process of gpuserver.service")
         servers[0].ok("journalctl -u gpuserver-ca | grep 'signed for server gpu1'")
-    with check("the monitor has a user of its own, without network, who has no right of the server's"):
+    with check("all that loads the driver has a user of its own, without network, who has no right of the server's"):
         servers[0].until("pgrep -f '[g]puserver-worker --monitor'", 20)
         for program, user in (("/usr/bin/gpuserver serve", "gpuserver"), ("libexec/gpusession/gpuserver-starter", "gpuserver-worker"),
                               ("gpuserver-worker --monitor", "gpuserver-worker")):
@@ -72,7 +72,7 @@ def run(site, check):
         monitor = servers[0].ok("pgrep -f '[g]puserver-worker --monitor'").strip()
         net = servers[0].ok(f"readlink /proc/{pid}/ns/net /proc/{monitor}/ns/net").split()
         assert net[0] != net[1], net
-        expect(servers[0].ok("gpuserver status"), "one for the monitor")
+        expect(servers[0].ok("gpuserver status"), "one for its workers")
         for path in ("/var/lib/gpuserver", "/var/lib/gpuserver-ca/authority.key", f"/proc/{pid}/fd", f"/proc/{pid}/mem"):
             servers[0].fails(f"{AS_STARTER} sh -c 'ls {path}/ || cat {path}' 2>&1")
         servers[0].fails(f"{AS_STARTER} kill -0 {pid}")
@@ -121,6 +121,12 @@ def run(site, check):
         levels = {row["isolation"] for row in rows if row["state"] in ("warm", "active")}
         if levels != {"full"}:
             raise AssertionError(levels)
+        # Workers and the monitor have the user of the starter, a filter, and no capability.
+        user = servers[0].ok("id -u gpuserver-worker").strip()
+        for row in [*(row for row in rows if row["state"] in ("warm", "active")), {"pid": servers[0].ok("pgrep -f '[g]puserver-worker --monitor'").strip()}]:
+            status = dict(line.split(":\t", 1) for line in servers[0].ok(f"cat /proc/{row['pid']}/status").splitlines() if ":\t" in line)
+            assert status["Uid"].split()[0] == user and status["Seccomp"] == "2" and status["NoNewPrivs"] == "1", status
+            assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0, status
     with check("a shell that alice started before the installation runs vectorAdd, too"):
         client.ok("touch /tmp/go")
         expect(client.until("grep -q status /run/older.out && cat /run/older.out", 20), "sums right")
