@@ -87,6 +87,7 @@ gpu-bundle: build fuzz
 	@.ci/setup programs
 	@tests/gpu/bundle --bin $(RELEASE)/cuda-fuzz --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpusessiond --bin $(RELEASE)/gpuserver \
 		--bin $(RELEASE)/gpuserver-worker \
+		--bin $(RELEASE)/gpuserver-starter \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 

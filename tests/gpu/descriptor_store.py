@@ -22,6 +22,10 @@ class DescriptorStore:
         self.lock = threading.RLock()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
+        # The server may have another user.
+        os.chmod(path, 0o666)
+        folder = os.path.dirname(path)
+        os.chmod(folder, os.stat(folder).st_mode | 0o011)
         threading.Thread(target=self.listen, daemon=True).start()
 
     def listen(self):

@@ -11,6 +11,7 @@ import tempfile
 import time
 
 from processes import HERE, kill_group
+from starter import Starter
 
 # Only these lines depend on gpusession's command lines.
 REMOTE_PREFIX = "{here}/bin/gpusession run --server 127.0.0.1:{port} --allow-clear --gpus {gpus} --"
@@ -28,6 +29,7 @@ class Server:
         # Folder of the client's identity, apart from the caller's own.
         self.client_home = args.out / "config"
         self.environment = dict(os.environ, GPUSERVER_CONF=str(self.configuration))
+        self.starter = Starter(args.out / "start") if args.users else None
 
     def client_environment(self):
         """Returns the variables that the client's command line needs."""
@@ -97,9 +99,12 @@ class Server:
         if fresh:
             self.write_configuration()
             self.tool("pool", "init")
+        if self.starter is not None:
+            self.starter.start(self.environment, self.log)
         self.process = self.popen(
             command,
             cwd=HERE,
+            **self.user(),
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -113,6 +118,10 @@ class Server:
             self.client_home.mkdir(parents=True, exist_ok=True)
             join = ["./bin/gpusession", "join", token, "--server", f"127.0.0.1:{self.args.port}", "--user"]
             self.call(join, dict(os.environ, **self.client_environment()))
+
+    def user(self):
+        """Returns the options of `subprocess` for a program of the server's user."""
+        return {} if self.starter is None else self.starter.as_server()
 
     def change_build(self):
         """Makes the next start one of the other build, if there is one."""
@@ -133,20 +142,26 @@ class Server:
             f'encryption = "{"on" if self.args.encrypted else "off"}"',
             'trusted_networks = ["127.0.0.0/8"]',
             'drain_timeout = 0',
+            *([] if self.starter is None else [f'starter = "{self.starter.socket()}"']),
             'limits.gpus = 64',
             *self.args.server_config,
         ]
-        runtime.mkdir(exist_ok=True)
+        for made in (runtime, folder / "state"):
+            made.mkdir(exist_ok=True)
+            if self.starter is not None:
+                self.starter.own(made)
         self.configuration.write_text("\n".join(lines) + "\n")
 
     def tool(self, *words):
         """Runs a command of gpuserver."""
-        return self.call(["./bin/gpuserver", *words], self.environment)
+        return self.call(["./bin/gpuserver", *words], self.environment, **self.user())
 
-    def call(self, command, environment):
+    def call(self, command, environment, **options):
         """Runs a short command; returns its output, or raises an error that quotes it."""
         try:
-            done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(
+                command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=60, check=False, **options
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RuntimeError(f"{shlex.join(command[:3])}: {error}") from error
         if done.returncode != 0:
@@ -180,6 +195,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+        if self.starter is not None:
+            self.starter.stop()
         if self.log is not None:
             self.log.close()
         self.process = self.log = None
