@@ -31,6 +31,7 @@ pub fn perform(act: &Act, descriptors: Vec<OwnedFd>, places: &Places) -> io::Res
             return Ok(vec![Answer::Introduced(Introduction {
                 uid: nix::unistd::geteuid().as_raw(),
                 limits: groups.to_string(),
+                bounds: groups.exist(),
                 cache: text(cache),
                 mps: text(mps),
             })]);
@@ -114,9 +115,9 @@ mod tests {
     fn acts_are_done_with_the_starters_user_in_its_places() {
         let folder = tempfile::tempdir().unwrap();
         let desk = desk(folder.path());
-        let Introduction { uid, limits, cache, mps } = desk.introduction().unwrap();
+        let Introduction { uid, limits, bounds, cache, mps } = desk.introduction().unwrap();
         assert_eq!(uid, nix::unistd::geteuid().as_raw());
-        assert!(limits.starts_with("memory limits: "), "{limits}");
+        assert_eq!(bounds, limits == "memory limits: control groups", "{limits}");
         let at = |name: &str| Some(folder.path().join(name).display().to_string());
         assert_eq!((cache, mps), (at("code"), at("mps")));
 

@@ -100,6 +100,11 @@ impl Cgroups {
         Self(Arc::new(found.map_or_else(Mode::Sampled, Mode::Bounded)))
     }
 
+    /// Returns `true` if there are groups.
+    pub fn exist(&self) -> bool {
+        self.tree().is_some()
+    }
+
     fn tree(&self) -> Option<&Tree> {
         match &*self.0 {
             Mode::Bounded(tree) => Some(tree),

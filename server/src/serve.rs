@@ -335,10 +335,10 @@ async fn places(config: &Config, starter: &Starter) -> anyhow::Result<Places> {
     };
     let asked = desk.clone();
     let introduction = tokio::task::spawn_blocking(move || asked.introduction()).await?;
-    let Introduction { uid, limits, cache, mps } = introduction.context("starter")?;
+    let Introduction { uid, limits, bounds, cache, mps } = introduction.context("starter")?;
     Ok(Places {
         uid,
-        groups: WorkerGroups::new(groups, Some(Groups::new(desk.clone(), limits)?)),
+        groups: WorkerGroups::new(groups, Some(Groups::new(desk.clone(), limits, bounds)?)),
         // Without a folder, the cache does not open, and the log has the starter's reason.
         code: Some((desk.clone(), cache.unwrap_or_default().into())),
         folders: mps.map(|folder| Folders::There(desk, folder.into())),

@@ -138,6 +138,8 @@ pub struct Introduction {
     pub uid: u32,
     /// Describes how it bounds their memory.
     pub limits: String,
+    /// Whether it has control groups for them.
+    pub bounds: bool,
     /// Folder of compiled code; `None`: it keeps none.
     pub cache: Option<String>,
     /// Folder of the MPS daemons; `None`: it has no place for them.
