@@ -1,6 +1,6 @@
 //! A service of root and the server on a local socket: its options, and its connections.
 
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::FromRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use clap::Args;
+use gpusession_proto::message;
+use serde::de::DeserializeOwned;
 use tracing::{debug, warn};
 
 use crate::peer::Served;
@@ -84,4 +86,13 @@ pub fn accept(
             warn!("{service}: refused a connection: no thread for it: {e}; the caller tries again");
         }
     }
+}
+
+/// Reads one message.
+pub fn receive<T: DeserializeOwned>(socket: &mut UnixStream) -> io::Result<T> {
+    let mut prefix = [0; 4];
+    socket.read_exact(&mut prefix)?;
+    let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
+    socket.read_exact(&mut body)?;
+    message::decode(&body).map_err(io::Error::other)
 }

@@ -86,7 +86,10 @@ impl Cache {
 
     fn listed(&self, keeper: &Keeper) -> Vec<PathBuf> {
         let names = keeper.act(What::Names).unwrap_or_else(|e| {
-            warn!("cache {}: not listed: {e}", keeper.code().folder().display());
+            warn!(
+                "cache {}: not listed: {e}; folders that no worker uses stay",
+                keeper.code().folder().display()
+            );
             Vec::new()
         });
         let names = names

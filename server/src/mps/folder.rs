@@ -1,9 +1,11 @@
 //! The folders of MPS daemons, and what a daemon leaves: acts for the user of the daemons.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use nix::libc;
 
 use super::clear::{clean, left_behind};
 use crate::starter::desk::Desk;
@@ -25,9 +27,19 @@ pub(super) fn logs(all: &Path, number: u32) -> PathBuf {
     all.join(number.to_string()).join("l")
 }
 
+/// Opens a file of a daemon, which may have put anything in its place: a link is not followed, and
+/// a FIFO does not wait.
+fn opened(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is no regular file")),
+    }
+}
+
 /// Reads a file from a place on, or from its begin if it is shorter; returns its length, too.
 pub(super) fn read(path: &Path, at: u64) -> io::Result<(Vec<u8>, u64)> {
-    let mut file = File::open(path)?;
+    let mut file = opened(path, File::options().read(true))?;
     let len = file.metadata()?.len();
     file.seek(SeekFrom::Start(if len < at { 0 } else { at }))?;
     let mut bytes = Vec::new();
@@ -59,7 +71,7 @@ pub fn perform(all: &Path, act: &FolderAct) -> io::Result<Option<Told>> {
             return Ok(Some(Told::Log(bytes, len)));
         }
         FolderAct::Empty(number, name) => {
-            File::options().write(true).open(log(number, name)?)?.set_len(0)?;
+            opened(&log(number, name)?, File::options().write(true))?.set_len(0)?;
         }
     }
     Ok(None)
@@ -106,5 +118,27 @@ impl Folders {
             Some(Told::Pids(pids)) => Ok(pids),
             _ => Err(io::Error::other("no list of processes")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_in_a_logs_place_makes_the_reader_wait_or_leave_the_folder() {
+        let all = tempfile::tempdir().unwrap();
+        let folders = Folders::Here(all.path().into());
+        folders.act(&FolderAct::Make(1)).unwrap();
+        let secret = all.path().join("secret");
+        fs::write(&secret, "secret").unwrap();
+        let [control, server] = LOGS.map(|log| logs(all.path(), 1).join(log));
+        nix::unistd::mkfifo(&control, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::os::unix::fs::symlink(&secret, &server).unwrap();
+        for log in 0..LOGS.len() {
+            assert!(folders.act(&FolderAct::Read(1, log, 0)).is_err(), "{log}");
+            assert!(folders.act(&FolderAct::Empty(1, log)).is_err(), "{log}");
+        }
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "secret");
     }
 }

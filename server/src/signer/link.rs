@@ -1,6 +1,6 @@
 //! The server's and the command line's way to the signer: a socket, or a keeper in this process.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,6 @@ use std::time::Duration;
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::message;
 use gpusession_proto::statement::{Signed, Statement};
-use serde::de::DeserializeOwned;
 
 use super::authorities::Present;
 use super::ca::{AuthorityError, Issued};
@@ -18,6 +17,7 @@ use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
 use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::clock::{SystemClock, SystemRandom};
+use crate::local_service::receive;
 use crate::store::{self, Lock};
 
 /// Longest time for a connection, an operation and its answer.
@@ -224,15 +224,6 @@ fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {
     // A signer that refuses the caller may answer before it reads.
     let sent = socket.write_all(&bytes);
     receive(&mut socket).map_err(|e| sent.err().unwrap_or(e))
-}
-
-/// Reads one message.
-pub(super) fn receive<T: DeserializeOwned>(socket: &mut UnixStream) -> io::Result<T> {
-    let mut prefix = [0; 4];
-    socket.read_exact(&mut prefix)?;
-    let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
-    socket.read_exact(&mut body)?;
-    message::decode(&body).map_err(io::Error::other)
 }
 
 /// The server's handle of the signer, with the authorities of the last look.

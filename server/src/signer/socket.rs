@@ -9,9 +9,8 @@ use gpusession_proto::message;
 use tracing::warn;
 
 use super::keeper::{Caller, Keeper};
-use super::link::receive;
 use super::operation::{Operation, Outcome, Refused, UNREAD, Why};
-use crate::local_service;
+use crate::local_service::{self, receive};
 use crate::peer::{Peer, Served};
 
 /// Bound on each read and write of a connection.

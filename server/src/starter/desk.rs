@@ -1,6 +1,6 @@
 //! Acts of the starter, for callers that may wait.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -14,6 +14,7 @@ use tokio::time::sleep;
 use tracing::warn;
 
 use super::{Act, Answer, Introduction, Purpose, Request, Said, away};
+use crate::local_service::receive;
 
 /// Longest time without an answer. The first one waits for the starter, too; to measure a large
 /// folder takes seconds.
@@ -51,11 +52,10 @@ impl Desk {
         let sent = sendmsg::<()>(socket.as_raw_fd(), &parts, rights, MsgFlags::MSG_NOSIGNAL, None);
         // A starter that refuses the caller answers before it reads.
         let sent = sent.map_err(io::Error::from).and_then(|n| socket.write_all(&bytes[n..]));
+        let mut unsent = sent.err();
         let mut answers = Vec::new();
         loop {
-            match hear(&mut socket)
-                .map_err(|e| if sent.is_ok() { e } else { io::ErrorKind::BrokenPipe.into() })?
-            {
+            match receive(&mut socket).map_err(|e| unsent.take().unwrap_or(e))? {
                 Said::Answer(Answer::Done) => return Ok(Ok(answers)),
                 Said::Answer(Answer::Failed(why, number)) => {
                     let kind = number.map(|number| io::Error::from_raw_os_error(number).kind());
@@ -86,18 +86,10 @@ impl Desk {
                 let killing = spawn_blocking(move || this.act(&Act::Kill, Some(pidfd.as_fd())));
                 match killing.await.unwrap_or_else(|e| Err(io::Error::other(e))) {
                     Ok(_) => return,
-                    Err(e) => warn!("a worker's process was not killed: {e}; try {n} of {KILLS}"),
+                    Err(e) => warn!("worker process: not killed: {e}; try {n} of {KILLS}"),
                 }
                 sleep(KILL_DELAY).await;
             }
         });
     }
-}
-
-fn hear(socket: &mut UnixStream) -> io::Result<Said> {
-    let mut prefix = [0; 4];
-    socket.read_exact(&mut prefix)?;
-    let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
-    socket.read_exact(&mut body)?;
-    message::decode(&body).map_err(io::Error::other)
 }

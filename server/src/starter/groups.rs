@@ -94,7 +94,9 @@ impl Groups {
             Ok(Some(Answer::Met(met))) => met,
             Ok(_) => None,
             Err(e) => {
-                warn!("control groups: it is not known whether memory ended a worker: {e}");
+                warn!(
+                    "control groups: no answer whether a bound of memory killed a worker: {e}; its end shows another reason"
+                );
                 None
             }
         }

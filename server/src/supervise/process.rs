@@ -113,7 +113,7 @@ pub fn kill_group(pid: u32, pidfd: io::Result<OwnedFd>, desk: Option<&Desk>) {
     {
         match pidfd {
             Ok(pidfd) => desk.kill(pidfd),
-            Err(e) => warn!("process {pid} of a worker was not killed: {e}; it ends with its channel"),
+            Err(e) => warn!("worker process {pid}: not killed: {e}; it exits when its channel closes"),
         }
     }
 }
