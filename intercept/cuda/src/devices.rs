@@ -157,30 +157,46 @@ impl Device {
 
 /// Returns an attribute's value, or 0 for features that this library cannot provide.
 ///
-/// A network cannot give some of them, and the calls of others are not forwarded, whatever the card
+/// A network cannot give some of them, and the calls of others are refused, whatever the card
 /// supports on its own host.
 fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
     const OVERRIDDEN: &[i32] = &[
-        89,  // CONCURRENT_MANAGED_ACCESS
-        88,  // PAGEABLE_MEMORY_ACCESS
         86,  // HOST_NATIVE_ATOMIC_SUPPORTED
+        88,  // PAGEABLE_MEMORY_ACCESS
+        89,  // CONCURRENT_MANAGED_ACCESS
         91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        96,  // COOPERATIVE_MULTI_DEVICE_LAUNCH
         100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
         101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
+        110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        114, // TIMELINE_SEMAPHORE_INTEROP_SUPPORTED
         116, // GPU_DIRECT_RDMA_SUPPORTED
         117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
         118, // GPU_DIRECT_RDMA_WRITES_ORDERING
-        110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED, which no program has used on a card
         124, // DMA_BUF_SUPPORTED
         128, // HANDLE_TYPE_FABRIC_SUPPORTED
-        132, // MULTICAST_SUPPORTED
-        112, // SPARSE_CUDA_ARRAY_SUPPORTED
-        121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
         129, // UNIFIED_FUNCTION_POINTERS
+        132, // MULTICAST_SUPPORTED
         136, // MEM_DECOMPRESS_ALGORITHM_MASK
         137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
+        138, // VULKAN_CIG_SUPPORTED
+        141, // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        142, // HOST_NUMA_MEMORY_POOLS_SUPPORTED
+        143, // HOST_NUMA_MULTINODE_IPC_SUPPORTED
+        144, // HOST_MEMORY_POOLS_SUPPORTED
+        145, // HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        146, // HOST_ALLOC_DMA_BUF_SUPPORTED
+        147, // ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED
     ];
-    if OVERRIDDEN.contains(&attribute) { value.map(|_| 0) } else { value }
+    // Pools are shared by descriptors alone.
+    const POOL_HANDLES: i32 = 119;
+    const POSIX_FD: i32 = 1;
+    match attribute {
+        POOL_HANDLES => value.map(|handles| handles & POSIX_FD),
+        _ if OVERRIDDEN.contains(&attribute) => value.map(|_| 0),
+        _ => value,
+    }
 }
 
 /// Returns the devices that `CUDA_VISIBLE_DEVICES` selects, in its order, as indices into `uuids`.
@@ -212,7 +228,19 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    use super::{Turns, visible};
+    use super::{Turns, honest, visible};
+
+    #[test]
+    fn features_whose_calls_are_refused_are_denied() {
+        for (attribute, refused) in
+            [(141, "cuMemCreate"), (142, "cuMemPoolCreate"), (132, "cuMulticastCreate")]
+        {
+            assert_eq!(honest(attribute, Some(1)), Some(0), "{refused}");
+        }
+        assert_eq!(honest(141, None), None, "an attribute that the driver does not know");
+        assert_eq!(honest(119, Some(9)), Some(1), "no pool has fabric handles");
+        assert_eq!(honest(102, Some(1)), Some(1), "memory of a device");
+    }
 
     #[test]
     fn threads_take_turns_and_a_thread_may_nest_its_own() {
