@@ -164,7 +164,9 @@ mod tests {
     #[test]
     fn containment_denies_files_sockets_and_signals() {
         if std::env::var_os(ALONE).is_none() {
-            return alone("containment_denies_files_sockets_and_signals", &[]);
+            let shared = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+            let test = "containment_denies_files_sockets_and_signals";
+            return alone(test, &[("SHARED", shared.path())]);
         }
         let files = before_driver(&files(Mps::None), landlock());
         let calls = before_client(Calls::Own, landlock());
@@ -175,6 +177,8 @@ mod tests {
                 assert_eq!(denied.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
                 assert!(std::fs::write("/tmp/containment-test", "x").is_err());
                 assert!(std::fs::write("/dev/shm/containment-test", "x").is_err());
+                let denied = std::fs::File::open(std::env::var("SHARED").unwrap()).unwrap_err();
+                assert_eq!(denied.kind(), std::io::ErrorKind::PermissionDenied);
                 assert!(std::fs::read("/proc/self/stat").is_ok() && std::fs::read("/dev/null").is_ok());
                 // As the driver names its threads.
                 let name = |thread: i32| std::fs::write(format!("/proc/self/task/{thread}/comm"), "named");

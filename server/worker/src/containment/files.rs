@@ -32,10 +32,11 @@ const READABLE_FILES: &[&str] = &[
 ///
 /// These are devices that every process may use.
 const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
-/// Folder whose existing files are readable and writable.
-///
-/// Only clients of MPS may create files in it, since no account would count them.
+/// Folder of shared memory, by which MPS talks to its clients. Other processes of this user have
+/// theirs there.
 const SHARED_MEMORY: &str = "/dev/shm";
+/// Beginning of the names of the simulated driver's files there, which stand for the devices.
+const SIMULATED: &str = "simgpu-";
 const OWN_FOLDER: &str = "/proc/self";
 /// NVIDIA's driver sets the names of its threads there; a failure fails `cuInit`.
 const OWN_THREADS: &str = "/proc/self/task";
@@ -119,9 +120,9 @@ pub(super) fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
     let write = WRITE.iter().copied().chain(runtime.as_deref());
     let write = [&pipes, &logs, &compiled].into_iter().flatten().map(String::as_str).chain(write);
     let write = write.map(Path::new).chain(gpus.iter().map(PathBuf::as_path));
-    let shared = match files.mps {
-        Mps::None => existing(abi),
-        _ => AccessFs::from_all(abi),
+    let (shared, rights) = match files.mps {
+        Mps::None => (simulated_devices(), existing(abi)),
+        _ => (vec![SHARED_MEMORY.into()], AccessFs::from_all(abi)),
     };
     let said = |e: RulesetError| e.to_string();
     let facts = facts(&files.mps, abi)?;
@@ -129,7 +130,7 @@ pub(super) fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
         .and_then(Ruleset::create)
         .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
         .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
-        .and_then(|r| r.add_rules(path_beneath_rules([SHARED_MEMORY], shared)))
+        .and_then(|r| r.add_rules(path_beneath_rules(shared, rights)))
         .and_then(|r| {
             let mut facts = facts.into_iter();
             facts.try_fold(r, |r, (paths, access)| r.add_rules(path_beneath_rules(paths, access)))
@@ -141,6 +142,13 @@ pub(super) fn files_only(files: &Files<'_>, abi: ABI) -> Result<(), String> {
         RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
         RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
     }
+}
+
+/// Returns the files that stand for the devices of the simulated driver.
+fn simulated_devices() -> Vec<PathBuf> {
+    let all = std::fs::read_dir(SHARED_MEMORY).into_iter().flatten().flatten();
+    let of_devices = |name: &std::ffi::OsStr| name.as_encoded_bytes().starts_with(SIMULATED.as_bytes());
+    all.filter(|entry| of_devices(&entry.file_name())).map(|entry| entry.path()).collect()
 }
 
 /// Returns the rights to read and write files that exist.
