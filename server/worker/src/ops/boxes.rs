@@ -77,8 +77,11 @@ pub fn copy(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &
 fn splits(session: &Session, side: &[u64]) -> bool {
     /// Words of `CUDA_ARRAY3D_DESCRIPTOR`: width, height, depth, format and channels, flags.
     const DESCRIPTOR: usize = 5;
-    /// `CU_AD_FORMAT_*` of integers of 8 to 32 bits, half and single precision.
-    const PLAIN: [u32; 8] = [0x01, 0x02, 0x03, 0x08, 0x09, 0x0a, 0x10, 0x20];
+    /// Returns `true` for `CU_AD_FORMAT_*` of integers of 8 to 32 bits, also normalized ones, half
+    /// and single precision.
+    const fn plain(format: u32) -> bool {
+        matches!(format, 0x01..=0x03 | 0x08..=0x0a | 0x10 | 0x20 | 0xc0..=0xcb)
+    }
     if side[4] as u32 != ARRAY {
         return true;
     }
@@ -87,7 +90,7 @@ fn splits(session: &Session, side: &[u64]) -> bool {
     let got = unsafe {
         (session.driver.generated.cuArray3DGetDescriptor_v2)(descriptor.as_mut_ptr().cast(), side[7])
     };
-    got == 0 && PLAIN.contains(&(descriptor[3] as u32))
+    got == 0 && plain(descriptor[3] as u32)
 }
 
 /// Copies a box to the device whose bytes came with the frame, or whose target is not split.
