@@ -180,11 +180,12 @@ impl Supervisor {
         }
     }
 
-    /// Refuses requests that a worker has not answered in time.
+    /// Refuses requests that a worker has not answered in time; for memory that is on its way no
+    /// worker was asked yet.
     pub(super) fn shares_overdue(&self, state: &mut State) {
         let now = self.0.clock.now();
         let State { workers, shares, .. } = state;
-        for request in shares.take(|r| now.saturating_sub(r.since) >= ANSWER_TIMEOUT) {
+        for request in shares.take(|r| r.asked && now.saturating_sub(r.since) >= ANSWER_TIMEOUT) {
             answer(workers, &request, Err(Unshared::Busy));
         }
     }

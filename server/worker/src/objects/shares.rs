@@ -15,8 +15,9 @@ use super::counters::Page;
 use crate::driver::{Address, Status, status};
 use crate::quota::Quota;
 
-/// Longest wait for another worker's object, a change of the supervisor included.
-const IMPORT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest wait for another worker's object, whose memory may be on its way back to the device.
+/// Before that, the supervisor answers for a worker that is silent.
+const IMPORT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Place from which an object's descriptor comes.
 #[derive(Debug, Clone)]
