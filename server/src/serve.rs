@@ -770,12 +770,21 @@ async fn reload(pool: &Pool) {
         sd_notify::NotifyState::Reloading,
         sd_notify::NotifyState::Custom(&format!("MONOTONIC_USEC={usec}")),
     ]);
-    match pool.read_again().await {
+    let read = pool.read_again().await;
+    let event = audit::own("configuration-read");
+    match read {
         Ok((holds, waits)) if holds.is_empty() && waits.is_empty() => {
             info!("configuration: reloaded; no key changed");
         }
-        Ok(_) => {}
-        Err(e) => error!("configuration: not reloaded: {e}; {}", e.hint),
+        Ok((holds, waits)) => {
+            let waits = waits.into_iter().map(|key| format!("{key} (after a restart)"));
+            let detail = holds.into_iter().chain(waits).collect::<Vec<_>>().join("; ");
+            pool.audit().note(audit::Event { detail, ..event });
+        }
+        Err(e) => {
+            error!("configuration: not reloaded: {e}; {}", e.hint);
+            pool.audit().note(audit::Event { result: e.code, detail: e.message, ..event });
+        }
     }
     notify(&[sd_notify::NotifyState::Ready]);
 }

@@ -178,7 +178,9 @@ fn warn_at_times(refusals: &LogThrottle, why: &str) {
 fn admitted(socket: &UnixStream, group: u32, places: &Arc<Places>, pool: &Pool) -> Result<Place, String> {
     let peer = socket.peer_cred().map_err(|e| format!("an unknown process: {e}"))?;
     if !may_administer(socket, peer, group) {
-        return Err(format!("uid {}: neither root nor in the socket's group", peer.uid()));
+        let why = "neither root nor in the socket's group";
+        pool.note_refused_administration(format!("uid {}", peer.uid()), String::new(), why);
+        return Err(format!("uid {}: {why}", peer.uid()));
     }
     if let Some(pid) = worker(peer, pool) {
         return Err(is_worker(pid));

@@ -19,9 +19,25 @@ use crate::limits::Effective;
 const MAX_TRUSTED: usize = 8;
 
 impl Pool {
-    /// Returns the administrator behind a call over the network.
+    /// Returns the administrator behind a call over the network. The audit trail has a refusal.
     pub async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         let shown = peer(request).and_then(Peer::certificate);
+        let admitted = self.admitted_administrator(shown).await;
+        if let Err(refused) = &admitted {
+            let holder = shown.and_then(|certificate| certificate.holder.as_ref());
+            let actor = match holder.map(|holder| (holder.role, &holder.name)) {
+                Some((Role::Administrator, name)) => format!("administrator {name}"),
+                Some((Role::Client, name)) => format!("client {name}"),
+                Some((Role::Server, name)) => format!("server {name}"),
+                None => "unknown".into(),
+            };
+            let from = peer(request).and_then(Peer::remote).map(|p| p.ip().to_canonical().to_string());
+            self.note_refused_administration(actor, from.unwrap_or_default(), refused.message());
+        }
+        admitted
+    }
+
+    async fn admitted_administrator(&self, shown: Option<&Certificate>) -> Result<String, Status> {
         let authority = shown.map(|shown| self.issuer(shown)).transpose()?.unwrap_or_default();
         if let Some(holder) = shown.and_then(|c| c.holder.as_ref()).filter(|h| h.expired(self.clock.unix())) {
             return Err(Status::permission_denied(format!(

@@ -602,6 +602,9 @@ impl Clients {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use gpusession_proto::statement::{Signed, Statement, Verdict};
 

@@ -373,6 +373,18 @@ impl Pool {
         self.audit.note(event);
     }
 
+    /// Notes that an actor may not administer this server.
+    pub fn note_refused_administration(&self, actor: String, from: String, why: &str) {
+        let event = audit::own("administration-refused");
+        self.note_of_client(audit::Event {
+            actor,
+            from,
+            result: "not-permitted".into(),
+            detail: why.into(),
+            ..event
+        });
+    }
+
     /// Returns the supervisor of the workers.
     pub fn supervisor(&self) -> &Supervisor {
         &self.supervisor

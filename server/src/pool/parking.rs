@@ -14,8 +14,9 @@ use tracing::{error, info, warn};
 
 use super::parked::{Away, Stage};
 use super::state::Pool;
+use crate::audit;
 use crate::clock::Moment;
-use crate::lease::{Place, Share};
+use crate::lease::{Lease, Place, Share};
 use crate::monitor::Readings;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{Cause, GONE_TIMEOUT, LEFT_BYTES, NotParked, Parked, Serving};
@@ -77,6 +78,17 @@ fn fits(latest: &Readings, shares: &[Share], room: &[u64]) -> bool {
     })
 }
 
+/// Returns the event of a lease that gives away its GPUs, or has GPUs again.
+fn lease_moved(event: &str, lease: &Lease, detail: &str) -> audit::Event {
+    audit::Event {
+        client: lease.client.clone(),
+        lease: lease.id.clone(),
+        gpus: lease.shares.iter().map(|share| share.gpu.clone()).collect(),
+        detail: detail.into(),
+        ..audit::own(event)
+    }
+}
+
 impl Pool {
     /// Parks a lease: moves its programs' device memory to host memory, and lends its GPUs. An
     /// error leaves everything as it was.
@@ -133,6 +145,7 @@ impl Pool {
             bytes >> 20,
             begun.elapsed().as_millis()
         );
+        self.note_of_client(lease_moved(&format!("lease-{state}"), &standing.lease, why));
         self.tell_state(&standing.lease.client, lease, state, why);
         parking.due.notify_one();
         Ok(())
@@ -465,6 +478,7 @@ impl Pool {
             begun.elapsed().as_millis()
         );
         if let Some(standing) = self.registry().get(lease).await {
+            self.note_of_client(lease_moved("lease-returned", &standing.lease, ""));
             let change = wire::StateChange {
                 state: "active".into(),
                 reason: "its GPUs are back".into(),

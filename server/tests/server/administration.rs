@@ -118,6 +118,9 @@ async fn only_administrator_certificates_may_administer() {
     let file = server.path("client.pem");
     std::fs::write(&file, format!("{certificate}{key}{}", server.authority())).unwrap();
     assert_eq!(refused(address, &file, &["ps"]), "not-allowed");
+    let noted = || server.json(&["audit", "--event", "administration-refused"])["audit"].clone();
+    let first = noted()[0].clone();
+    assert_eq!((&first["actor"], &first["from"]), (&"client vm-1".into(), &"127.0.0.1".into()), "{first}");
     for identity in [None, Some(Identity::from_pem(&certificate, &key))] {
         let channel = server.connect(identity).await.unwrap();
         let mut asks = AdministrationClient::new(channel);
@@ -143,6 +146,8 @@ async fn only_administrator_certificates_may_administer() {
     assert_eq!(server.json(&["admin", "list"])["administrators"][0]["state"], "good");
     assert!(server.verb(&["admin", "revoke", "alice"]).status.success());
     assert_eq!(refused(address, &alice, &["ps"]), "not-allowed");
+    let last = noted().as_array().unwrap().last().unwrap().clone();
+    assert_eq!((&last["actor"], &last["result"]), (&"administrator alice".into(), &"not-permitted".into()));
     let after = asks.ask(AskRequest { json: b"{\"verb\":\"ps\"}".to_vec() }).await;
     assert_eq!(after.unwrap_err().code(), Code::PermissionDenied);
     assert_eq!(server.json(&["admin", "list"])["administrators"][0]["state"], "revoked");
@@ -312,6 +317,8 @@ async fn only_root_the_servers_user_and_its_group_may_administer() {
         let socket = connect_as(socket.clone(), user, primary, further);
         assert_eq!(answer(&socket) > 0, answered, "user {user}, groups {primary} and {further}");
     }
+    let noted = server.json(&["audit", "--event", "administration-refused"])["audit"].clone();
+    assert_eq!(noted[0]["actor"], "uid 60001", "{noted}");
 }
 
 #[tokio::test]

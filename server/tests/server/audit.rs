@@ -60,6 +60,20 @@ async fn joins_and_changes_are_there_before_their_answers() {
 }
 
 #[tokio::test]
+async fn a_changed_configuration_is_in_the_trail() {
+    let server = Server::start().await;
+    let running = server.json(&["status"])["server"]["pid"].as_i64().unwrap();
+    let read = async |config: &str, found: &str| {
+        server.configure("libcuda.so.1", config);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(running as i32), Signal::SIGHUP).unwrap();
+        let noted = || server.json(&["audit", "--event", "configuration-read"])["audit"].to_string();
+        eventually("a line about it", async || noted().contains(found)).await;
+    };
+    read("limits.workers = 7", "limits.workers = 7").await;
+    read("limits.workers = \"x\"", "configuration\"").await;
+}
+
+#[tokio::test]
 async fn refusals_by_limits_and_programs_are_in_the_trail() {
     let server = Server::start_with("libcuda.so.1", "limits.gpus = 1").await;
     let mut vm = server.client("vm-1").await;
