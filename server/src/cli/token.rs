@@ -60,7 +60,13 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
         None => token_offline(server.config()?, &ask)?,
     };
     match verb {
-        TokenVerb::Create { .. } => {
+        TokenVerb::Create { name, uses, from, per_address, .. } => {
+            if name.contains('*') && *uses > 1 && from.is_empty() && per_address.is_none() {
+                eprintln!(
+                    "gpuserver: note: one machine that has this token can join under {uses} names, each with limits of its \
+                     own; --from and --per-address bound that"
+                );
+            }
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
             let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
             out.answer("token", value, |out, token| print_token(out, token, &address))
