@@ -126,7 +126,9 @@ class Mps(parking.Parking):
         _, variables = self.worker_of(lease)
         self.note("variables of the worker", {k[9:]: v for k, v in variables.items() if "PIPE" not in k}, "")
         env = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
-        native = parking.Program([*self.native, self.args.python, "mps_program.py"], env, self.log, self.here)
+        # A daemon serves one user.
+        user = self.server.starter.as_worker() if self.server.starter else {}
+        native = parking.Program([*self.native, self.args.python, "mps_program.py"], env, self.log, self.here, **user)
         self.programs.append(native)
         words = native.expect("ready").split()
         self.note("the driver's own answer with these", f"{words[1]} multiprocessors, {words[2]} MiB", "")

@@ -21,9 +21,9 @@ WARNING = "device memory will be moved"
 class Program:
     """A process that is controlled by lines."""
 
-    def __init__(self, command, env, log, cwd):
+    def __init__(self, command, env, log, cwd, **options):
         self.process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True, **options
         )
         self.rest = b""
 

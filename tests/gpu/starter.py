@@ -40,9 +40,7 @@ class Starter:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            user=WORKERS,
-            group=WORKERS,
-            extra_groups=[],
+            **self.as_worker(),
         )
         end = time.monotonic() + 20
         while not self.answers():
@@ -83,3 +81,8 @@ class Starter:
     def as_server():
         """Returns the options of `subprocess` for a program of the server's user."""
         return {"user": SERVER.pw_uid, "group": SERVER.pw_gid, "extra_groups": []}
+
+    @staticmethod
+    def as_worker():
+        """Returns the options of `subprocess` for a program of the workers' user."""
+        return {"user": WORKERS, "group": WORKERS, "extra_groups": []}
