@@ -850,8 +850,8 @@ fn random_frames_never_hang_a_worker() {
 /// Returns a frame that is valid by itself, if not after the others.
 fn sensible(random: &mut Random, seq: u64) -> Vec<u8> {
     // All but copies of boxes: see `boxes_do_not_reach_the_worker_s_own_memory`.
-    let operations: Vec<u16> = (op::CTX_CREATE..=op::TENSOR_MAP)
-        .chain(300..=360)
+    let operations: Vec<u16> = (op::CTX_CREATE..=op::SHARE_POINTER_IMPORT)
+        .chain(300..=412)
         .filter(|operation| !matches!(operation, 18 | 19 | 29 | 36..=39 | 53..=59 | 63..=69 | &op::COPY_BOX))
         .collect();
     let operation = operations[random.below(operations.len() as u64) as usize];
