@@ -320,6 +320,15 @@ mod tests {
     }
 
     #[test]
+    fn under_mps_nothing_can_be_shared() {
+        let possible = |mps| {
+            let (supervisor, _peer) = pair();
+            Shares::new(Arc::new(Quota::new(supervisor, &[])), ID, mps).possible()
+        };
+        assert_eq!((possible(false), possible(true)), (Ok(()), Err(status::NOT_SUPPORTED)));
+    }
+
+    #[test]
     fn each_request_gets_its_own_answer() {
         let (shares, peer) = shares();
         let name = |object| Name { kind: Kind::Memory, worker: OTHER, object, secret: Secret([1; 16]) };
