@@ -117,6 +117,9 @@ pub fn variable(key: &str) -> &'static str {
         "GPUSESSION_TRACE_FILE" => "the file to which they print it instead",
         "GPUSESSION_SOCKET" => "the socket on which programs ask for GPUs; set by `gpusession run --server`",
         "NCCL_P2P_LEVEL" => "SYS: NCCL copies between GPUs of a lease by peer access, also without NVLink",
+        "NCCL_WORK_FIFO_BYTES" => {
+            "65536: host memory of each communicator, which every synchronization compares; NCCL's own is 1 MiB"
+        }
         "NCCL_P2P_DISABLE" => {
             "1: NCCL does not try peer access, which remote GPUs of different servers do not have"
         }

@@ -87,6 +87,32 @@ def allreduce(quick):
         del tensor
 
 
+def launch_time(name):
+    """Measures launches of a small kernel, which wait for nothing."""
+    import torch
+
+    tensor = torch.zeros(1, device="cuda")
+
+    def launches():
+        for _ in range(20000):
+            tensor.add_(1)
+        torch.cuda.synchronize()
+
+    seconds = common.timed(launches, 5, warm_up=1)
+    if os.environ["RANK"] == "0":
+        common.measure(name, seconds / 20000 * 1e6, "us")
+
+
+def launches(_):
+    """Launches in a process that has a communicator; `main` measures them without one."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1 << 20, device="cuda"))
+    torch.cuda.synchronize()
+    launch_time("launch_beside_nccl")
+
+
 def decode(quick):
     """Decodes with layers that the GPUs share (tensor parallelism): a sum in each layer."""
     import torch
@@ -173,7 +199,7 @@ def main():
     """One rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("parts", nargs="+", choices=["allreduce", "decode", "gpt2", "killed"])
+    parser.add_argument("parts", nargs="+", choices=["launches", "allreduce", "decode", "gpt2", "killed"])
     args = parser.parse_args()
     import torch
     import torch.distributed as dist
@@ -181,9 +207,11 @@ def main():
     rank = int(os.environ["LOCAL_RANK"])
     common.deterministic()
     torch.cuda.set_device(rank)
+    if "launches" in args.parts:
+        launch_time("launch_alone")
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     for part in args.parts:
-        {"allreduce": allreduce, "decode": decode, "gpt2": gpt2, "killed": killed}[part](args.quick)
+        {"launches": launches, "allreduce": allreduce, "decode": decode, "gpt2": gpt2, "killed": killed}[part](args.quick)
     dist.destroy_process_group()
 
 

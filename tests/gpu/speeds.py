@@ -39,7 +39,7 @@ def bench_groups(args):
     """Returns (name, command, time limit, warm-up runs) of commands that print measurements."""
     quick = ["--quick"] if args.quick else []
     python = args.python
-    ranks = torchrun(args) + ["ranks.py", *quick, "allreduce", "decode", "gpt2"]
+    ranks = torchrun(args) + ["ranks.py", *quick, "launches", "allreduce", "decode", "gpt2"]
     return [
         ("first", [python, "ops.py", "first"], 120, 1),
         ("micro", [python, "bench.py", *quick, "ops", "cuda_graph", "compile_mlp"], 400, 0),

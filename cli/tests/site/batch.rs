@@ -155,7 +155,7 @@ fn a_prolog_of_slurm_can_bind_the_lease_to_the_job() {
         assert_eq!(
             text(&task.stdout).trim(),
             format!(
-                "export GPUSESSION_LEASE={}\nexport NCCL_P2P_LEVEL=SYS",
+                "export GPUSESSION_LEASE={}\nexport NCCL_P2P_LEVEL=SYS\nexport NCCL_WORK_FIFO_BYTES=65536",
                 leases[0]["id"].as_str().unwrap()
             )
         );

@@ -537,14 +537,14 @@ fn run_without_a_daemon_leases_and_gives_back() {
     let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me", "--json"]);
     let expected = serde_json::json!({ "schema": 1, "name": "me", "servers": [&address] });
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&joined.stdout).unwrap(), expected);
-    let script = "test -S $GPUSESSION_SOCKET && stat -c %a $(dirname $GPUSESSION_SOCKET); echo $GPUSESSION_LEASE; echo $NCCL_P2P_LEVEL; exit 9";
+    let script = "test -S $GPUSESSION_SOCKET && stat -c %a $(dirname $GPUSESSION_SOCKET); echo $GPUSESSION_LEASE; echo $NCCL_P2P_LEVEL $NCCL_WORK_FIFO_BYTES; exit 9";
     let run = site.gpusession(&["run", "-n", "2", "--server", &address, "--", "sh", "-c", script]);
     assert_eq!(run.status.code(), Some(9), "{}", text(&run.stderr));
     let out = text(&run.stdout);
     let lines: Vec<&str> = out.lines().collect();
     assert_eq!(lines[0], "700");
     assert_eq!(lines[1].len(), 12);
-    assert_eq!(lines[2], "SYS", "a program on two GPUs");
+    assert_eq!(lines[2], "SYS 65536", "a program on two GPUs");
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
     // The user's own list of servers, without a daemon.
     assert_eq!(site.gpusession(&["run", "--", "sh", "-c", "exit 3"]).status.code(), Some(3));

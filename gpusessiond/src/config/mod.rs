@@ -153,8 +153,11 @@ fn read_leases(files: &[File<'_>]) -> Result<Vec<LeaseConfig>, ConfigError> {
 /// Variables that programs on several GPUs of a lease need, unless they are set otherwise.
 ///
 /// Without NVLink, NCCL prefers host memory that both GPUs poll, which a remote GPU cannot do.
+/// Each synchronization compares the host memory from which GPUs take NCCL's work, by default 1 MiB
+/// for each communicator.
 pub fn variables_for(gpus: u32) -> impl Iterator<Item = (&'static str, &'static str)> {
-    (gpus > 1).then_some(("NCCL_P2P_LEVEL", "SYS")).into_iter()
+    let needed = [("NCCL_P2P_LEVEL", "SYS"), ("NCCL_WORK_FIFO_BYTES", "65536")];
+    needed.into_iter().filter(move |_| gpus > 1)
 }
 
 /// Reads the variables of `[environment]`, and adds those that the largest lease needs.

@@ -202,10 +202,12 @@ fn servers_file_round_trips() {
 }
 
 #[test]
-fn several_gpus_of_a_lease_bring_the_variable_that_nccl_needs() {
+fn several_gpus_of_a_lease_bring_the_variables_that_nccl_needs() {
     let level = |text: &str| load(&[text]).unwrap().environment.get("NCCL_P2P_LEVEL").cloned();
     assert_eq!(level("[[lease]]\n[[lease]]\ngpus = 1\n"), None);
     assert_eq!(level("[[lease]]\n[[lease]]\ngpus = 2\n").as_deref(), Some("SYS"));
     let own = "[[lease]]\ngpus = 2\n[environment]\nNCCL_P2P_LEVEL = \"PHB\"\n";
     assert_eq!(level(own).as_deref(), Some("PHB"));
+    let several = load(&["[[lease]]\ngpus = 2\n"]).unwrap().environment;
+    assert_eq!(several.get("NCCL_WORK_FIFO_BYTES").map(String::as_str), Some("65536"));
 }
