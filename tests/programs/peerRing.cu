@@ -1,5 +1,5 @@
-// Two processes, a device each where there are two: each imports the other's buffers, maps them for
-// its own device, and their kernels pass words and flags to each other while both run, as NCCL's do.
+// Two processes, a device each where there are two: each imports the other's buffers and maps them
+// for its own device. Their kernels pass words and flags to each other while both run, as in NCCL.
 #include "processes.h"
 
 #include <vector>
@@ -7,9 +7,9 @@
 constexpr int RANKS = 2, CONNECTIONS = 8;
 constexpr unsigned THREADS = 64, EAGER = 10, REPLAYS = 10;
 
-// Start of a buffer: the number of the last words that its owner got from the other process, the
-// number up to which the other process has read what the owner wrote, and the words.
+// Start of a buffer, which the other process writes.
 struct Buffer {
+    // Round of the last words that came, and of the last ones that the other process has read.
     volatile unsigned arrived, read;
     unsigned padding[30];
     volatile unsigned words[THREADS];

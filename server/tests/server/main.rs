@@ -530,6 +530,45 @@ async fn bad_data_connections_disturb_no_worker() {
 }
 
 #[tokio::test]
+async fn a_flood_of_forged_prefaces_takes_no_place_of_a_program() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    let running = server.json(&["status"])["server"]["pid"].as_i64().unwrap();
+    let held = || {
+        let entries = |name| std::fs::read_dir(format!("/proc/{running}/{name}")).unwrap().count();
+        (entries("fd"), entries("task"))
+    };
+    let before = held();
+    // Its sender has seen the worker's id on the network, and not the key.
+    let mut forged = server.preface(&worker.id, 1, true);
+    forged.attempt = 999.into();
+    for _ in 0..5000 {
+        drop(server.data_connection(forged.as_bytes()));
+    }
+    let mut last = server.data_connection(forged.as_bytes());
+    last.shutdown(Shutdown::Write).unwrap();
+    assert!(String::from_utf8_lossy(&rest(&mut last)).contains("was not made for this worker"));
+    // The program opens its lanes, and another one starts. From the address of the flood it may
+    // have to try again.
+    let _own = loop {
+        let mut own = server.data_connection(server.preface(&worker.id, 1, true).as_bytes());
+        if own.read_exact(&mut [0]).is_ok() {
+            break own;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    let second = vm.take(&lease.id).await.unwrap();
+    let (_other, other) = server.adopt(&second.id, 0, true);
+    assert!(alive(pid(&said["pid"])) && alive(pid(&other["pid"])));
+    // The second program has the rest.
+    eventually("connections are closed", async || held().0 <= before.0 + 16 && held().1 <= before.1 + 8)
+        .await;
+}
+
+#[tokio::test]
 async fn a_silent_client_loses_its_lease() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
