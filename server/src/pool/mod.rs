@@ -353,7 +353,9 @@ impl Pool {
 
     /// Notes an event that its client can cause at will, within the client's allowance.
     fn note_of_client(&self, event: audit::Event) {
-        let taken = locked(&self.allowance).take(&event.client, &event.event, self.clock.now());
+        // Others than clients are told apart, too, so that none pushes out another's refusals.
+        let cause = if event.client.is_empty() { &event.actor } else { &event.client };
+        let taken = locked(&self.allowance).take(cause, &event.event, self.clock.now());
         let Some(left_out) = taken else {
             if event.event == LEASE_GRANTED {
                 locked(&self.allowance).leave_out(&event.lease);
@@ -363,10 +365,7 @@ impl Pool {
         if left_out > 0 {
             self.audit.note(audit::Event {
                 client: event.client.clone(),
-                detail: format!(
-                    "{left_out} events {} of this client: more than {EVENTS} an hour",
-                    event.event
-                ),
+                detail: format!("{left_out} events {} of {cause}: more than {EVENTS} an hour", event.event),
                 ..audit::own("events-left-out")
             });
         }
