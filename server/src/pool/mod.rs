@@ -353,7 +353,7 @@ impl Pool {
 
     /// Notes an event that its client can cause at will, within the client's allowance.
     fn note_of_client(&self, event: audit::Event) {
-        // Others than clients are told apart, too, so that none pushes out another's refusals.
+        // Each uid and each administrator counts by itself, as each client does.
         let cause = if event.client.is_empty() { &event.actor } else { &event.client };
         let taken = locked(&self.allowance).take(cause, &event.event, self.clock.now());
         let Some(left_out) = taken else {
