@@ -1,5 +1,6 @@
 """`./run parking`: an idle program's device memory moves to host memory and back."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -327,26 +328,41 @@ class Parking:
         self.server.release_lease()
         self.wait_for_no_lease()
 
-    def restarts(self):
-        """Replaces the server by a handover or a kill: active and parked programs continue."""
+    @contextlib.contextmanager
+    def replaceable(self):
+        """Runs a server that others replace: a store keeps its programs' descriptors."""
         self.server.stop()
         # The path of a Unix socket has at most 107 bytes.
         with tempfile.TemporaryDirectory(prefix="gpu-store-") as folder:
             store = DescriptorStore(f"{folder}/notify")
             self.server.popen = store.popen
             try:
-                self.replace_server(store)
+                self.server.start()
+                self.server.release_lease()
+                self.wait_for_no_lease()
+                yield store
             finally:
                 self.server.stop()
                 self.server.popen = subprocess.Popen
                 store.close()
         self.configured(list(self.args.server_config))
 
-    def replace_server(self, store):
-        """Replaces the server, with a descriptor store for its programs."""
-        self.server.start()
-        self.server.release_lease()
-        self.wait_for_no_lease()
+    def replace(self, store, how):
+        """Ends the server by a signal, and starts the next one, which takes over its programs."""
+        self.server.process.send_signal(how)
+        self.server.process.wait()
+        self.server.start_server()
+        # Its port answers too early: the socket is the previous server's.
+        if not store.ready.wait(60):
+            raise RuntimeError("the next server did not start")
+
+    def restarts(self):
+        """Replaces the server by a handover or a kill: active and parked programs continue."""
+        with self.replaceable() as store:
+            self.replaced_programs(store)
+
+    def replaced_programs(self, store):
+        """Replaces the server under an active and a parked program."""
         for how in (signal.SIGUSR2, signal.SIGKILL):
             program = self.start(["idle_program.py", "0.125"])
             program.expect("ready")
@@ -356,12 +372,7 @@ class Parking:
                 if parked:
                     self.park(lease)
                 begun = time.monotonic()
-                self.server.process.send_signal(how)
-                self.server.process.wait()
-                self.server.start_server()
-                # Its port answers too early: the socket is the previous server's.
-                if not store.ready.wait(60):
-                    raise RuntimeError("the next server did not start")
+                self.replace(store, how)
                 took = time.monotonic() - begun
                 what = f"{'parked' if parked else 'active'}, {how.name}"
                 self.check(f"{what}: the same lease and worker", (self.only_lease(), self.worker()) == (lease, worker))
@@ -388,10 +399,9 @@ class Parking:
         self.programs.append(program)
         return program
 
-    def run(self):
-        """Runs all parts, or those of `--only`; returns True if all checks passed."""
-        self.wait_for_no_lease()
-        parts = {
+    def parts(self):
+        """Returns title and function of each part, by the name for `--only`."""
+        return {
             "card": ("An idle program is parked while another client uses the whole card", self.whole_card),
             "room": ("A process that fills the card exits after a parked program has asked for it", self.no_room),
             "training": ("PyTorch training, parked in the middle", self.training),
@@ -400,7 +410,11 @@ class Parking:
             "clock": ("The clock", self.clocks),
             "times": ("Times", self.times),
         }
-        for name, (title, part) in parts.items():
+
+    def run(self):
+        """Runs all parts, or those of `--only`; returns figures and failed checks."""
+        self.wait_for_no_lease()
+        for name, (title, part) in self.parts().items():
             if (name in self.args.only if self.args.only else name != "training" or not self.args.no_torch):
                 print(title, flush=True)
                 part()

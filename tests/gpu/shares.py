@@ -5,12 +5,9 @@ import json
 import os
 import random
 import signal
-import subprocess
-import tempfile
 import time
 
 import parking
-from descriptor_store import DescriptorStore
 
 # Pairs of processes whose ends are drawn at random.
 ENDS, FEW_ENDS = 500, 40
@@ -48,6 +45,11 @@ class Shares(parking.Parking):
         rows = json.loads(self.server.tool("ps", "--json"))["workers"]
         return sum(row["shares_memory"] for row in rows if row["lease"] == lease)
 
+    def stocked(self, lease):
+        """Returns True if no worker of a lease is about to be ready for a program."""
+        rows = [row for row in json.loads(self.server.tool("ps", "--json"))["workers"] if row["lease"] == lease]
+        return len(rows) > 1 and all(row["state"] != "starting" for row in rows)
+
     def refused(self, lease):
         """Returns True if the server does not park a lease because of what it shares."""
         try:
@@ -77,12 +79,13 @@ class Shares(parking.Parking):
         limit = 8192 if self.card else 1024
         part = limit * 5 // 8
         both, _ = self.pair(part, "--memory", f"{limit}MiB")
-        # Readings of the card are taken each second.
-        time.sleep(3)
+        read = lambda: max(row["used_bytes"] or 0 for row in json.loads(self.server.tool("gpus", "--json"))["gpus"])
+        self.check("the server sees their memory", self.until(lambda: read() >= part << 20))
         self.note("memory on the card / limit of the lease", f"{self.used()} / {limit}", "MiB")
         self.check("it counts once", self.ask(both, f"b alloc {part // 8}") == "alloc 0" and self.intact(both))
         self.check("the rest of the lease is bounded", self.ask(both, f"b alloc {part}") == "alloc 2")
         self.must(both, "kill a", "killed")
+        # No command shows when the heir counts the memory: two messages after the end.
         time.sleep(3)
         self.check("memory outlives the process that has created it", self.ask(both, "b check") == "intact")
         self.check("its heir counts it", self.ask(both, f"b alloc {part}") == "alloc 2")
@@ -126,37 +129,19 @@ class Shares(parking.Parking):
 
     def replaced(self):
         """Replaces the server: it knows the imports that it finds."""
-        self.server.stop()
-        # The path of a Unix socket has at most 107 bytes.
-        with tempfile.TemporaryDirectory(prefix="gpu-store-") as folder:
-            store = DescriptorStore(f"{folder}/notify")
-            self.server.popen = store.popen
-            try:
-                self.server.start()
-                self.server.release_lease()
+        with self.replaceable() as store:
+            for how in (signal.SIGUSR2, signal.SIGKILL):
+                both, lease = self.pair(64)
+                self.replace(store, how)
+                known = self.until(lambda lease=lease: self.sharing(lease) == 2)
+                self.check(f"{how.name}: the next server knows what they share", known and self.refused(lease))
+                self.must(both, "b close", "close 0")
+                self.must(both, "pass a b", "open 0")
+                self.check(f"{how.name}: they share again", self.intact(both))
+                self.must(both, "kill a", "killed")
+                self.check(f"{how.name}: the importer keeps the memory", self.ask(both, "b check") == "intact")
+                both.end()
                 self.wait_for_no_lease()
-                for how in (signal.SIGUSR2, signal.SIGKILL):
-                    both, lease = self.pair(64)
-                    self.server.process.send_signal(how)
-                    self.server.process.wait()
-                    self.server.start_server()
-                    if not store.ready.wait(60):
-                        raise RuntimeError("the next server did not start")
-                    known = self.until(lambda lease=lease: self.sharing(lease) == 2)
-                    self.check(f"{how.name}: the next server knows what they share", known and self.refused(lease))
-                    self.must(both, "b close", "close 0")
-                    self.must(both, "pass a b", "open 0")
-                    self.check(f"{how.name}: they share again", self.intact(both))
-                    self.must(both, "kill a", "killed")
-                    self.check(f"{how.name}: the importer keeps the memory", self.ask(both, "b check") == "intact")
-                    both.end()
-                    self.wait_for_no_lease()
-            finally:
-                self.server.stop()
-                self.server.popen = subprocess.Popen
-                store.close()
-        self.server.start()
-        self.server.release_lease()
 
     def descriptors(self):
         """Returns the number of the server's descriptors."""
@@ -170,7 +155,7 @@ class Shares(parking.Parking):
         names = (f"p{number}" for number in itertools.count())
         self.must(holder, "start first", "started")
         lease = self.only_lease()
-        time.sleep(3)
+        self.check("its stock is complete", self.until(lambda: self.stocked(lease)))
         files = sorted(os.listdir("/dev/shm"))
         before, open_files = self.settled(), self.descriptors()
         wrong = []
@@ -193,18 +178,12 @@ class Shares(parking.Parking):
         holder.end()
         self.wait_for_no_lease()
 
-    def run(self):
-        """Runs all parts, or those of `--only`."""
-        self.wait_for_no_lease()
-        parts = {
+    def parts(self):
+        """Returns title and function of each part, by the name for `--only`."""
+        return {
             "parking": ("Parking", self.parked),
             "limits": ("Limits", self.limits),
             "ends": ("Ends", self.ends),
             "restarts": ("The server is replaced", self.replaced),
             "random": ("Random ends", self.random_ends),
         }
-        for name, (title, part) in parts.items():
-            if name in self.args.only or not self.args.only:
-                print(title, flush=True)
-                part()
-        return {"figures": self.rows, "failed": self.bad}

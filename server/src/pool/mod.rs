@@ -332,7 +332,7 @@ impl Pool {
                 }
                 Ok(Event::Program { client, lease, gpus, worker, user, program, end }) => {
                     let event = audit::own(if end.is_some() { "program-ended" } else { "program-started" });
-                    self.note_of_client(audit::Event {
+                    self.note_within_allowance(audit::Event {
                         client,
                         lease,
                         gpus,
@@ -351,9 +351,9 @@ impl Pool {
         }
     }
 
-    /// Notes an event that its client can cause at will, within the client's allowance.
-    fn note_of_client(&self, event: audit::Event) {
-        // Each uid and each administrator counts by itself, as each client does.
+    /// Notes an event that its client, or its actor without a client, can cause at will, within the
+    /// allowance of that one.
+    fn note_within_allowance(&self, event: audit::Event) {
         let cause = if event.client.is_empty() { &event.actor } else { &event.client };
         let taken = locked(&self.allowance).take(cause, &event.event, self.clock.now());
         let Some(left_out) = taken else {
@@ -375,7 +375,7 @@ impl Pool {
     /// Notes that an actor may not administer this server.
     pub fn note_refused_administration(&self, actor: String, from: String, why: &str) {
         let event = audit::own("administration-refused");
-        self.note_of_client(audit::Event {
+        self.note_within_allowance(audit::Event {
             actor,
             from,
             result: "not-permitted".into(),
@@ -614,7 +614,7 @@ impl Pool {
             return;
         }
         // Within the allowance, too: the end of a lease may overtake the note of its beginning.
-        self.note_of_client(audit::Event {
+        self.note_within_allowance(audit::Event {
             client: client.into(),
             lease: lease.into(),
             gpus: gpus.to_vec(),

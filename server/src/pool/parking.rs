@@ -145,7 +145,7 @@ impl Pool {
             bytes >> 20,
             begun.elapsed().as_millis()
         );
-        self.note_of_client(lease_moved(&format!("lease-{state}"), &standing.lease, why));
+        self.note_within_allowance(lease_moved(&format!("lease-{state}"), &standing.lease, why));
         self.tell_state(&standing.lease.client, lease, state, why);
         parking.due.notify_one();
         Ok(())
@@ -478,7 +478,7 @@ impl Pool {
             begun.elapsed().as_millis()
         );
         if let Some(standing) = self.registry().get(lease).await {
-            self.note_of_client(lease_moved("lease-returned", &standing.lease, ""));
+            self.note_within_allowance(lease_moved("lease-returned", &standing.lease, ""));
             let change = wire::StateChange {
                 state: "active".into(),
                 reason: "its GPUs are back".into(),

@@ -553,13 +553,12 @@ async fn a_flood_of_forged_prefaces_takes_no_place_of_a_program() {
     assert!(String::from_utf8_lossy(&rest(&mut last)).contains("was not made for this worker"));
     // The program opens its lanes, and another one starts. From the address of the flood it may
     // have to try again.
-    let _own = loop {
-        let mut own = server.data_connection(server.preface(&worker.id, 1, true).as_bytes());
-        if own.read_exact(&mut [0]).is_ok() {
-            break own;
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    };
+    let mut own = None;
+    eventually("its connection is handed over", async || {
+        let mut next = server.data_connection(server.preface(&worker.id, 1, true).as_bytes());
+        next.read_exact(&mut [0]).is_ok() && own.insert(next).peer_addr().is_ok()
+    })
+    .await;
     let second = vm.take(&lease.id).await.unwrap();
     let (_other, other) = server.adopt(&second.id, 0, true);
     assert!(alive(pid(&said["pid"])) && alive(pid(&other["pid"])));

@@ -174,7 +174,7 @@ async fn grant(
         let gpus = lease.shares.iter().map(|s| s.gpu.clone()).collect();
         let event = lease_granted(&lease.id, client, gpus, format!("{}{clear}", what.join(", ")));
         let from = from.map(|p| p.ip().to_canonical().to_string()).unwrap_or_default();
-        pool.note_of_client(audit::Event { from, ..event });
+        pool.note_within_allowance(audit::Event { from, ..event });
     }
     pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed.clone());
     if call.withdrawn() {
@@ -240,7 +240,7 @@ fn not_allocated(pool: &Pool, client: &str, e: AllocateError) -> Status {
         );
     }
     if let AllocateError::Limit(exceeded) = &e {
-        pool.note_of_client(audit::Event {
+        pool.note_within_allowance(audit::Event {
             actor: format!("client {client}"),
             client: client.into(),
             result: format!("limit-{}", exceeded.name),

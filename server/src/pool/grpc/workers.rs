@@ -66,7 +66,7 @@ pub(super) async fn take_workers(
         if let TakeError::Limit(exceeded) = &e
             && wish.waiting > 0
         {
-            pool.note_of_client(audit::Event {
+            pool.note_within_allowance(audit::Event {
                 actor: format!("client {client}"),
                 client: client.clone(),
                 lease: wish.lease.clone(),

@@ -32,8 +32,8 @@ const READABLE_FILES: &[&str] = &[
 ///
 /// These are devices that every process may use.
 const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
-/// Folder of shared memory, by which MPS talks to its clients. Other processes of this user have
-/// theirs there.
+/// Folder of shared memory, by which MPS talks to its clients. All processes of this user have
+/// files there.
 const SHARED_MEMORY: &str = "/dev/shm";
 /// Beginning of the names of the simulated driver's files there, which stand for the devices.
 const SIMULATED: &str = "simgpu-";
