@@ -22,12 +22,13 @@ const UNIT: usize = 4;
 const WORD: usize = 8;
 /// Changes with this many bytes between them are no neighbours.
 const APART: u64 = 64;
-/// Most words that wait; further ones count as data, unless they count up.
+/// Most words that wait; further ones count as data, unless they count up. As many again may wait
+/// that have grown by little, and as many that have grown by one.
 const MOST_WORDS: usize = 1024;
-/// Most words that wait, with those that count up.
-const MOST_COUNTING: usize = 2 * MOST_WORDS;
 /// Longest run of which each word can be a flag; of a longer one, the first and the last can.
 const MOST_FLAGS: usize = 1024;
+/// Most by which a flag grows between two uploads: NCCL's flags name the latest of eight buffers.
+const MOST_GROWTH: u32 = 8;
 /// Most collections of changes for one upload.
 const MOST_COLLECTIONS: usize = 4;
 
@@ -74,8 +75,8 @@ pub struct Block<'a> {
 
 /// Changes that can be flags: they lie in one aligned word, or count up.
 ///
-/// They travel after all other changes of all regions: words that have not grown by one first, and
-/// of both kinds those with neighbours first.
+/// They travel after all other changes of all regions: words that do not count up first, those that
+/// have grown by one last, and of each kind those with neighbours first.
 #[derive(Default)]
 pub struct Words {
     /// By region and aligned address.
@@ -98,8 +99,16 @@ struct Word {
     bytes: Range<u64>,
     /// Whether it has no neighbours.
     alone: bool,
-    /// Whether its value has grown by one.
-    counts: bool,
+    growth: Growth,
+}
+
+/// How a word has changed: the later, the more likely it is a flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Growth {
+    Other,
+    /// By at most [`MOST_GROWTH`].
+    Little,
+    One,
 }
 
 impl Words {
@@ -144,9 +153,9 @@ impl Words {
         let mut at = run.start;
         while at < run.end {
             let end = run.end.min(at + WORD - (block.address + at) % WORD);
-            let counts = counts_up(&block.old[at..end], &block.new[at..end]);
+            let growth = growth(&block.old[at..end], &block.new[at..end]);
             let whole = (at..end) == run && !continued;
-            if (whole || counts) && self.keep(block, at..end, alone && whole, counts) {
+            if (whole || growth > Growth::Other) && self.keep(block, at..end, alone && whole, growth) {
                 push_some(body, block, data..at);
                 data = end;
             }
@@ -156,23 +165,23 @@ impl Words {
     }
 
     /// Keeps a word; `false` if there are too many.
-    fn keep(&mut self, block: &Block<'_>, at: Range<usize>, alone: bool, counts: bool) -> bool {
+    fn keep(&mut self, block: &Block<'_>, at: Range<usize>, alone: bool, growth: Growth) -> bool {
         let key = (block.region, (block.address + at.start) / WORD * WORD);
-        if self.last && counts {
+        if self.last && growth > Growth::Other {
             self.late.push((block.region, block.offset as usize + at.start, block.old[at].to_vec()));
             self.latest = self.found.contains_key(&key).then_some(key);
             return true;
         }
-        let full = self.found.len() >= if counts { MOST_COUNTING } else { MOST_WORDS };
+        let full = self.found.len() >= (1 + growth as usize) * MOST_WORDS;
         let bytes = block.offset + at.start as u64..block.offset + at.end as u64;
         if let Some(word) = self.found.get_mut(&key) {
             word.bytes = word.bytes.start.min(bytes.start)..word.bytes.end.max(bytes.end);
             word.alone &= alone;
-            word.counts |= counts;
+            word.growth = word.growth.max(growth);
         } else if full {
             return false;
         } else {
-            self.found.insert(key, Word { bytes, alone, counts });
+            self.found.insert(key, Word { bytes, alone, growth });
         }
         self.latest = Some(key);
         self.grew = true;
@@ -194,7 +203,7 @@ impl Words {
     /// them.
     pub fn in_order(self) -> Vec<(u64, Vec<Range<usize>>)> {
         let mut words: Vec<_> = self.found.into_iter().collect();
-        words.sort_by_key(|(_, word)| (word.counts, word.alone));
+        words.sort_by_key(|(_, word)| (word.growth, word.alone));
         let place = |(_, word): &(_, Word)| word.bytes.start as usize..word.bytes.end as usize;
         let runs = words.chunk_by(|((a, _), _), ((b, _), _)| a == b);
         runs.map(|run| (run[0].0.0, run.iter().map(place).collect())).collect()
@@ -218,10 +227,17 @@ fn push_some(body: &mut Vec<u8>, block: &Block<'_>, at: Range<usize>) {
     }
 }
 
-/// Returns `true` if a unit has grown by one, as flags and counters do.
-fn counts_up(old: &[u8], new: &[u8]) -> bool {
+/// Returns how the unit has grown that counts up most like a flag.
+fn growth(old: &[u8], new: &[u8]) -> Growth {
     let units = old.as_chunks().0.iter().zip(new.as_chunks().0);
-    units.into_iter().any(|(old, new)| u32::from_le_bytes(*new) == u32::from_le_bytes(*old).wrapping_add(1))
+    let of = |(old, new): (&[u8; 4], &[u8; 4])| match u32::from_le_bytes(*new)
+        .wrapping_sub(u32::from_le_bytes(*old))
+    {
+        1 => Growth::One,
+        2..=MOST_GROWTH => Growth::Little,
+        _ => Growth::Other,
+    };
+    units.into_iter().map(of).max().unwrap_or(Growth::Other)
 }
 
 /// Reads the parts from the rest of a body, and passes each to `part`.
@@ -282,6 +298,10 @@ mod tests {
         let (data, words) = split(0, &old, &new);
         assert_eq!(data, [(8, new[8..60].to_vec())]);
         assert_eq!(words, [200..204, 216..220, 232..236, 512..516, 0..8, 128..132]);
+        // A flag that grows by 8 below a value by itself.
+        let mut new = old;
+        (new[0], new[128]) = (8, 9);
+        assert_eq!(split(0, &old, &new).1, [128..132, 0..4]);
         // Flags in a row.
         let mut new = old;
         new.as_chunks_mut::<4>().0[3..9].fill(1u32.to_le_bytes());
@@ -469,6 +489,9 @@ mod tests {
             let data: Vec<usize> = data.into_iter().filter(|word| word.abs_diff(flag) > 16).take(2).collect();
             let [a, b] = [0, 1].map(|i| (data[i]..data[i] + 1, 5));
             try_all(&[a, b, (one(), 1)], flag, &data);
+            // The flag grows by more than one.
+            let [a, b] = [0, 1].map(|i| (data[i]..data[i] + 1, 255));
+            try_all(&[a, b, (one(), u64::from(MOST_GROWTH))], flag, &data);
         }
     }
 }

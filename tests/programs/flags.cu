@@ -15,17 +15,18 @@ struct Flags {
     alignas(64) volatile unsigned wrong;
 };
 
-// Answers one flag after the other; counts words of the data that are not those of the flag.
-__global__ void answer(Flags *flags, volatile unsigned *data, volatile unsigned *reply, unsigned rounds) {
+// Answers one flag after the other, which grow by `step`; counts words of the data that are not
+// those of the flag.
+__global__ void answer(Flags *flags, volatile unsigned *data, volatile unsigned *reply, unsigned rounds, unsigned step) {
     for (unsigned round = 1; round <= rounds; round++) {
-        while (flags->asked != round) {
+        while (flags->asked != round * step) {
         }
         __threadfence_system();
         for (int i = 0; i < DATA; i += 257)
             if (data[i] != round * 1000003u) flags->wrong = flags->wrong + 1;
         for (int i = 0; i < REPLY; i++) reply[i] = round * 1000003u;
         __threadfence_system();
-        flags->answered = round;
+        flags->answered = round * step;
     }
 }
 
@@ -33,14 +34,15 @@ struct Exchange {
     Flags *flags;
     unsigned *data, *reply;
     cudaStream_t stream;
+    unsigned step;
 
-    explicit Exchange(unsigned rounds) {
+    explicit Exchange(unsigned rounds, unsigned step = 1) : step(step) {
         CHECK(cudaHostAlloc(&flags, sizeof *flags, cudaHostAllocMapped));
         CHECK(cudaHostAlloc(&data, DATA * sizeof *data, cudaHostAllocMapped));
         CHECK(cudaHostAlloc(&reply, REPLY * sizeof *reply, cudaHostAllocMapped));
         flags->asked = flags->answered = flags->wrong = 0;
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-        answer<<<1, 1, 0, stream>>>(flags, data, reply, rounds);
+        answer<<<1, 1, 0, stream>>>(flags, data, reply, rounds, step);
         CHECK(cudaGetLastError());
     }
     ~Exchange() {
@@ -53,10 +55,10 @@ struct Exchange {
     void ask(unsigned round) {
         for (int i = 0; i < DATA; i++) data[i] = round * 1000003u;
         std::atomic_thread_fence(std::memory_order_seq_cst);
-        flags->asked = round;
+        flags->asked = round * step;
     }
     void check(unsigned round) {
-        while (flags->answered != round) {
+        while (flags->answered != round * step) {
         }
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int i = 0; i < REPLY; i++) EXPECT(static_cast<volatile unsigned *>(reply)[i] == round * 1000003u);
@@ -103,6 +105,28 @@ template <typename Wait> static void awaited(const char *name, Wait wait) {
     std::printf("flags: a thread in %s does not hold a flag back\n", name);
 }
 
+// A thread waits for the kernel, and another one exchanges flags with it, as NCCL's threads do.
+static void unattended(unsigned step) {
+    Exchange exchange(ROUNDS, step);
+    std::thread waiter([&] { CHECK(cudaStreamSynchronize(exchange.stream)); });
+    for (unsigned round = 1; round <= ROUNDS; round++) {
+        exchange.ask(round);
+        exchange.check(round);
+    }
+    waiter.join();
+    std::printf("flags: %d rounds beside a wait, flags grow by %u\n", ROUNDS, step);
+}
+
+// The program makes no call while it exchanges flags with the kernel.
+static void watched_only() {
+    Exchange exchange(ROUNDS);
+    for (unsigned round = 1; round <= ROUNDS; round++) {
+        exchange.ask(round);
+        exchange.check(round);
+    }
+    std::printf("flags: %d rounds without a call\n", ROUNDS);
+}
+
 int main() {
     unsigned *word;
     CHECK(cudaMalloc(&word, sizeof *word));
@@ -120,6 +144,8 @@ int main() {
         CHECK(cudaEventSynchronize(event));
         return cudaEventDestroy(event);
     });
+    for (unsigned step : {1, 2, 8}) unattended(step);
+    watched_only();
     CHECK(cudaFree(word));
     return 0;
 }

@@ -22,7 +22,7 @@ use gpusession_proto::handle;
 use crate::devices::{Device, Peer};
 use crate::foreign_addresses::Claims;
 use crate::freed_blocks::FreedBlocks;
-use crate::long_waits::LongWaits;
+use crate::long_waits::{Beside, LongWaits};
 use crate::positions::Positions;
 use crate::status::{
     CONTEXT_IS_DESTROYED, DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result,
@@ -76,7 +76,9 @@ pub struct Client {
     pool_changes: AtomicU64,
     window: Mutex<Window>,
     long_requests: LongRequests,
-    long_waits: LongWaits,
+    pub long_waits: LongWaits,
+    /// Number of the device's changes of host memory that have come.
+    pub host_changes: AtomicU64,
     /// Held while a thread sends changes of shared memory, so that an older state never follows a
     /// newer one.
     pub sending: Mutex<()>,
@@ -240,6 +242,7 @@ impl Client {
             window: Mutex::new(Window::new(base)),
             long_requests: LongRequests::default(),
             long_waits: LongWaits::default(),
+            host_changes: AtomicU64::new(0),
             sending: Mutex::new(()),
             events: OnceLock::new(),
             landings: OnceLock::new(),
@@ -363,17 +366,24 @@ impl Client {
         Ok(seq)
     }
 
-    /// Starts a thread, once, that works from time to time while another one waits long.
+    /// Starts a thread, once, that works from time to time while another one waits long, or the GPU
+    /// works and no thread waits.
     ///
     /// If it cannot start, the work is left to the program's calls.
     pub fn work_beside_waits(&'static self, work: fn(&Self)) {
         let serve = move || {
-            self.long_waits.serve(|| {
+            self.long_waits.serve(|beside| {
+                let before = self.host_changes.load(Ordering::Relaxed);
+                if beside == Beside::GpuWork {
+                    // A lost link ends the thread below.
+                    let _ = self.link.poll();
+                }
                 // During an outage it would hold locks until the end.
                 if !self.link.is_away() {
                     work(self);
                 }
-                self.link.check().is_ok()
+                let changed = self.host_changes.load(Ordering::Relaxed) != before;
+                self.link.check().is_ok().then_some(changed)
             });
         };
         if self.long_waits.is_new() {

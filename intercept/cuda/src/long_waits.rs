@@ -1,9 +1,10 @@
 //! Waits for a worker. A thread of the library works beside long ones.
 //!
-//! The waiting threads read the connection, so they do nothing else meanwhile.
+//! The waiting threads read the connection, so they do nothing else meanwhile. A program that only
+//! watches its memory makes no call, so that the thread reads beside the GPU's work, too.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::time::ClockId;
@@ -14,16 +15,33 @@ use crate::thread;
 const LONG_DELAY: Duration = Duration::from_millis(10);
 /// Shortest and longest time between two pieces of work.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
+/// Time between two pieces without a wait, once no change has come for [`LONG_QUIET`].
+const RARE_PAUSE: Duration = Duration::from_secs(1);
+const LONG_QUIET: Duration = Duration::from_secs(10);
 /// Within these bounds, the thread rests this many times as long as it has computed.
 const REST_SHARE: u32 = 20;
 /// Time without a wait after which the thread sleeps until the next one.
 const QUIET_INTERVAL: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 1000 });
+
+/// Occasion of a piece of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Beside {
+    /// A thread waits for the worker, and reads.
+    Wait,
+    /// The GPU may work, and no thread waits.
+    GpuWork,
+}
 
 /// Waits for one worker that have not ended, and since when they last.
 #[derive(Default)]
 pub struct LongWaits {
     /// Whether the thread runs; no wait is noted before.
     served: AtomicBool,
+    /// Whether the thread sleeps until a wait or GPU work; changes with the lock.
+    asleep: AtomicBool,
+    /// Time of the latest work for the GPU, in nanoseconds after `start`; 0: none.
+    work: AtomicU64,
+    start: OnceLock<Instant>,
     waits: Mutex<Waits>,
     begun: Condvar,
 }
@@ -33,7 +51,6 @@ struct Waits {
     next: u64,
     /// Number and begin of each.
     present: Vec<(u64, Instant)>,
-    asleep: bool,
 }
 
 impl LongWaits {
@@ -55,9 +72,7 @@ impl LongWaits {
         let number = waits.next;
         waits.next += 1;
         waits.present.push((number, Instant::now()));
-        if std::mem::take(&mut waits.asleep) {
-            self.begun.notify_one();
-        }
+        self.wake();
         Some(Wait(self, number))
     }
 
@@ -66,48 +81,132 @@ impl LongWaits {
         !self.served.swap(true, Ordering::Relaxed)
     }
 
-    /// Works from time to time while a wait is long, until `work` returns `false`.
-    pub fn serve(&self, mut work: impl FnMut() -> bool) {
-        let mut earliest = Instant::now();
-        loop {
-            self.wait_until_due(earliest);
-            let before = computed();
-            if !work() {
-                return;
-            }
-            earliest = Instant::now() + pause(computed().saturating_sub(before));
+    /// Notes that the GPU gets work, which may last without a wait.
+    #[inline]
+    pub fn gpu_works(&self) {
+        if !self.served.load(Ordering::Relaxed) || thread::forked() {
+            return;
+        }
+        let start = self.start.get_or_init(Instant::now);
+        self.work.store(1 + start.elapsed().as_nanos() as u64, Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            let _waits = self.lock();
+            self.wake();
         }
     }
 
-    /// Waits until a wait is long, and until a time.
-    fn wait_until_due(&self, earliest: Instant) {
+    /// Returns the time of the latest work for the GPU.
+    fn latest_work(&self) -> Option<Instant> {
+        let after = self.work.load(Ordering::Relaxed);
+        Some(*self.start.get().filter(|_| after > 0)? + Duration::from_nanos(after))
+    }
+
+    /// Wakes the thread; the caller has the lock.
+    fn wake(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            self.begun.notify_one();
+        }
+    }
+
+    /// Works from time to time while a wait is long or the GPU works. `work` returns whether a
+    /// change has come, and `None` at the end.
+    pub fn serve(&self, mut work: impl FnMut(Beside) -> Option<bool>) {
+        let mut last = Last { end: Instant::now(), computed: Duration::ZERO, pause: PAUSE.1, change: None };
+        loop {
+            let beside = self.wait_until_due(&last);
+            let before = computed();
+            let Some(changed) = work(beside) else { return };
+            let end = Instant::now();
+            last = Last {
+                end,
+                computed: computed().saturating_sub(before),
+                pause: if changed { PAUSE.0 } else { (2 * last.pause).min(PAUSE.1) },
+                change: if changed { Some(end) } else { last.change },
+            };
+        }
+    }
+
+    /// Waits until a wait is long, or the GPU works, and a time has passed since the last piece.
+    fn wait_until_due(&self, last: &Last) -> Beside {
         let mut busy = Instant::now();
         let mut waits = self.lock();
         loop {
             let now = Instant::now();
-            let left = match waits.present.iter().map(|(_, begin)| *begin).min() {
-                Some(begin) => {
-                    busy = now;
-                    (begin + LONG_DELAY).max(earliest).saturating_duration_since(now)
-                }
-                None if now - busy < QUIET_INTERVAL => LONG_DELAY,
-                None => {
-                    waits.asleep = true;
-                    waits =
-                        self.begun.wait_while(waits, |w| w.asleep).unwrap_or_else(PoisonError::into_inner);
-                    busy = Instant::now();
-                    continue;
+            let work = self.latest_work();
+            let (beside, due) = if let Some(begin) = waits.present.iter().map(|(_, begin)| *begin).min() {
+                (Beside::Wait, (begin + LONG_DELAY).max(last.end + pause(last.computed)))
+            } else if work.is_some() {
+                (Beside::GpuWork, last.end + last.rest(work, now))
+            } else if now - busy < QUIET_INTERVAL {
+                waits = self.sleep(waits, LONG_DELAY);
+                continue;
+            } else {
+                waits = self.sleep_until_woken(waits, None);
+                busy = Instant::now();
+                continue;
+            };
+            busy = now;
+            let left = due.saturating_duration_since(now);
+            waits = match (left, beside) {
+                (Duration::ZERO, _) => return beside,
+                (_, Beside::Wait) => self.sleep(waits, left),
+                // A wait can begin, and be long before that.
+                _ if left <= PAUSE.1 => self.sleep(waits, left.min(LONG_DELAY)),
+                _ => self.sleep_until_woken(waits, Some(left)),
+            };
+        }
+    }
+
+    fn sleep_until_woken<'a>(
+        &'a self,
+        mut waits: MutexGuard<'a, Waits>,
+        most: Option<Duration>,
+    ) -> MutexGuard<'a, Waits> {
+        let before = self.work.load(Ordering::Relaxed);
+        self.asleep.store(true, Ordering::SeqCst);
+        // Work that came before the thread slept wakes nobody.
+        if self.work.load(Ordering::SeqCst) == before {
+            let asleep = |_: &mut Waits| self.asleep.load(Ordering::SeqCst);
+            waits = match most {
+                None => self.begun.wait_while(waits, asleep).unwrap_or_else(PoisonError::into_inner),
+                Some(most) => {
+                    let woken = self.begun.wait_timeout_while(waits, most, asleep);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
                 }
             };
-            if left.is_zero() {
-                return;
-            }
-            waits = self.begun.wait_timeout(waits, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        self.asleep.store(false, Ordering::SeqCst);
+        waits
+    }
+
+    fn sleep<'a>(&self, waits: MutexGuard<'a, Waits>, time: Duration) -> MutexGuard<'a, Waits> {
+        self.begun.wait_timeout(waits, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
     fn lock(&self) -> MutexGuard<'_, Waits> {
         self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The last piece of work.
+struct Last {
+    end: Instant,
+    computed: Duration,
+    /// Time until the next one without a wait.
+    pause: Duration,
+    /// Time of the latest change.
+    change: Option<Instant>,
+}
+
+impl Last {
+    /// Returns the time from its end to the next piece without a wait.
+    fn rest(&self, work: Option<Instant>, now: Instant) -> Duration {
+        match self.change.max(work) {
+            Some(latest) if now.saturating_duration_since(latest) < LONG_QUIET => {
+                self.pause.max((REST_SHARE * self.computed).min(RARE_PAUSE))
+            }
+            _ => RARE_PAUSE,
+        }
     }
 }
 
@@ -134,9 +233,11 @@ mod tests {
         let (sender, works) = sync_channel(0);
         let mut last = None;
         std::thread::scope(|scope| {
-            scope.spawn(|| waits.serve(|| sender.send(waits.lock().present.len()).is_ok()));
+            let serving = &waits;
+            let work = move |_| sender.send(serving.lock().present.len()).is_ok().then_some(false);
+            scope.spawn(move || serving.serve(work));
             // Sooner or later it sleeps.
-            while !waits.lock().asleep {
+            while !waits.asleep.load(Ordering::SeqCst) {
                 std::thread::yield_now();
             }
             let begun = Instant::now();
@@ -153,6 +254,36 @@ mod tests {
             last = waits.begin();
         });
         drop(last);
+    }
+
+    #[test]
+    fn work_runs_beside_the_gpu() {
+        let waits = LongWaits::default();
+        waits.gpu_works();
+        assert_eq!(waits.latest_work(), None, "nobody serves");
+        assert!(waits.is_new());
+        let (sender, works) = sync_channel(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| waits.serve(|beside| sender.send(beside).is_ok().then_some(true)));
+            while !waits.asleep.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            waits.gpu_works();
+            (0..5).for_each(|_| assert_eq!(works.recv(), Ok(Beside::GpuWork)));
+            drop(works);
+        });
+    }
+
+    #[test]
+    fn pieces_without_a_wait_are_rare_once_no_change_comes() {
+        let start = Instant::now();
+        let last = |pause, change| Last { end: start, computed: Duration::from_micros(100), pause, change };
+        let later = start + LONG_QUIET;
+        assert_eq!(last(PAUSE.0, None).rest(Some(start), start), PAUSE.0);
+        assert_eq!(last(PAUSE.1, None).rest(Some(start), start), PAUSE.1);
+        assert_eq!(last(PAUSE.1, None).rest(Some(start), later), RARE_PAUSE);
+        assert_eq!(last(PAUSE.0, Some(later)).rest(Some(start), later), PAUSE.0, "a change has come");
+        assert_eq!(last(PAUSE.1, None).rest(Some(later), later), PAUSE.1, "other work");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Regions of host memory that the device can see.
 //!
-//! The worker has a mirror of each region. The program's changes go up before work is launched and
-//! while a thread waits; the device's changes come back when the program synchronizes. A program
-//! that only watches its memory does not see them.
+//! The worker has a mirror of each region. The program's changes go up before work is launched, and
+//! the device's changes come back when the program synchronizes. Both also travel from time to time
+//! while the GPU works, for programs and kernels that watch their memory.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -567,7 +567,11 @@ pub fn discard(region: &Arc<Region>) -> Result {
 /// Sends the program's changes in memory that kernels can name; runs before work is launched.
 #[inline]
 pub fn upload(client: &Client) -> Result {
-    if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
+    if !any() {
+        return Ok(());
+    }
+    client.long_waits.gpu_works();
+    upload_where(client, |r| r.everywhere.load(Ordering::Relaxed))
 }
 
 /// Sends the program's changes in host memory that kernels can name; runs before the program waits.
@@ -582,7 +586,8 @@ pub fn upload_awaited(client: &Client) -> Result {
     upload_where(client, Region::awaited)
 }
 
-/// Sends such changes while a thread waits, maybe for a kernel that waits for another thread.
+/// Sends such changes while a thread waits, maybe for a kernel that waits for another thread, or
+/// while the program only watches its memory.
 fn upload_beside_wait(client: &Client) {
     let regions = usable_regions(client);
     // The wait finds a lost link, too.
@@ -624,6 +629,7 @@ fn usable_regions(client: &Client) -> Vec<Arc<Region>> {
 /// Takes the device's changes from the worker.
 pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
     let Some(region) = all().into_iter().find(|r| r.id == region) else { return };
+    region.client.host_changes.fetch_add(1, Ordering::Relaxed);
     let mut shadow = lock(&region.shadow);
     let offset = offset as usize;
     let Some(known) = offset.checked_add(bytes.len()).and_then(|end| shadow.get_mut(offset..end)) else {

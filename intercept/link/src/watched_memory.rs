@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fen
 
 /// Writes bytes so that a watcher who sees them also sees what was written before.
 ///
-/// It sees a whole aligned word or nothing of it, and other bytes in any order.
+/// It sees each aligned word of 8 bytes as a whole or not at all, since flags can lie beside the
+/// data in a word (NCCL), a single shorter word, too, and other bytes in any order.
 ///
 /// # Safety
 /// The bytes from `address` on are writable, and no Rust reference covers them.
@@ -25,8 +26,21 @@ pub unsafe fn write(address: usize, bytes: &[u8]) {
     word!(AtomicU32, u32);
     word!(AtomicU16, u16);
     word!(AtomicU8, u8);
-    // SAFETY: by the caller's promise; the source is ours.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
+    let head = (address.next_multiple_of(size_of::<u64>()) - address).min(bytes.len());
+    let (head, rest) = bytes.split_at(head);
+    let (words, tail) = rest.as_chunks();
+    let copy = |bytes: &[u8], to: usize| {
+        // SAFETY: by the caller's promise; the source is ours.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+    };
+    copy(head, address);
+    let mut to = address + head.len();
+    for word in words {
+        // SAFETY: by the caller's promise; the address is that of an aligned word.
+        unsafe { AtomicU64::from_ptr(to as *mut u64) }.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+        to += size_of::<u64>();
+    }
+    copy(tail, to);
 }
 
 #[cfg(test)]

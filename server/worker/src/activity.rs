@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::calls;
+use crate::watch::Watch;
 
 /// Time between two queries whether the GPU still works, while the client sends nothing.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -17,6 +18,8 @@ pub struct Activity {
     pub outstanding: AtomicBool,
     /// Number of replayed frames.
     pub calls: AtomicU64,
+    /// What looks at memory while the GPU works.
+    pub watch: Watch,
 }
 
 impl Default for Activity {
@@ -26,6 +29,7 @@ impl Default for Activity {
             last: AtomicU64::new(0),
             outstanding: AtomicBool::new(false),
             calls: AtomicU64::new(0),
+            watch: Watch::default(),
         }
     }
 }
@@ -35,7 +39,10 @@ impl Activity {
     pub fn frame(&self, operation: u16, now: Instant) {
         self.calls.fetch_add(1, Ordering::Relaxed);
         if calls::works(operation) {
-            self.outstanding.store(true, Ordering::Relaxed);
+            if !self.outstanding() {
+                self.outstanding.store(true, Ordering::Relaxed);
+                self.watch.wake();
+            }
             self.seen(now);
         }
     }

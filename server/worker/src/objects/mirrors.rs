@@ -36,7 +36,8 @@ impl Shadow {
 /// Place of a mirror's bytes.
 pub enum Backing {
     /// A mapping of this process, registered with the driver, and the client's version of it.
-    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Shadow },
+    /// Kernels can name `shared` memory, and programs watch it while a kernel runs.
+    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shared: bool, shadow: Shadow },
     /// Managed memory of the driver, which this process can access, and the client's version of it.
     Managed { shadow: Shadow },
     /// Memory of a device, and the hash of each block that the client knows.
@@ -121,6 +122,8 @@ pub struct InHost {
     pub shadow: Shadow,
     /// Whether it is managed memory, which a program does not watch while a kernel runs.
     pub managed: bool,
+    /// Whether kernels can name it, and a program can watch it meanwhile.
+    pub shared: bool,
 }
 
 /// All mirrors, by the client's number of the region.
@@ -158,12 +161,12 @@ impl Mirrors {
     /// Returns the mirrors in host memory.
     pub fn in_host_memory(&self) -> Vec<InHost> {
         let host = |(&region, mirror): (&u64, &Mirror)| {
-            let (shadow, managed) = match &mirror.backing {
-                Backing::Own { shadow, .. } => (shadow.clone(), false),
-                Backing::Managed { shadow } => (shadow.clone(), true),
+            let (shadow, managed, shared) = match &mirror.backing {
+                Backing::Own { shadow, shared, .. } => (shadow.clone(), false, *shared),
+                Backing::Managed { shadow } => (shadow.clone(), true, false),
                 Backing::Device { .. } => return None,
             };
-            Some(InHost { region, address: mirror.address, shadow, managed })
+            Some(InHost { region, address: mirror.address, shadow, managed, shared })
         };
         self.lock().mirrors.iter().filter_map(host).collect()
     }
@@ -226,6 +229,12 @@ impl Mirrors {
         })
     }
 
+    /// Returns `true` if there is memory that a program can watch while a kernel writes to it.
+    pub fn any_shared(&self) -> bool {
+        let shared = |mirror: &Mirror| matches!(mirror.backing, Backing::Own { shared: true, .. });
+        self.lock().mirrors.values().any(shared)
+    }
+
     /// Returns `true` if device memory is mirrored, which only the driver can read.
     pub fn any_in_device_memory(&self) -> bool {
         self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
@@ -243,7 +252,7 @@ mod tests {
     }
 
     fn own() -> Backing {
-        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Shadow::new(0) }
+        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shared: true, shadow: Shadow::new(0) }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use gpusession_link::watched_memory;
 use gpusession_proto::changes::{self, BLOCK, Words};
@@ -23,6 +23,7 @@ use crate::objects::device_blocks::{Finder, Region};
 use crate::objects::mirrors::{Backing, InHost, Inner, Mirror, Mirrors, Shadow};
 use crate::ops::allocations;
 use crate::session::Session;
+use crate::watch::Watch;
 
 const PAGE: usize = 4096;
 /// Bytes that a thread compares under one lock: some ten microseconds.
@@ -33,12 +34,7 @@ impl Mirrors {
     ///
     /// With `in_callback` the driver waits for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {
-        self.write_back_host(&mut |region, body| {
-            session.replies.send_with(op::HOST_CHANGED, 0, 0, |w| {
-                w.word(region);
-                w.words(body);
-            });
-        });
+        self.write_back_host(&mut sender(session));
         if in_callback {
             return;
         }
@@ -49,39 +45,86 @@ impl Mirrors {
         }
     }
 
-    /// Passes the changes of mirrors in host memory to `send`: long runs, then the words.
+    /// Sends what a kernel that still runs has written to memory that the program can watch.
     ///
-    /// So a program that sees a kernel's flag sees the data, too, which the kernel wrote before.
+    /// Returns `true` if there was a change. Without one it holds no other thread up.
+    pub fn write_back_watched(&self, session: &Session) -> bool {
+        let mut regions = self.in_host_memory();
+        regions.retain(|region| region.shared);
+        let changed = regions.iter().any(InHost::differs);
+        if changed && let Some(_pass) = self.passes.begin(&self.passes.ticket()) {
+            // It lacks the other regions, so that it serves no thread that has to send those.
+            send_changes(&regions, &mut sender(session));
+        }
+        changed
+    }
+
+    /// Passes the changes of mirrors in host memory to `send`.
     fn write_back_host(&self, send: &mut dyn FnMut(u64, &[u8])) {
         let Some(pass) = self.passes.begin(&self.passes.ticket()) else { return };
-        let regions = self.in_host_memory();
-        let Ok(words) = Words::collected(|words, again| {
-            for InHost { region, address, shadow, .. } in regions.iter().filter(|r| !again || !r.managed) {
-                for first in (0..).step_by(COMPARED_BYTES) {
-                    // A thread that writes other bytes does not wait.
-                    let mut shadow = shadow.lock();
-                    let end = shadow.len().min(first + COMPARED_BYTES);
-                    let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
-                        break;
-                    };
-                    // SAFETY: memory of that length lives while the shadow does.
-                    unsafe { compare((*region, *address), first, piece, words, send) };
-                }
-            }
-            Ok::<_, Infallible>(())
-        });
-        for InHost { region, shadow, .. } in &regions {
-            words.forget_late(*region, &mut shadow.lock());
-        }
-        for (id, places) in words.in_order() {
-            let Some(InHost { shadow, .. }) = regions.iter().find(|r| r.region == id) else { continue };
-            let mut body = Vec::new();
-            changes::push_places(&mut body, &shadow.lock(), &places);
-            if !body.is_empty() {
-                send(id, &body);
-            }
-        }
+        send_changes(&self.in_host_memory(), send);
         pass.end();
+    }
+}
+
+/// Returns a function that sends changes of a region to the client.
+fn sender(session: &Session) -> impl FnMut(u64, &[u8]) {
+    |region, body| {
+        session.replies.send_with(op::HOST_CHANGED, 0, 0, |w| {
+            w.word(region);
+            w.words(body);
+        });
+    }
+}
+
+impl InHost {
+    /// Returns `true` if the memory has bytes that the client does not know.
+    fn differs(&self) -> bool {
+        for first in (0..).step_by(COMPARED_BYTES) {
+            let shadow = self.shadow.lock();
+            let end = shadow.len().min(first + COMPARED_BYTES);
+            let Some(piece) = shadow.get(first..end).filter(|piece| !piece.is_empty()) else { break };
+            let address = (self.address + first) as *const u8;
+            // SAFETY: memory of that length lives while the shadow does, whose lock this thread has.
+            // A kernel that runs may change the bytes; the next call compares them again.
+            if unsafe { std::slice::from_raw_parts(address, piece.len()) } != piece {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Passes the changes of regions to `send`: long runs, then the words.
+///
+/// So a program that sees a kernel's flag sees the data, too, which the kernel wrote before. The
+/// caller has a pass.
+fn send_changes(regions: &[InHost], send: &mut dyn FnMut(u64, &[u8])) {
+    let Ok(words) = Words::collected(|words, again| {
+        for InHost { region, address, shadow, .. } in regions.iter().filter(|r| !again || !r.managed) {
+            for first in (0..).step_by(COMPARED_BYTES) {
+                // A thread that writes other bytes does not wait.
+                let mut shadow = shadow.lock();
+                let end = shadow.len().min(first + COMPARED_BYTES);
+                let Some(piece) = shadow.get_mut(first..end).filter(|piece| !piece.is_empty()) else {
+                    break;
+                };
+                // SAFETY: memory of that length lives while the shadow does.
+                unsafe { compare((*region, *address), first, piece, words, send) };
+            }
+        }
+        Ok::<_, Infallible>(())
+    });
+    for InHost { region, shadow, .. } in regions {
+        words.forget_late(*region, &mut shadow.lock());
+    }
+    for (id, places) in words.in_order() {
+        let Some(InHost { shadow, .. }) = regions.iter().find(|r| r.region == id) else { continue };
+        let mut body = Vec::new();
+        changes::push_places(&mut body, &shadow.lock(), &places);
+        if !body.is_empty() {
+            send(id, &body);
+        }
     }
 }
 
@@ -176,7 +219,7 @@ impl Changed<'_> {
 /// `MIRROR_HOST`: region, kind, address, length; answers the device's address.
 ///
 /// The client assumes zeros, so the worker sends it the present content of managed memory.
-pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn mirror(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (region, kind, base, len) = (r.word()?, r.word()?, r.word()? as usize, r.word()? as usize);
     let fits = base.checked_add(len).and_then(|end| end.checked_next_multiple_of(PAGE)).is_some();
     if len == 0 || base == 0 || !fits {
@@ -255,8 +298,10 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     inner.mirrors.insert(region, mirror);
     drop(inner);
     answer.word(address);
-    if kind == mirror::MANAGED {
-        session.mirrors.write_back(session, false);
+    match kind {
+        mirror::MANAGED => session.mirrors.write_back(session, false),
+        mirror::SAME => Watch::start(session),
+        _ => {}
     }
     Ok(())
 }
@@ -312,7 +357,7 @@ fn own(
     });
     let within = base - start;
     let address = mapping.as_ptr() as usize + within;
-    let backing = Backing::Own { mapping, mapped, shadow: Shadow::new(len) };
+    let backing = Backing::Own { mapping, mapped, shared: same, shadow: Shadow::new(len) };
     let mirror = Mirror { address, len, charge, backing };
     if let Err(error) = known {
         remove(session, mirror);
@@ -326,7 +371,7 @@ fn remove(session: &Session, mirror: Mirror) {
         // The memory may end right after this.
         shadow.discard();
     }
-    if let Backing::Own { mapping, mapped, shadow } = mirror.backing {
+    if let Backing::Own { mapping, mapped, shadow, .. } = mirror.backing {
         shadow.discard();
         // SAFETY: mapped by `own`; the client has synchronised before. The driver refuses memory
         // that was never registered.
@@ -420,8 +465,8 @@ mod tests {
         let mut memory = [vec![0u64; BLOCK / 8], vec![0; BLOCK / 8]];
         let addresses = [0, 1].map(|i| memory[i].as_mut_ptr() as usize);
         for (id, address) in (0..).zip(addresses) {
-            let backing =
-                Backing::Own { mapping: NonNull::dangling(), mapped: 0, shadow: Shadow::new(BLOCK) };
+            let shadow = Shadow::new(BLOCK);
+            let backing = Backing::Own { mapping: NonNull::dangling(), mapped: 0, shared: true, shadow };
             mirrors.lock().mirrors.insert(id, Mirror { address, len: BLOCK, charge: 0, backing });
         }
         let write = |region: usize, word: usize, value: u64| {
