@@ -69,6 +69,8 @@ pub mod mirror {
     pub const MANAGED: u64 = 2;
     /// Device memory at the client's address, exchanged in whole blocks.
     pub const DEVICE: u64 = 3;
+    /// As [`SAME`]; the program watches the memory while kernels write to it.
+    pub const WATCHED: u64 = 4;
 }
 
 /// Request flag: the program waits for the reply.
@@ -108,8 +110,11 @@ pub mod ability {
     pub const LONG_BODIES: u64 = 8;
     /// It knows `CORE_DUMP`, and sends `DUMPED` only after one.
     pub const CORE_DUMPS: u64 = 16;
+    /// It sends changes of [`WATCHED`](super::mirror::WATCHED) memory while the GPU works.
+    pub const WATCHED_MEMORY: u64 = 32;
     /// Abilities of a worker of this version.
-    pub const ALL: u64 = LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES | CORE_DUMPS;
+    pub const ALL: u64 =
+        LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES | CORE_DUMPS | WATCHED_MEMORY;
 }
 
 /// Abilities of a program's library: bits of the word behind the windows in `HELLO`.

@@ -72,6 +72,7 @@ pub async fn serve(
                     gpusession_reason = reason,
                     "data port: connection from {peer} refused: {reason}{more}"
                 );
+                supervisor.connection_refused(peer, format!("{reason}{more}"));
             }
         }
     };

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 const int DATA = 65536, REPLY = 4096, ROUNDS = 30;
@@ -128,6 +129,8 @@ static void watched_only() {
 }
 
 int main() {
+    // Natively it is always so.
+    setenv("GPUSESSION_WATCHED_MEMORY", "on", 1);
     unsigned *word;
     CHECK(cudaMalloc(&word, sizeof *word));
     // Loaded before it waits for anything.

@@ -54,6 +54,7 @@ mod streams;
 mod thread;
 mod trace;
 mod unsolicited;
+mod watched;
 mod window;
 mod written_pages;
 

@@ -1,8 +1,8 @@
 //! Regions of host memory that the device can see.
 //!
-//! The worker has a mirror of each region. The program's changes go up before work is launched, and
-//! the device's changes come back when the program synchronizes. Both also travel from time to time
-//! while the GPU works, for programs and kernels that watch their memory.
+//! The worker has a mirror of each region. The program's changes go up before work is launched and
+//! while a thread waits; the device's changes come back when the program synchronizes. A program
+//! that only watches its memory sees them if it says so ([`watched`]).
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -21,6 +21,7 @@ use nix::unistd::Pid;
 use crate::client::{Client, word};
 use crate::descriptors;
 use crate::status::Result;
+use crate::watched;
 use crate::window::PAGE;
 use crate::written_pages::{self, Watch};
 
@@ -64,7 +65,8 @@ impl Reading {
         if now == known {
             return false;
         }
-        to.copy_from_slice(now);
+        // SAFETY: as above.
+        unsafe { watched_memory::read(address, to) };
         true
     }
 
@@ -484,9 +486,13 @@ pub fn create(region: Region) -> Result<Arc<Region>> {
     let region = Arc::new(region);
     // Known before the reply, because the mirror's present contents arrive before it.
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
+    let kind = match region.kind {
+        mirror::SAME if watched::wanted(region.client) => mirror::WATCHED,
+        kind => kind,
+    };
     let made = region.client.ask(op::MIRROR_HOST, |w| {
         w.word(region.id);
-        w.word(region.kind);
+        w.word(kind);
         w.word(region.there);
         w.word(region.len as u64);
     });
@@ -570,7 +576,9 @@ pub fn upload(client: &Client) -> Result {
     if !any() {
         return Ok(());
     }
-    client.long_waits.gpu_works();
+    if watched::wanted(client) {
+        client.long_waits.gpu_works();
+    }
     upload_where(client, |r| r.everywhere.load(Ordering::Relaxed))
 }
 

@@ -1,4 +1,4 @@
-//! Writes to memory that a device, or another thread, may watch meanwhile.
+//! Memory that a device, or another thread, may watch or write meanwhile.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -43,6 +43,28 @@ pub unsafe fn write(address: usize, bytes: &[u8]) {
     copy(tail, to);
 }
 
+/// Reads bytes; each aligned word of 8 bytes is one that was there at a time.
+///
+/// # Safety
+/// As many bytes as `to` has are readable from `address` on.
+pub unsafe fn read(address: usize, to: &mut [u8]) {
+    let head = (address.next_multiple_of(size_of::<u64>()) - address).min(to.len());
+    let (head, rest) = to.split_at_mut(head);
+    let (words, tail) = rest.as_chunks_mut();
+    let copy = |from: usize, to: &mut [u8]| {
+        // SAFETY: by the caller's promise; the target is ours.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
+    };
+    copy(address, head);
+    let mut from = address + head.len();
+    for word in words {
+        // SAFETY: by the caller's promise; the address is that of an aligned word.
+        *word = unsafe { AtomicU64::from_ptr(from as *mut u64) }.load(Ordering::Relaxed).to_ne_bytes();
+        from += size_of::<u64>();
+    }
+    copy(from, tail);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -57,6 +79,10 @@ mod tests {
             let written: Vec<u8> = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
             let expected = [&vec![0; at][..], &source[..len], &vec![0; 64 - at - len]].concat();
             assert_eq!(written, expected, "{len} bytes at {at}");
+            let mut back = vec![0; len];
+            // SAFETY: as above.
+            unsafe { read(memory.as_ptr() as usize + at, &mut back) };
+            assert_eq!(back, source[..len], "{len} bytes at {at}");
         }
     }
 }

@@ -72,6 +72,8 @@ use crate::supervise::{Event, Supervisor, WorkerId, hex};
 pub type Stated = Result<Statement, NotStated>;
 
 const RELEASED: &str = "released by its client";
+/// Actor of a connection that belongs to no client.
+const STRANGER: &str = "unknown";
 /// Kind of the audit trail's event for a new lease.
 const LEASE_GRANTED: &str = "lease-granted";
 
@@ -342,6 +344,22 @@ impl Pool {
                         claimed: true,
                         detail: end.unwrap_or_default(),
                         ..event
+                    });
+                }
+                Ok(Event::Refused { kind, client, lease, worker, from, limit, why }) => {
+                    let actor = match &*client {
+                        "" => STRANGER.into(),
+                        client => format!("client {client}"),
+                    };
+                    self.note_within_allowance(audit::Event {
+                        actor,
+                        client,
+                        lease,
+                        worker: worker.as_ref().map(hex).unwrap_or_default(),
+                        from,
+                        result: limit.map_or("refused".into(), |limit| format!("limit-{limit}")),
+                        detail: why,
+                        ..audit::own(kind)
                     });
                 }
                 Ok(Event::Stuck { .. }) => {}

@@ -68,6 +68,8 @@ impl Supervisor {
             if let Some(more) = self.0.refusals.may() {
                 exceeds(&id, worker, &exceeded, more);
             }
+            let refusal = worker.refusal("program-refused", Some(exceeded.name), exceeded.to_string());
+            let _ = self.0.events.send(refusal);
             let why = exceeded.to_string();
             answer(worker, Some(why.clone()));
             break why;

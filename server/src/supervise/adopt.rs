@@ -7,11 +7,25 @@ use gpusession_proto::supervise::ToWorker;
 use tokio::sync::mpsc;
 
 use super::errors::AdoptError;
+use super::event::Event;
 use super::supervisor::Supervisor;
 use super::worker::{Command, Phase, Worker};
 use crate::clock;
 
 impl Supervisor {
+    /// Notes a connection that the data port has refused, for the audit trail.
+    pub fn connection_refused(&self, peer: SocketAddr, why: String) {
+        let _ = self.0.events.send(Event::Refused {
+            kind: "connection-refused",
+            client: String::new(),
+            lease: String::new(),
+            worker: None,
+            from: peer.ip().to_string(),
+            limit: None,
+            why,
+        });
+    }
+
     /// Hands a data connection to a worker.
     pub fn adopt(
         &self,

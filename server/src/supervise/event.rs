@@ -33,6 +33,23 @@ pub enum Event {
         /// Why it has ended; `None`: it begins.
         end: Option<String>,
     },
+    /// A worker or the data port refused a connection, a program or an import.
+    Refused {
+        /// Kind of the event in the audit trail.
+        kind: &'static str,
+        /// Client of the worker; empty: the connection belongs to none.
+        client: String,
+        /// Id of the worker's lease; empty without a worker.
+        lease: String,
+        /// Worker that refused.
+        worker: Option<WorkerId>,
+        /// Address of the connection; empty if the worker did not name it.
+        from: String,
+        /// Name of the limit behind the refusal, if there is one.
+        limit: Option<&'static str>,
+        /// Description for administrators.
+        why: String,
+    },
     /// A killed worker does not exit, or the memory of an exited one is still in use.
     Stuck {
         /// UUIDs of the worker's GPUs.

@@ -163,6 +163,8 @@ impl Supervisor {
                         hex(id),
                         printable(&reason)
                     );
+                    let why = format!("{}{more}", printable(&reason));
+                    let _ = self.0.events.send(worker.refusal("connection-refused", None, why));
                 }
             }
             FromWorker::Usage(usage) => {

@@ -117,6 +117,8 @@ impl Supervisor {
                 hex(&request.importer),
                 importer.user()
             );
+            let why = format!("no program exported that memory to it{more}");
+            let _ = self.0.events.send(importer.refusal("import-refused", None, why));
         }
         if given.is_ok() {
             shares.hold(request.name.counted(), request.importer, 1, false);

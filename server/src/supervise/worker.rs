@@ -125,6 +125,19 @@ impl WorkerRecord {
         })
     }
 
+    /// Returns the event of a refusal for the audit trail.
+    pub(super) fn refusal(&self, kind: &'static str, limit: Option<&'static str>, why: String) -> Event {
+        Event::Refused {
+            kind,
+            client: self.client.clone(),
+            lease: self.lease.clone(),
+            worker: Some(self.id),
+            from: String::new(),
+            limit,
+            why,
+        }
+    }
+
     /// Returns `true` if the worker may report its isolation now.
     ///
     /// It may do so once, before it serves a program that could forge the report.

@@ -527,6 +527,9 @@ async fn bad_data_connections_disturb_no_worker() {
     assert!(alive(pid(&said["pid"])));
     lane.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
     assert!(std::io::Read::read(&mut lane, &mut [0]).is_err(), "still open, nothing to read");
+    let noted = || server.json(&["audit", "--event", "connection-refused"])["audit"][0].clone();
+    eventually("a line in the audit trail", async || noted()["from"] == "127.0.0.1").await;
+    assert_eq!((&noted()["actor"], &noted()["result"]), (&"unknown".into(), &"refused".into()));
 }
 
 // The flood holds one thread; the client's connection for calls has another.

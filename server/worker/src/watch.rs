@@ -1,5 +1,5 @@
-//! What a running kernel writes to host memory that the program can watch travels from time to
-//! time, although no synchronization ends.
+//! What a running kernel writes to host memory that the program watches travels from time to time,
+//! although no synchronization ends.
 //!
 //! NCCL's threads watch memory in this way, to which a kernel writes that waits for them.
 #![expect(clippy::disallowed_methods, reason = "a thread of its own looks at intervals")]
@@ -20,7 +20,7 @@ const LONGEST: Duration = Duration::from_millis(500);
 /// or none.
 const REST: (u32, u32) = (4, 20);
 
-/// The thread that looks, from the first mirror of such memory on.
+/// The thread that looks, from the first such mirror on.
 #[derive(Default)]
 pub struct Watch {
     /// `None`: it could not start, so that changes travel at synchronizations only.
@@ -51,7 +51,7 @@ impl Watch {
 fn look_always(session: &Session) {
     let mut pause = None;
     loop {
-        if !session.activity.outstanding() || !session.mirrors.any_shared() {
+        if !session.activity.outstanding() || !session.mirrors.any_watched() {
             std::thread::park();
             pause = None;
             continue;

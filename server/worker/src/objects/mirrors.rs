@@ -36,8 +36,8 @@ impl Shadow {
 /// Place of a mirror's bytes.
 pub enum Backing {
     /// A mapping of this process, registered with the driver, and the client's version of it.
-    /// Kernels can name `shared` memory, and programs watch it while a kernel runs.
-    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shared: bool, shadow: Shadow },
+    /// The program watches `watched` memory while a kernel writes to it.
+    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, watched: bool, shadow: Shadow },
     /// Managed memory of the driver, which this process can access, and the client's version of it.
     Managed { shadow: Shadow },
     /// Memory of a device, and the hash of each block that the client knows.
@@ -122,8 +122,8 @@ pub struct InHost {
     pub shadow: Shadow,
     /// Whether it is managed memory, which a program does not watch while a kernel runs.
     pub managed: bool,
-    /// Whether kernels can name it, and a program can watch it meanwhile.
-    pub shared: bool,
+    /// Whether the program watches it while a kernel writes to it.
+    pub watched: bool,
 }
 
 /// All mirrors, by the client's number of the region.
@@ -161,12 +161,12 @@ impl Mirrors {
     /// Returns the mirrors in host memory.
     pub fn in_host_memory(&self) -> Vec<InHost> {
         let host = |(&region, mirror): (&u64, &Mirror)| {
-            let (shadow, managed, shared) = match &mirror.backing {
-                Backing::Own { shadow, shared, .. } => (shadow.clone(), false, *shared),
+            let (shadow, managed, watched) = match &mirror.backing {
+                Backing::Own { shadow, watched, .. } => (shadow.clone(), false, *watched),
                 Backing::Managed { shadow } => (shadow.clone(), true, false),
                 Backing::Device { .. } => return None,
             };
-            Some(InHost { region, address: mirror.address, shadow, managed, shared })
+            Some(InHost { region, address: mirror.address, shadow, managed, watched })
         };
         self.lock().mirrors.iter().filter_map(host).collect()
     }
@@ -229,10 +229,10 @@ impl Mirrors {
         })
     }
 
-    /// Returns `true` if there is memory that a program can watch while a kernel writes to it.
-    pub fn any_shared(&self) -> bool {
-        let shared = |mirror: &Mirror| matches!(mirror.backing, Backing::Own { shared: true, .. });
-        self.lock().mirrors.values().any(shared)
+    /// Returns `true` if there is memory that the program watches while a kernel writes to it.
+    pub fn any_watched(&self) -> bool {
+        let watched = |mirror: &Mirror| matches!(mirror.backing, Backing::Own { watched: true, .. });
+        self.lock().mirrors.values().any(watched)
     }
 
     /// Returns `true` if device memory is mirrored, which only the driver can read.
@@ -252,7 +252,7 @@ mod tests {
     }
 
     fn own() -> Backing {
-        Backing::Own { mapping: NonNull::dangling(), mapped: 0, shared: true, shadow: Shadow::new(0) }
+        Backing::Own { mapping: NonNull::dangling(), mapped: 0, watched: true, shadow: Shadow::new(0) }
     }
 
     #[test]

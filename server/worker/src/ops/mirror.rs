@@ -45,12 +45,12 @@ impl Mirrors {
         }
     }
 
-    /// Sends what a kernel that still runs has written to memory that the program can watch.
+    /// Sends what a kernel that still runs has written to memory that the program watches.
     ///
     /// Returns `true` if there was a change. Without one it holds no other thread up.
     pub fn write_back_watched(&self, session: &Session) -> bool {
         let mut regions = self.in_host_memory();
-        regions.retain(|region| region.shared);
+        regions.retain(|region| region.watched);
         let changed = regions.iter().any(InHost::differs);
         if changed && let Some(_pass) = self.passes.begin(&self.passes.ticket()) {
             // It lacks the other regions, so that it serves no thread that has to send those.
@@ -150,7 +150,8 @@ unsafe fn compare(
         if now != old {
             let mut copy = [0; BLOCK];
             let new = &mut copy[..old.len()];
-            new.copy_from_slice(now);
+            // SAFETY: as above.
+            unsafe { watched_memory::read(address, new) };
             words.push_differing(&mut body, &changes::Block { region, address, offset, old, new });
             old.copy_from_slice(new);
         }
@@ -240,7 +241,7 @@ pub fn mirror(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer:
         return Err(status::INVALID_VALUE.into());
     }
     let charge = match kind {
-        mirror::ANYWHERE | mirror::SAME => 2 * len as u64,
+        mirror::ANYWHERE | mirror::SAME | mirror::WATCHED => 2 * len as u64,
         mirror::MANAGED => len as u64,
         mirror::DEVICE => (len.div_ceil(BLOCK) * size_of::<Hash>()) as u64,
         _ => return Err(status::INVALID_VALUE.into()),
@@ -282,7 +283,7 @@ pub fn mirror(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer:
             // Without the lock, as in `unmirror`. The memory counts from now on.
             inner.charged += charge;
             drop(inner);
-            let made = own(session, base, len, charge, kind == mirror::SAME);
+            let made = own(session, base, len, charge, kind);
             inner = session.mirrors.lock();
             inner.charged -= charge;
             made?
@@ -300,7 +301,7 @@ pub fn mirror(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer:
     answer.word(address);
     match kind {
         mirror::MANAGED => session.mirrors.write_back(session, false),
-        mirror::SAME => Watch::start(session),
+        mirror::WATCHED => Watch::start(session),
         _ => {}
     }
     Ok(())
@@ -331,11 +332,12 @@ fn own(
     base: usize,
     len: usize,
     charge: u64,
-    same: bool,
+    kind: u64,
 ) -> Result<(Mirror, Address), Status> {
     let start = base & !(PAGE - 1);
     let mapped = (base + len).next_multiple_of(PAGE) - start;
     let length = NonZeroUsize::new(mapped).ok_or(status::INVALID_VALUE)?;
+    let same = kind != mirror::ANYWHERE;
     let (hint, fixed) = match same {
         true => (NonZeroUsize::new(start), MapFlags::MAP_FIXED_NOREPLACE),
         false => (None, MapFlags::empty()),
@@ -357,7 +359,8 @@ fn own(
     });
     let within = base - start;
     let address = mapping.as_ptr() as usize + within;
-    let backing = Backing::Own { mapping, mapped, shared: same, shadow: Shadow::new(len) };
+    let backing =
+        Backing::Own { mapping, mapped, watched: kind == mirror::WATCHED, shadow: Shadow::new(len) };
     let mirror = Mirror { address, len, charge, backing };
     if let Err(error) = known {
         remove(session, mirror);
@@ -466,7 +469,7 @@ mod tests {
         let addresses = [0, 1].map(|i| memory[i].as_mut_ptr() as usize);
         for (id, address) in (0..).zip(addresses) {
             let shadow = Shadow::new(BLOCK);
-            let backing = Backing::Own { mapping: NonNull::dangling(), mapped: 0, shared: true, shadow };
+            let backing = Backing::Own { mapping: NonNull::dangling(), mapped: 0, watched: true, shadow };
             mirrors.lock().mirrors.insert(id, Mirror { address, len: BLOCK, charge: 0, backing });
         }
         let write = |region: usize, word: usize, value: u64| {

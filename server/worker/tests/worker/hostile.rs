@@ -450,7 +450,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
     for (address, len) in
         [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
     {
-        for kind in 0..5 {
+        for kind in 0..6 {
             let mirrored = guest.ask_words(op::MIRROR_HOST, &[1, kind, address, len]);
             assert!(
                 matches!(mirrored, Ok(status) if status != 0),
@@ -459,9 +459,13 @@ fn absurd_counts_are_errors_and_nothing_else() {
         }
     }
     // At the worker's window, no managed variable, not allocated, an unknown kind.
-    for (kind, at) in
-        [(mirror::SAME, WINDOW), (mirror::MANAGED, WINDOW), (mirror::DEVICE, WINDOW + 2 * MIB), (4, WINDOW)]
-    {
+    for (kind, at) in [
+        (mirror::SAME, WINDOW),
+        (mirror::MANAGED, WINDOW),
+        (mirror::DEVICE, WINDOW + 2 * MIB),
+        (mirror::WATCHED, WINDOW),
+        (5, WINDOW),
+    ] {
         let mirrored = guest.ask_words(op::MIRROR_HOST, &[1, kind, at, 4096]);
         assert!(matches!(mirrored, Ok(status) if status != 0), "{kind}: {mirrored:?}");
     }
