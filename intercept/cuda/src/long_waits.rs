@@ -15,9 +15,9 @@ use crate::thread;
 const LONG_DELAY: Duration = Duration::from_millis(10);
 /// Shortest and longest time between two pieces of work.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
-/// Time between two pieces without a wait, once no change has come for [`LONG_QUIET`].
-const RARE_PAUSE: Duration = Duration::from_secs(1);
-const LONG_QUIET: Duration = Duration::from_secs(10);
+/// Time between two pieces without a wait, once no change has come for [`CHANGE_WINDOW`].
+const RARE_INTERVAL: Duration = Duration::from_secs(1);
+const CHANGE_WINDOW: Duration = Duration::from_secs(10);
 /// Within these bounds, the thread rests this many times as long as it has computed.
 const REST_SHARE: u32 = 20;
 /// Time without a wait after which the thread sleeps until the next one.
@@ -134,7 +134,7 @@ impl LongWaits {
             let now = Instant::now();
             let work = self.latest_work();
             let (beside, due) = if let Some(begin) = waits.present.iter().map(|(_, begin)| *begin).min() {
-                (Beside::Wait, (begin + LONG_DELAY).max(last.end + pause(last.computed)))
+                (Beside::Wait, (begin + LONG_DELAY).max(last.end + last.pause_beside_wait()))
             } else if work.is_some() {
                 (Beside::GpuWork, last.end + last.rest(work, now))
             } else if now - busy < QUIET_INTERVAL {
@@ -199,13 +199,23 @@ struct Last {
 }
 
 impl Last {
+    /// Returns the time from its end to the next piece beside a wait.
+    fn pause_beside_wait(&self) -> Duration {
+        // A kernel that exchanges words with the program may wait for the answer.
+        if self.change == Some(self.end) {
+            self.computed.clamp(PAUSE.0, PAUSE.1)
+        } else {
+            pause(self.computed)
+        }
+    }
+
     /// Returns the time from its end to the next piece without a wait.
     fn rest(&self, work: Option<Instant>, now: Instant) -> Duration {
         match self.change.max(work) {
-            Some(latest) if now.saturating_duration_since(latest) < LONG_QUIET => {
-                self.pause.max((REST_SHARE * self.computed).min(RARE_PAUSE))
+            Some(latest) if now.saturating_duration_since(latest) < CHANGE_WINDOW => {
+                self.pause.max((REST_SHARE * self.computed).min(RARE_INTERVAL))
             }
-            _ => RARE_PAUSE,
+            _ => RARE_INTERVAL,
         }
     }
 }
@@ -278,12 +288,16 @@ mod tests {
     fn pieces_without_a_wait_are_rare_once_no_change_comes() {
         let start = Instant::now();
         let last = |pause, change| Last { end: start, computed: Duration::from_micros(100), pause, change };
-        let later = start + LONG_QUIET;
+        let later = start + CHANGE_WINDOW;
         assert_eq!(last(PAUSE.0, None).rest(Some(start), start), PAUSE.0);
         assert_eq!(last(PAUSE.1, None).rest(Some(start), start), PAUSE.1);
-        assert_eq!(last(PAUSE.1, None).rest(Some(start), later), RARE_PAUSE);
+        assert_eq!(last(PAUSE.1, None).rest(Some(start), later), RARE_INTERVAL);
         assert_eq!(last(PAUSE.0, Some(later)).rest(Some(start), later), PAUSE.0, "a change has come");
         assert_eq!(last(PAUSE.1, None).rest(Some(later), later), PAUSE.1, "other work");
+        let beside = |change| Last { computed: 40 * PAUSE.0, ..last(PAUSE.0, change) }.pause_beside_wait();
+        assert_eq!((beside(None), beside(Some(start))), (PAUSE.1, PAUSE.1));
+        let beside = |change| Last { computed: PAUSE.0, ..last(PAUSE.0, change) }.pause_beside_wait();
+        assert_eq!((beside(None), beside(Some(start))), (20 * PAUSE.0, PAUSE.0));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Whether the program watches host memory while kernels write to it.
 //!
 //! Its memory and the device's are compared, and no comparison shows in which order words were
-//! written. So a program may see a flag before data that look like flags, too, and only programs
-//! for which this is harmless, or that ask for it, exchange memory while the GPU works.
+//! written. So a program may see a flag before data that look like flags, too. Only programs for
+//! which this is harmless, or that ask for it, exchange memory while the GPU works.
 
 use std::sync::OnceLock;
 

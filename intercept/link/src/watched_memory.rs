@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fen
 
 /// Writes bytes so that a watcher who sees them also sees what was written before.
 ///
-/// It sees each aligned word of 8 bytes as a whole or not at all, since flags can lie beside the
-/// data in a word (NCCL), a single shorter word, too, and other bytes in any order.
+/// It sees each aligned word of 8 bytes as a whole or not at all: data and their flag can share a
+/// word (NCCL). So it does a single shorter word. It sees other bytes in any order.
 ///
 /// # Safety
 /// The bytes from `address` on are writable, and no Rust reference covers them.

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 use crate::session::Session;
 
 /// Time of GPU work before the first look, since most work ends before.
-const FIRST: Duration = Duration::from_millis(10);
+const FIRST_DELAY: Duration = Duration::from_millis(10);
 /// Shortest and longest time between two looks.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
 /// Longest time between two looks at much memory.
-const LONGEST: Duration = Duration::from_millis(500);
-/// Within these bounds, the thread rests so many times as long as a look took that found a change,
-/// or none.
-const REST: (u32, u32) = (4, 20);
+const LONGEST_INTERVAL: Duration = Duration::from_millis(500);
+/// Within these bounds, the thread rests as long as a look took that found a change, since a kernel
+/// may wait for the answer, and this many times as long after one that found none.
+const REST_SHARE: u32 = 20;
 
 /// The thread that looks, from the first such mirror on.
 #[derive(Default)]
@@ -56,7 +56,7 @@ fn look_always(session: &Session) {
             pause = None;
             continue;
         }
-        std::thread::sleep(pause.unwrap_or(FIRST));
+        std::thread::sleep(pause.unwrap_or(FIRST_DELAY));
         let before = Instant::now();
         let changed = session.mirrors.write_back_watched(session);
         pause = Some(next(pause, changed, before.elapsed()));
@@ -66,10 +66,10 @@ fn look_always(session: &Session) {
 /// Returns the time until the next look: longer after each that finds nothing.
 fn next(pause: Option<Duration>, changed: bool, took: Duration) -> Duration {
     let (wanted, share) = match changed {
-        true => (PAUSE.0, REST.0),
-        false => (pause.map_or(PAUSE.0, |pause| (2 * pause).min(PAUSE.1)), REST.1),
+        true => (PAUSE.0, 1),
+        false => (pause.map_or(PAUSE.0, |pause| (2 * pause).min(PAUSE.1)), REST_SHARE),
     };
-    (took * share).clamp(wanted, LONGEST)
+    (took * share).clamp(wanted, LONGEST_INTERVAL)
 }
 
 #[cfg(test)]
@@ -89,8 +89,8 @@ mod tests {
         assert_eq!(pauses, [2, 4, 8, 16, 32, 50, 50]);
         assert_eq!(next(pause, true, quick), PAUSE.0, "a kernel answers soon");
         let slow = Duration::from_millis(10);
-        assert_eq!(next(None, true, slow), Duration::from_millis(40));
+        assert_eq!(next(None, true, slow), Duration::from_millis(10));
         assert_eq!(next(None, false, slow), Duration::from_millis(200));
-        assert_eq!(next(None, false, 10 * slow), LONGEST);
+        assert_eq!(next(None, false, 10 * slow), LONGEST_INTERVAL);
     }
 }

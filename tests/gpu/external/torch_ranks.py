@@ -13,10 +13,10 @@ torch = common.need("torch")[0]
 STEPS = 20
 
 
-def sums(rank, count):
-    """All-reduces tensors of several sizes, also within a graph; returns what was wrong."""
+def sums(rank, count, sizes=(2, 1000, 1 << 20, 1 << 24)):
+    """All-reduces tensors of these sizes, also within a graph; returns what was wrong."""
     wrong = []
-    for numbers in (2, 1000, 1 << 20, 1 << 24):
+    for numbers in sizes:
         tensor = torch.arange(numbers, device="cuda", dtype=torch.float32) % 97 + rank
         torch.distributed.all_reduce(tensor)
         expected = count * (torch.arange(numbers, device="cuda", dtype=torch.float32) % 97) + sum(range(count))

@@ -85,8 +85,8 @@ impl InHost {
             let end = shadow.len().min(first + COMPARED_BYTES);
             let Some(piece) = shadow.get(first..end).filter(|piece| !piece.is_empty()) else { break };
             let address = (self.address + first) as *const u8;
-            // SAFETY: memory of that length lives while the shadow does, whose lock this thread has.
-            // A kernel that runs may change the bytes; the next call compares them again.
+            // SAFETY: memory of that length lives while the shadow does, which this thread has
+            // locked. A kernel that runs may change the bytes; the next call compares them again.
             if unsafe { std::slice::from_raw_parts(address, piece.len()) } != piece {
                 return true;
             }
