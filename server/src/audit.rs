@@ -2,8 +2,8 @@
 //! directory.
 //!
 //! Each line carries the BLAKE3 of the line before. Each hour a line has a signature over that
-//! chain by a key of this server. The signature also goes to the journal, so that a journal on
-//! another host proves a change of earlier lines.
+//! chain by the signer, whose key the server does not have. It also goes to the journal, so that a
+//! journal on another host proves a change of earlier lines.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -22,6 +22,7 @@ use tracing::{error, info, warn};
 
 use crate::certificate::day;
 use crate::clock::wall;
+use crate::signer::checkpoints::{Checkpoint, Place, Verifier};
 use crate::store;
 
 /// Most events that wait for the disk.
@@ -31,12 +32,17 @@ const MAX_LINE: usize = 16 << 10;
 /// Longest text of an event, in characters.
 const MAX_TEXT: usize = 512;
 const CHECKPOINT_INTERVAL: Duration = Duration::from_secs(3600);
+/// Time after which the signer is asked again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Hash before the first line.
 const NO_LINE: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 const CHECKPOINT: &str = "checkpoint";
 const PRUNED: &str = "pruned";
-/// Domain of the signatures.
-const SIGNED: &str = "gpusession audit checkpoint 1";
+/// Domain of signatures by a server of an earlier release, with a key of its own.
+const SIGNED_BY_SERVER: &str = "gpusession audit checkpoint 1";
+
+/// Has the signer sign a place.
+pub type Sign = Arc<dyn Fn(Place) -> Result<Checkpoint, String> + Send + Sync>;
 
 /// An event of the trail. Texts of clients are cut, and lose control characters.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -167,8 +173,23 @@ fn plain(text: &str) -> String {
     text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-fn signed(seq: u64, prev: &str) -> Vec<u8> {
-    format!("{SIGNED}\n{seq}\n{prev}").into_bytes()
+/// Returns the place of a line by its number and the hash of the line before.
+fn place(seq: u64, prev: &str) -> Option<Place> {
+    let prev = data_encoding::HEXLOWER.decode(prev.as_bytes()).ok()?;
+    Some(Place { seq, prev: prev.try_into().ok()? })
+}
+
+/// Returns a checkpoint's detail: the place that the signer signed before.
+fn detail_of(before: &Place) -> String {
+    format!("{} {}", before.seq, data_encoding::HEXLOWER.encode(&before.prev))
+}
+
+/// Returns the checkpoint in a line, with its place; `None`: it is of an earlier release.
+fn checkpoint_in(line: &Line) -> Option<(Place, Checkpoint)> {
+    let (seq, prev) = line.event.detail.split_once(' ')?;
+    let before = place(seq.parse().ok()?, prev)?;
+    let signature = data_encoding::HEXLOWER.decode(line.signature.as_bytes()).ok()?;
+    Some((place(line.seq, &line.prev)?, Checkpoint { before, signature }))
 }
 
 fn folder(state_dir: &Path) -> PathBuf {
@@ -189,31 +210,28 @@ fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The trail's files, which one process at a time writes.
-#[derive(Debug)]
 struct Trail {
     folder: PathBuf,
     server: String,
-    key: Ed25519KeyPair,
+    /// `None`: a command, which writes no checkpoint.
+    sign: Option<Sign>,
 }
 
 impl Trail {
-    fn open(state_dir: &Path, server: &str) -> io::Result<Self> {
+    fn open(state_dir: &Path, server: &str, sign: Option<Sign>) -> io::Result<Self> {
         let folder = folder(state_dir);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
         store::give_to_owner_of(state_dir, &File::open(&folder)?)?;
-        let path = folder.join("checkpoint.key");
-        let bytes = match fs::read(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                let key = Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new());
-                let key = key.map_err(|_| io::Error::other("no random numbers for a key"))?;
-                store::write_bytes(&path, key.as_ref(), 0o600).map_err(io::Error::other)?;
-                key.as_ref().to_vec()
-            }
-            read => read?,
-        };
-        let key = Ed25519KeyPair::from_pkcs8(&bytes)
-            .map_err(|e| io::Error::other(format!("{}: {e}", path.display())))?;
-        Ok(Self { folder, server: server.into(), key })
+        Ok(Self { folder, server: server.into(), sign })
+    }
+
+    /// Has a line signed, by its number and the hash of the line before; returns detail and
+    /// signature.
+    fn signed(&self, seq: u64, prev: &str) -> io::Result<(String, String)> {
+        let sign = self.sign.as_ref().ok_or_else(|| io::Error::other("no signer"))?;
+        let place = place(seq, prev).ok_or_else(|| io::Error::other("the last line has no hash"))?;
+        let Checkpoint { before, signature } = sign(place).map_err(io::Error::other)?;
+        Ok((detail_of(&before), data_encoding::HEXLOWER.encode(&signature)))
     }
 
     /// Returns when the server wrote its last line, in seconds since 1970; 0 if it has none.
@@ -285,7 +303,7 @@ impl Trail {
             seq += 1;
             let mut signature = String::new();
             if event.event == CHECKPOINT {
-                signature = data_encoding::HEXLOWER.encode(self.key.sign(&signed(seq, &prev)).as_ref());
+                (event.detail, signature) = self.signed(seq, &prev)?;
             }
             let line = Line { time_usec: usec, seq, server: self.server.clone(), event, signature, prev };
             let line = serde_json::to_vec(&line).map_err(io::Error::other)?;
@@ -366,8 +384,8 @@ fn now_usec() -> u64 {
 
 impl Audit {
     /// Opens the trail and starts its thread.
-    pub fn open(state_dir: &Path, server: &str) -> io::Result<Self> {
-        let trail = Trail::open(state_dir, server)?;
+    pub fn open(state_dir: &Path, server: &str, sign: Sign) -> io::Result<Self> {
+        let trail = Trail::open(state_dir, server, Some(sign))?;
         let before_unix = trail.last_of_server()?;
         let (orders, waiting) = mpsc::channel(MAX_WAITING);
         let (lost, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
@@ -440,7 +458,7 @@ impl Audit {
 
 /// Writes orders until the server stops, in batches.
 fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, failed: &AtomicBool) {
-    let mut checkpoint = now_usec();
+    let mut due = now_usec() + CHECKPOINT_INTERVAL.as_micros() as u64;
     let mut since = false;
     loop {
         let Some(first) = orders.blocking_recv() else { return };
@@ -463,23 +481,28 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
         }
         since |= !events.is_empty();
         let usec = now_usec();
-        let due = usec.saturating_sub(checkpoint) >= CHECKPOINT_INTERVAL.as_micros() as u64;
-        let proves = since && (due || stop);
-        if proves {
-            events.push(own(CHECKPOINT));
-        }
-        let done = if events.is_empty() { Ok(None) } else { trail.append(events, usec).map(Some) };
+        let done = if events.is_empty() { Ok(()) } else { trail.append(events, usec).map(drop) };
         failed.store(done.is_err(), Ordering::Relaxed);
-        match &done {
-            Ok(Some((seq, hash))) if proves => {
-                (checkpoint, since) = (usec, false);
-                info!("audit trail: checkpoint: line {seq} has the hash {hash}");
-            }
-            Ok(_) => {}
-            Err(e) => error!("audit trail: {}: cannot be written: {e}", trail.folder.display()),
+        if let Err(e) = &done {
+            error!("audit trail: {}: cannot be written: {e}", trail.folder.display());
         }
         for told in told {
-            let _ = told.send(done.as_ref().map(|_| ()).map_err(ToString::to_string));
+            let _ = told.send(done.as_ref().map(|()| ()).map_err(ToString::to_string));
+        }
+        // After the answers, which wait for no signer.
+        if since && (usec >= due || stop) {
+            let pause = match trail.append([own(CHECKPOINT)], usec) {
+                Ok((seq, hash)) => {
+                    since = false;
+                    info!("audit trail: checkpoint: line {seq} has the hash {hash}");
+                    CHECKPOINT_INTERVAL
+                }
+                Err(e) => {
+                    warn!("audit trail: no checkpoint: {e}");
+                    RETRY_INTERVAL
+                }
+            };
+            due = usec + pause.as_micros() as u64;
         }
         if let Some(kept) = prune
             && let Err(e) = trail.prune(kept, usec)
@@ -500,7 +523,7 @@ pub fn own(event: &str) -> Event {
 /// Appends an event of a command on this host.
 pub fn note_offline(state_dir: &Path, server: &str, event: Event) -> io::Result<()> {
     let event = Event { actor: format!("uid {}", nix::unistd::getuid()), result: "ok".into(), ..event };
-    Trail::open(state_dir, server)?.append([event], now_usec()).map(|_| ())
+    Trail::open(state_dir, server, None)?.append([event], now_usec()).map(|_| ())
 }
 
 /// Returns the latest lines in a state directory that are wanted, at most `most`.
@@ -543,19 +566,16 @@ fn visit(folder: &Path, wanted: &Wanted, mut take: impl FnMut(Line)) -> io::Resu
 }
 
 /// Verifies the chain and the signatures of a state directory's trail.
-pub fn verify(state_dir: &Path) -> Result<Verified, Bad> {
+pub fn verify(state_dir: &Path, verifier: &Verifier) -> Result<Verified, Bad> {
     let folder = folder(state_dir);
     let broken = |file: &Path, line: usize, why: String| Bad { file: file.into(), line, why };
     let read = |e: io::Error, file: &Path| broken(file, 0, e.to_string());
-    let key = folder.join("checkpoint.key");
-    let key = fs::read(&key)
-        .map_err(|e| read(e, &key))
-        .and_then(|bytes| Ed25519KeyPair::from_pkcs8(&bytes).map_err(|e| broken(&key, 0, e.to_string())))?;
-    let key = UnparsedPublicKey::new(&ED25519, key.public_key().as_ref().to_vec());
+    let mut signatures = Signatures::new(&folder, verifier).map_err(|e| read(e, &folder))?;
     let mut done = Verified { last_hash: NO_LINE.into(), ..Verified::default() };
     // The first line that is left names the last one of a deleted day.
     let mut begins: Option<(PathBuf, String)> = None;
     let mut pruned = BTreeMap::new();
+    let mut last = folder.clone();
     for file in files(&folder).map_err(|e| read(e, &folder))? {
         let bytes = fs::read(&file).map_err(|e| read(e, &file))?;
         let whole = bytes.strip_suffix(b"\n").unwrap_or(&bytes);
@@ -569,11 +589,7 @@ pub fn verify(state_dir: &Path) -> Result<Verified, Bad> {
             } else if line.prev != done.last_hash {
                 return Err(bad("the line before was changed"));
             }
-            if line.event.event == CHECKPOINT {
-                let signature = data_encoding::HEXLOWER.decode(line.signature.as_bytes()).unwrap_or_default();
-                if key.verify(&signed(line.seq, &line.prev), &signature).is_err() {
-                    return Err(bad("the checkpoint's signature is not of this server's key"));
-                }
+            if signatures.take(&line).map_err(bad)? {
                 done.checkpoints += 1;
                 done.proved_seq = line.seq - 1;
             }
@@ -586,7 +602,9 @@ pub fn verify(state_dir: &Path) -> Result<Verified, Bad> {
             done.last_seq = line.seq;
             done.last_hash = hash(text);
         }
+        last = file;
     }
+    signatures.end(&done).map_err(|why| broken(&last, 0, why))?;
     match begins {
         Some((file, prev)) if prev != NO_LINE && !pruned.contains_key(&prev) => Err(broken(
             &file,
@@ -597,9 +615,95 @@ pub fn verify(state_dir: &Path) -> Result<Verified, Bad> {
     }
 }
 
+/// Signatures of a trail, line by line.
+struct Signatures<'a> {
+    verifier: &'a Verifier,
+    /// Key of a server of an earlier release, which signed the lines before the signer's first.
+    earlier: Option<UnparsedPublicKey<Vec<u8>>>,
+    first_seq: u64,
+    /// Hashes that the lines since the last checkpoint name, by the line's number: the signer may
+    /// have signed a place whose line a crash prevented.
+    since: BTreeMap<u64, String>,
+    signer_has_signed: bool,
+    has_latest: bool,
+}
+
+impl<'a> Signatures<'a> {
+    fn new(folder: &Path, verifier: &'a Verifier) -> io::Result<Self> {
+        let earlier = match fs::read(folder.join("checkpoint.key")) {
+            Ok(bytes) => {
+                let key = Ed25519KeyPair::from_pkcs8(&bytes).map_err(io::Error::other)?;
+                Some(UnparsedPublicKey::new(&ED25519, key.public_key().as_ref().to_vec()))
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(e),
+        };
+        Ok(Self {
+            verifier,
+            earlier,
+            first_seq: 0,
+            since: BTreeMap::new(),
+            signer_has_signed: false,
+            has_latest: false,
+        })
+    }
+
+    /// Returns whether a line is a checkpoint, which is then good.
+    fn take(&mut self, line: &Line) -> Result<bool, &'static str> {
+        if self.first_seq == 0 {
+            self.first_seq = line.seq;
+        }
+        self.since.insert(line.seq, line.prev.clone());
+        self.has_latest |= place(line.seq, &line.prev) == Some(self.verifier.latest);
+        if line.event.event != CHECKPOINT {
+            return Ok(false);
+        }
+        let Some((here, checkpoint)) = checkpoint_in(line) else {
+            let text = format!("{SIGNED_BY_SERVER}\n{}\n{}", line.seq, line.prev);
+            let signature = data_encoding::HEXLOWER.decode(line.signature.as_bytes()).unwrap_or_default();
+            let key = self.earlier.as_ref().filter(|_| !self.signer_has_signed);
+            return match key.is_some_and(|key| key.verify(text.as_bytes(), &signature).is_ok()) {
+                true => Ok(true),
+                false => Err("the checkpoint's signature is not of this server's key"),
+            };
+        };
+        if !self.verifier.verifies(&here, &checkpoint) {
+            return Err("the checkpoint's signature is not of this server's signer");
+        }
+        let before = checkpoint.before;
+        let known = match before.seq {
+            0 => !self.signer_has_signed,
+            seq if seq < self.first_seq => !self.signer_has_signed,
+            seq => self.since.get(&seq).is_some_and(|prev| place(seq, prev) == Some(before)),
+        };
+        if !known {
+            return Err("the signer signed another line before this one: lines were changed or cut, or the \
+                        trail was restored from a copy");
+        }
+        self.signer_has_signed = true;
+        self.since.retain(|seq, _| *seq == line.seq);
+        Ok(true)
+    }
+
+    /// Checks that the trail has the place that the signer signed last.
+    fn end(&self, done: &Verified) -> Result<(), String> {
+        let latest = self.verifier.latest;
+        let next = place(done.last_seq + 1, &done.last_hash) == Some(latest);
+        if latest.seq == 0 || self.has_latest || next {
+            return Ok(());
+        }
+        Err(format!(
+            "the signer has signed line {} with other lines before it: the trail was cut or changed, or \
+             restored from a copy",
+            latest.seq
+        ))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::signer::checkpoints::Checkpoints;
 
     const DAY: u64 = 24 * 3600 * 1_000_000;
     const T: u64 = 20_000 * DAY;
@@ -613,10 +717,21 @@ mod tests {
         }
     }
 
+    /// A signer below a state directory.
+    fn signer(state: &Path) -> Sign {
+        fs::create_dir_all(state.join("ca")).unwrap();
+        let signer = Checkpoints::open(&state.join("ca")).unwrap();
+        Arc::new(move |place| signer.sign(place).map_err(|e| e.to_string()))
+    }
+
+    fn verify(state: &Path) -> Result<Verified, Bad> {
+        super::verify(state, &Checkpoints::open(&state.join("ca")).unwrap().verifier())
+    }
+
     /// A trail of three days, and the files of these.
     fn trail() -> (tempfile::TempDir, Trail, Vec<PathBuf>) {
         let state = tempfile::tempdir().unwrap();
-        let trail = Trail::open(state.path(), "gpu1").unwrap();
+        let trail = Trail::open(state.path(), "gpu1", Some(signer(state.path()))).unwrap();
         for at in 0..3 {
             let events = [join("vm-1"), join("vm-2"), own(CHECKPOINT), join("vm-3")];
             trail.append(events, T + at * DAY).unwrap();
@@ -675,6 +790,70 @@ mod tests {
     }
 
     #[test]
+    fn a_server_that_has_its_own_lines_signed_cannot_change_what_was_signed_before() {
+        let (state, trail, files) = trail();
+        // It cuts the last day, and continues with other lines.
+        fs::remove_file(&files[2]).unwrap();
+        assert!(verify(state.path()).unwrap_err().why.contains("cut or changed"));
+        trail.append([join("vm-9"), own(CHECKPOINT)], T + 2 * DAY).unwrap();
+        assert!(verify(state.path()).unwrap_err().why.contains("another line before"));
+        // It writes a whole trail of its own.
+        files.iter().for_each(|file| fs::remove_file(file).unwrap_or_default());
+        trail.append([join("vm-9"), own(CHECKPOINT)], T).unwrap();
+        assert!(verify(state.path()).unwrap_err().why.contains("another line before"));
+    }
+
+    #[test]
+    fn a_signature_whose_line_a_crash_prevented_is_no_gap() {
+        let (state, trail, _) = trail();
+        let (seq, prev, _) = trail.tail().unwrap();
+        trail.signed(seq + 1, &prev).unwrap();
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 3, "it is the next line's place");
+        trail.append([join("vm-4"), join("vm-5"), own(CHECKPOINT)], T + 2 * DAY).unwrap();
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 4);
+    }
+
+    #[test]
+    fn checkpoints_of_an_earlier_release_count_before_the_signers_first() {
+        let state = tempfile::tempdir().unwrap();
+        let key = Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new()).unwrap();
+        let trail = Trail::open(state.path(), "gpu1", Some(signer(state.path()))).unwrap();
+        fs::write(trail.folder.join("checkpoint.key"), key.as_ref()).unwrap();
+        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap();
+        let earlier = |at: u64| {
+            let (seq, prev) = trail.append([join("vm-1")], T + at * DAY).unwrap();
+            let text = format!("{SIGNED_BY_SERVER}\n{}\n{prev}", seq + 1);
+            let signature = data_encoding::HEXLOWER.encode(key.sign(text.as_bytes()).as_ref());
+            let event = own(CHECKPOINT);
+            let line = Line { time_usec: T, seq: seq + 1, server: "gpu1".into(), event, signature, prev };
+            let path = trail.tail().unwrap().2.unwrap();
+            let mut file = OpenOptions::new().append(true).open(path).unwrap();
+            writeln!(file, "{}", serde_json::to_string(&line).unwrap()).unwrap();
+        };
+        earlier(0);
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 1);
+        trail.append([join("vm-2"), own(CHECKPOINT)], T + DAY).unwrap();
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 2);
+        earlier(2);
+        assert!(
+            verify(state.path()).unwrap_err().why.contains("signature"),
+            "the server's key counts no more"
+        );
+    }
+
+    #[tokio::test]
+    async fn without_the_signer_events_are_written_and_checkpoints_are_not() {
+        let state = tempfile::tempdir().unwrap();
+        drop(signer(state.path()));
+        let away: Sign = Arc::new(|_| Err("the signer does not answer".into()));
+        let audit = Audit::open(state.path(), "gpu1", away).unwrap();
+        audit.sure(join("vm-1")).await.unwrap();
+        audit.close().await;
+        let done = verify(state.path()).unwrap();
+        assert_eq!((done.lines, done.checkpoints), (1, 0));
+    }
+
+    #[test]
     fn a_torn_line_is_cut_and_old_days_go_with_a_note() {
         let (state, trail, days) = trail();
         let mut file = OpenOptions::new().append(true).open(&days[2]).unwrap();
@@ -696,7 +875,7 @@ mod tests {
     #[tokio::test]
     async fn an_event_is_on_the_disk_before_its_answer_and_a_failure_is_told() {
         let state = tempfile::tempdir().unwrap();
-        let audit = Audit::open(state.path(), "gpu1").unwrap();
+        let audit = Audit::open(state.path(), "gpu1", signer(state.path())).unwrap();
         audit.note(Event { detail: "a\u{1b}[2J\nb".into(), ..own("server-started") });
         audit.sure(join("vm-1")).await.unwrap();
         let wanted = Wanted { client: "vm-1".into(), ..Wanted::default() };

@@ -11,6 +11,7 @@ use crate::admin::answer::records::{MAX_LINES, print_audit};
 use crate::admin::{Ask, Refusal, local_only};
 use crate::audit::{self, Line, Verified, Wanted};
 use crate::clock::{Clock, SystemClock};
+use crate::signer::link::Link;
 use crate::text::Output;
 
 /// Selection of lines of the audit trail, or its verification.
@@ -49,9 +50,11 @@ pub enum AuditVerb {
 pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOptions) -> anyhow::Result<()> {
     if let Some(AuditVerb::Verify) = options.verb {
         if server.remote.is_some() {
-            return Err(local_only("the trail is verified on its own host, with the server's key").into());
+            return Err(local_only("the trail is verified on its own host, by its signer's key").into());
         }
-        let verified = audit::verify(&server.config()?.state_dir)?;
+        let config = server.config()?;
+        let verifier = Link::verifier_of(config.signer.as_deref(), &config.state_dir, &config.name)?;
+        let verified = audit::verify(&config.state_dir, &verifier)?;
         return out.answer("audit", json!(verified), |out, v: Verified| {
             writeln!(out, "{} lines verify; the last one has number {}", v.lines, v.last_seq)?;
             writeln!(out, "and the hash {}", v.last_hash)?;

@@ -111,7 +111,10 @@ impl Pool {
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
         let files = Files::below(&facts.config.state_dir);
-        let audit = Audit::open(&facts.config.state_dir, &facts.config.name)
+        let signs = signer.clone();
+        let sign: audit::Sign =
+            Arc::new(move |place| signs.link().checkpoint(place).map_err(|e| e.to_string()));
+        let audit = Audit::open(&facts.config.state_dir, &facts.config.name, sign)
             .map_err(|error| StoreError::Io { path: facts.config.state_dir.join("audit"), error })?;
         let present = signer.present();
         // Earlier versions had one authority, and named it nowhere.

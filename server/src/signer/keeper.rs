@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
@@ -16,12 +16,13 @@ use super::authorities::{Authorities, Phase, Present};
 use super::ca::{
     ADMINISTRATOR_TTL, AuthorityError, AuthorityKey, CLIENT_TTL, Issued, LASTING_TTL, Order, requested_key,
 };
+use super::checkpoints::Checkpoints;
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, Why};
 use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, Tokens};
 use crate::certificate::{Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
-use crate::store;
+use crate::store::{self, StoreError};
 
 /// Most signatures in a second.
 const SIGNATURES_PER_S: u32 = 20;
@@ -115,6 +116,8 @@ pub struct Keeper {
     permitted: Mutex<Option<(Privileged, Moment)>>,
     turns: Mutex<Turns>,
     numbered: Mutex<Numbered>,
+    /// From their first use on.
+    checkpoints: OnceLock<Checkpoints>,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
 }
@@ -152,6 +155,7 @@ impl Keeper {
             permitted: Mutex::default(),
             turns: Mutex::default(),
             numbered: Mutex::new(numbered),
+            checkpoints: OnceLock::new(),
             clock,
             random,
         })
@@ -225,6 +229,13 @@ impl Keeper {
             }
             Operation::State { verdict, turn } => self.state(verdict, turn),
             Operation::StateAgain { signed } => self.state_again(&signed),
+            Operation::Checkpoint(place) => {
+                self.turn()?;
+                let signed = self.checkpoints()?.sign(place)?;
+                info!("audit trail: line {}: signed", place.seq);
+                Ok(Done::Checkpoint(signed))
+            }
+            Operation::Verifier => Ok(Done::Verifier(self.checkpoints()?.verifier())),
             Operation::EarlierCheck { .. }
             | Operation::EarlierJoin { .. }
             | Operation::EarlierTokenCreate { .. }
@@ -233,6 +244,18 @@ impl Keeper {
                 Err(Refused::new(Why::Failed, "internal error: a request in its earlier form"))
             }
         }
+    }
+
+    fn checkpoints(&self) -> Result<&Checkpoints, Refused> {
+        // Two threads must not make two keys.
+        let _one = locked(&self.numbered);
+        if let Some(open) = self.checkpoints.get() {
+            return Ok(open);
+        }
+        let folder = &self.places.folder;
+        let opened = Checkpoints::open(folder);
+        let opened = opened.map_err(|error| StoreError::Io { path: folder.join("audit.key"), error })?;
+        Ok(self.checkpoints.get_or_init(|| opened))
     }
 
     fn all(&self) -> Result<Arc<Authorities>, Refused> {

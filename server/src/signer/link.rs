@@ -12,6 +12,7 @@ use gpusession_proto::statement::{Signed, Statement};
 
 use super::authorities::Present;
 use super::ca::{AuthorityError, Issued};
+use super::checkpoints::{Checkpoint, Checkpoints, Place, Verifier};
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
@@ -153,6 +154,31 @@ impl Link {
                 .iter()
                 .map(|bytes| Signed::read(bytes).map_err(|e| Refused::new(Why::Failed, e.to_string())))
                 .collect(),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Has a place in the audit trail signed.
+    pub fn checkpoint(&self, place: Place) -> Result<Checkpoint, Refused> {
+        match self.ask(Operation::Checkpoint(place))? {
+            Done::Checkpoint(checkpoint) => Ok(checkpoint),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Returns how to verify the audit trail, also beside a running server with its own signer.
+    pub fn verifier_of(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Verifier, Refused> {
+        if signer.is_some() {
+            return Self::of_command(signer, state_dir, name)?.verifier();
+        }
+        let folder = Places::inside(state_dir).folder;
+        let failed = |e: io::Error| Refused::new(Why::Failed, format!("{}: {e}", folder.display()));
+        Ok(Checkpoints::open(&folder).map_err(failed)?.verifier())
+    }
+
+    fn verifier(&self) -> Result<Verifier, Refused> {
+        match self.ask(Operation::Verifier)? {
+            Done::Verifier(verifier) => Ok(verifier),
             other => Err(unexpected(&other)),
         }
     }

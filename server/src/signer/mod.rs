@@ -8,6 +8,7 @@
 pub mod adopt;
 pub mod authorities;
 pub mod ca;
+pub mod checkpoints;
 mod earlier;
 pub mod keeper;
 pub mod link;

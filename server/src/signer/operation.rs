@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
 use super::ca::{AuthorityError, Issued};
+use super::checkpoints::{Checkpoint, Place, Verifier};
 use super::tokens::{EarlierFacts, EarlierTokens, Terms, TokenError, TokenFacts, Tokens};
 use crate::store::StoreError;
 
@@ -158,6 +159,10 @@ pub enum Operation {
         /// Statements with their signatures, [`RESTATED`] at most.
         signed: Vec<Vec<u8>>,
     },
+    /// Sign a place in the audit trail.
+    Checkpoint(Place),
+    /// Describe how to verify the audit trail.
+    Verifier,
 }
 
 /// Most statements that the signer signs again in one operation: a message holds as many.
@@ -228,7 +233,9 @@ impl Operation {
             | Self::Tokens { .. }
             | Self::TokenRevoke { .. }
             | Self::State { .. }
-            | Self::StateAgain { .. } => false,
+            | Self::StateAgain { .. }
+            | Self::Checkpoint(_)
+            | Self::Verifier => false,
             Self::Permit(_)
             | Self::Init { .. }
             | Self::Import { .. }
@@ -286,6 +293,10 @@ pub enum Done {
     Tokens(Vec<TokenFacts>),
     /// Signed statements.
     Stated(Vec<Vec<u8>>),
+    /// A signature over a place in the audit trail.
+    Checkpoint(Checkpoint),
+    /// Key and latest place of such signatures.
+    Verifier(Verifier),
 }
 
 /// The signer's answer to an operation.

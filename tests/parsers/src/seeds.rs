@@ -2,6 +2,7 @@
 
 use gpuserver::admin::Ask;
 use gpuserver::cgroups::Bounds;
+use gpuserver::signer::checkpoints::Place;
 use gpuserver::signer::tokens::Tokens;
 use gpuserver::signer::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
 use gpuserver::starter::{self, Group, Purpose, Said};
@@ -342,6 +343,8 @@ pub fn signer() -> Vec<Vec<u8>> {
         Operation::AdoptTokens(Tokens::default()),
         Operation::State { verdict: Verdict::RevokeAdministrator { name: "alice".into() }, turn: 0 },
         Operation::StateAgain { signed: statements() },
+        Operation::Checkpoint(Place { seq: 9, prev: [4; 32] }),
+        Operation::Verifier,
     ];
     let outcomes: [Outcome; 3] = [
         Ok(Done::Changed(true)),

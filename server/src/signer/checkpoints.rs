@@ -1,0 +1,124 @@
+//! Signatures over the audit trail, which the server that writes the trail cannot make by itself.
+//!
+//! Each signature names the checkpoint before it. So a server that was taken over can write a trail
+//! of its own from now on, and cannot change what it has had signed.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
+use serde::{Deserialize, Serialize};
+
+use super::lock::locked;
+use crate::store;
+
+/// Domain of the signatures.
+const SIGNED: &str = "gpusession audit checkpoint 2";
+
+/// A place in the trail.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Number of the line with the signature.
+    pub seq: u64,
+    /// BLAKE3 of the line before it.
+    pub prev: [u8; 32],
+}
+
+/// A signature over a place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checkpoint {
+    /// The place that was signed before; all zeros: this is the first.
+    pub before: Place,
+    /// Ed25519 signature over both places.
+    pub signature: Vec<u8>,
+}
+
+/// How to verify a trail.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verifier {
+    /// Public key of the signatures.
+    pub key: Vec<u8>,
+    /// The place that was signed last; all zeros: none.
+    pub latest: Place,
+}
+
+impl Verifier {
+    /// Returns `true` if a checkpoint is the signer's.
+    pub fn verifies(&self, place: &Place, checkpoint: &Checkpoint) -> bool {
+        let text = text(place, &checkpoint.before);
+        UnparsedPublicKey::new(&ED25519, &self.key).verify(&text, &checkpoint.signature).is_ok()
+    }
+}
+
+fn text(place: &Place, before: &Place) -> Vec<u8> {
+    let hex = |place: &Place| data_encoding::HEXLOWER.encode(&place.prev);
+    format!("{SIGNED}\n{} {}\n{} {}", place.seq, hex(place), before.seq, hex(before)).into_bytes()
+}
+
+/// The key, and the place that was signed last.
+#[derive(Debug)]
+pub struct Checkpoints {
+    file: PathBuf,
+    key: Ed25519KeyPair,
+    latest: Mutex<Place>,
+}
+
+impl Checkpoints {
+    /// Opens the key in a folder, or makes it.
+    pub fn open(folder: &Path) -> io::Result<Self> {
+        let path = folder.join("audit.key");
+        let bytes = match std::fs::read(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let key = Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new());
+                let key = key.map_err(|_| io::Error::other("no random numbers for a key"))?;
+                store::write_bytes(&path, key.as_ref(), 0o600).map_err(io::Error::other)?;
+                key.as_ref().to_vec()
+            }
+            read => read?,
+        };
+        let key = Ed25519KeyPair::from_pkcs8(&bytes)
+            .map_err(|e| io::Error::other(format!("{}: {e}", path.display())))?;
+        let file = folder.join("audit.json");
+        let latest = store::read(&file).map_err(io::Error::other)?;
+        Ok(Self { file, key, latest: Mutex::new(latest) })
+    }
+
+    /// Signs a place. The file has it before the signature leaves.
+    pub fn sign(&self, place: Place) -> Result<Checkpoint, store::StoreError> {
+        let mut latest = locked(&self.latest);
+        store::write(&self.file, &place)?;
+        let before = std::mem::replace(&mut *latest, place);
+        let signature = self.key.sign(&text(&place, &before)).as_ref().to_vec();
+        Ok(Checkpoint { before, signature })
+    }
+
+    /// Returns how to verify a trail.
+    pub fn verifier(&self) -> Verifier {
+        Verifier { key: self.key.public_key().as_ref().to_vec(), latest: *locked(&self.latest) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signature_names_its_place_and_the_one_before_also_after_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = |seq| Place { seq, prev: [seq as u8; 32] };
+        let signer = Checkpoints::open(folder.path()).unwrap();
+        let first = signer.sign(place(3)).unwrap();
+        assert_eq!(first.before, Place::default());
+        drop(signer);
+        let signer = Checkpoints::open(folder.path()).unwrap();
+        let second = signer.sign(place(7)).unwrap();
+        assert_eq!(second.before, place(3));
+        let verifier = signer.verifier();
+        assert_eq!(verifier.latest, place(7));
+        assert!(verifier.verifies(&place(3), &first) && verifier.verifies(&place(7), &second));
+        assert!(!verifier.verifies(&place(4), &second));
+        let cut = Checkpoint { before: Place::default(), ..second };
+        assert!(!verifier.verifies(&place(7), &cut), "another place before");
+    }
+}
