@@ -487,7 +487,7 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
             error!("audit trail: {}: cannot be written: {e}", trail.folder.display());
         }
         for told in told {
-            let _ = told.send(done.as_ref().map(|()| ()).map_err(ToString::to_string));
+            let _ = told.send(done.as_ref().copied().map_err(ToString::to_string));
         }
         // After the answers, which wait for no signer.
         if since && (usec >= due || stop) {
@@ -632,7 +632,7 @@ impl<'a> Signatures<'a> {
     fn new(folder: &Path, verifier: &'a Verifier) -> io::Result<Self> {
         let earlier = match fs::read(folder.join("checkpoint.key")) {
             Ok(bytes) => {
-                let key = Ed25519KeyPair::from_pkcs8(&bytes).map_err(io::Error::other)?;
+                let key = Ed25519KeyPair::from_pkcs8(&bytes).map_err(|e| io::Error::other(e.to_string()))?;
                 Some(UnparsedPublicKey::new(&ED25519, key.public_key().as_ref().to_vec()))
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,

@@ -16,8 +16,8 @@ const FIRST_DELAY: Duration = Duration::from_millis(10);
 const PAUSE: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
 /// Longest time between two looks at much memory.
 const LONGEST_INTERVAL: Duration = Duration::from_millis(500);
-/// Within these bounds, the thread rests as long as a look took that found a change, since a kernel
-/// may wait for the answer, and this many times as long after one that found none.
+/// Within these bounds, the thread rests as long as a look took that found a change: a kernel may
+/// wait for the answer. After one that found none it rests this many times as long.
 const REST_SHARE: u32 = 20;
 
 /// The thread that looks, from the first such mirror on.
