@@ -103,7 +103,7 @@ pub fn no_gpu(described: &Described, mine: &[String]) -> Option<String> {
 
 /// Returns `true` if gpusession's libraries or profile scripts read the variable.
 pub fn is_ours(key: &str) -> bool {
-    let known = ["ID", "LEASE", "DISABLE", "TRACE", "TRACE_FILE", "SOCKET"];
+    let known = ["ID", "LEASE", "DISABLE", "TRACE", "TRACE_FILE", "SOCKET", "WATCHED_MEMORY"];
     key.strip_prefix("GPUSESSION_").is_some_and(|rest| known.contains(&rest))
 }
 
@@ -116,6 +116,10 @@ pub fn variable(key: &str) -> &'static str {
         "GPUSESSION_TRACE" => "output of gpusession's libraries on stderr: why, missing, errors, summary",
         "GPUSESSION_TRACE_FILE" => "the file to which they print it instead",
         "GPUSESSION_SOCKET" => "the socket on which programs ask for GPUs; set by `gpusession run --server`",
+        "GPUSESSION_WATCHED_MEMORY" => {
+            "on: pinned memory travels while the GPU works, for programs and kernels that exchange flags; off: never"
+        }
+        "NCCL_PROTO" => "LL: NCCL's network and shared host memory work, without which they hang",
         "NCCL_P2P_LEVEL" => "SYS: NCCL copies between GPUs of a lease by peer access, also without NVLink",
         "NCCL_WORK_FIFO_BYTES" => {
             "65536: host memory of each communicator, which every synchronization compares; NCCL's own is 1 MiB"

@@ -27,6 +27,7 @@ pub mod audit;
 pub mod cache;
 pub mod certificate;
 pub mod cgroups;
+pub mod checkpoint;
 pub mod cli;
 pub mod clock;
 pub mod config;

@@ -164,7 +164,7 @@ impl LongWaits {
     ) -> MutexGuard<'a, Waits> {
         let before = self.work.load(Ordering::Relaxed);
         self.asleep.store(true, Ordering::SeqCst);
-        // Work that came before the thread slept wakes nobody.
+        // Work before that wakes no thread.
         if self.work.load(Ordering::SeqCst) == before {
             let asleep = |_: &mut Waits| self.asleep.load(Ordering::SeqCst);
             waits = match most {

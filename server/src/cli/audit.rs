@@ -54,7 +54,7 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
         }
         let config = server.config()?;
         let verifier = Link::verifier_of(config.signer.as_deref(), &config.state_dir, &config.name)?;
-        let verified = audit::verify(&config.state_dir, &verifier)?;
+        let verified = audit::verify::verify(&config.state_dir, &verifier)?;
         return out.answer("audit", json!(verified), |out, v: Verified| {
             writeln!(out, "{} lines verify; the last one has number {}", v.lines, v.last_seq)?;
             writeln!(out, "and the hash {}", v.last_hash)?;

@@ -7,54 +7,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
-use serde::{Deserialize, Serialize};
+use ring::signature::{Ed25519KeyPair, KeyPair};
 
 use super::lock::locked;
+use crate::checkpoint::{Checkpoint, Place, Verifier, text};
 use crate::store;
-
-/// Domain of the signatures.
-const SIGNED: &str = "gpusession audit checkpoint 2";
-
-/// A place in the trail.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
-    /// Number of the line with the signature.
-    pub seq: u64,
-    /// BLAKE3 of the line before it.
-    pub prev: [u8; 32],
-}
-
-/// A signature over a place.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Checkpoint {
-    /// The place that was signed before; all zeros: this is the first.
-    pub before: Place,
-    /// Ed25519 signature over both places.
-    pub signature: Vec<u8>,
-}
-
-/// How to verify a trail.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Verifier {
-    /// Public key of the signatures.
-    pub key: Vec<u8>,
-    /// The place that was signed last; all zeros: none.
-    pub latest: Place,
-}
-
-impl Verifier {
-    /// Returns `true` if a checkpoint is the signer's.
-    pub fn verifies(&self, place: &Place, checkpoint: &Checkpoint) -> bool {
-        let text = text(place, &checkpoint.before);
-        UnparsedPublicKey::new(&ED25519, &self.key).verify(&text, &checkpoint.signature).is_ok()
-    }
-}
-
-fn text(place: &Place, before: &Place) -> Vec<u8> {
-    let hex = |place: &Place| data_encoding::HEXLOWER.encode(&place.prev);
-    format!("{SIGNED}\n{} {}\n{} {}", place.seq, hex(place), before.seq, hex(before)).into_bytes()
-}
 
 /// The key, and the place that was signed last.
 #[derive(Debug)]

@@ -12,11 +12,12 @@ use gpusession_proto::statement::{Signed, Statement};
 
 use super::authorities::Present;
 use super::ca::{AuthorityError, Issued};
-use super::checkpoints::{Checkpoint, Checkpoints, Place, Verifier};
+use super::checkpoints::Checkpoints;
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
 use super::tokens::{Terms, TokenFacts, Tokens};
+use crate::checkpoint::{Checkpoint, Place, Verifier};
 use crate::clock::{SystemClock, SystemRandom};
 use crate::local_service::receive;
 use crate::store::{self, Lock};

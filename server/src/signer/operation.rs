@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
 use super::ca::{AuthorityError, Issued};
-use super::checkpoints::{Checkpoint, Place, Verifier};
 use super::tokens::{EarlierFacts, EarlierTokens, Terms, TokenError, TokenFacts, Tokens};
+use crate::checkpoint::{Checkpoint, Place, Verifier};
 use crate::store::StoreError;
 
 /// User of the signer's own process.

@@ -1,10 +1,11 @@
 //! Time of the client's last GPU work.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crate::calls;
-use crate::watch::Watch;
 
 /// Time between two queries whether the GPU still works, while the client sends nothing.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -18,8 +19,8 @@ pub struct Activity {
     pub outstanding: AtomicBool,
     /// Number of replayed frames.
     pub calls: AtomicU64,
-    /// What looks at memory while the GPU works.
-    pub watch: Watch,
+    /// Thread that sleeps while the GPU rests; `None`: it could not start.
+    pub watcher: OnceLock<Option<Thread>>,
 }
 
 impl Default for Activity {
@@ -29,7 +30,7 @@ impl Default for Activity {
             last: AtomicU64::new(0),
             outstanding: AtomicBool::new(false),
             calls: AtomicU64::new(0),
-            watch: Watch::default(),
+            watcher: OnceLock::new(),
         }
     }
 }
@@ -41,9 +42,16 @@ impl Activity {
         if calls::works(operation) {
             if !self.outstanding() {
                 self.outstanding.store(true, Ordering::Relaxed);
-                self.watch.wake();
+                self.wake_watcher();
             }
             self.seen(now);
+        }
+    }
+
+    /// Wakes the thread that sleeps while the GPU rests.
+    pub fn wake_watcher(&self) {
+        if let Some(Some(thread)) = self.watcher.get() {
+            thread.unpark();
         }
     }
 

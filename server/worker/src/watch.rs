@@ -1,11 +1,10 @@
-//! What a running kernel writes to host memory that the program watches travels from time to time,
-//! although no synchronization ends.
+//! A look, from time to time, for changes that a running kernel makes in memory that the program
+//! watches: they travel although no synchronization ends.
 //!
 //! NCCL's threads watch memory in this way, to which a kernel writes that waits for them.
 #![expect(clippy::disallowed_methods, reason = "a thread of its own looks at intervals")]
 
-use std::sync::{Arc, OnceLock};
-use std::thread::Thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::session::Session;
@@ -20,31 +19,16 @@ const LONGEST_INTERVAL: Duration = Duration::from_millis(500);
 /// wait for the answer. After one that found none it rests this many times as long.
 const REST_SHARE: u32 = 20;
 
-/// The thread that looks, from the first such mirror on.
-#[derive(Default)]
-pub struct Watch {
-    /// `None`: it could not start, so that changes travel at synchronizations only.
-    thread: OnceLock<Option<Thread>>,
-}
-
-impl Watch {
-    /// Wakes the thread, since the GPU has work or a new mirror exists.
-    pub fn wake(&self) {
-        if let Some(Some(thread)) = self.thread.get() {
-            thread.unpark();
-        }
-    }
-
-    /// Starts the thread, or wakes it.
-    pub fn start(session: &Arc<Session>) {
-        let watch = &session.activity.watch;
-        watch.thread.get_or_init(|| {
-            let session = session.clone();
-            let run = move || look_always(&session);
-            std::thread::Builder::new().name("watch".into()).spawn(run).ok().map(|run| run.thread().clone())
-        });
-        watch.wake();
-    }
+/// Starts the thread that looks, or wakes it.
+///
+/// If it cannot start, changes travel at synchronizations only.
+pub fn start(session: &Arc<Session>) {
+    session.activity.watcher.get_or_init(|| {
+        let session = session.clone();
+        let run = move || look_always(&session);
+        std::thread::Builder::new().name("watch".into()).spawn(run).ok().map(|run| run.thread().clone())
+    });
+    session.activity.wake_watcher();
 }
 
 /// Looks while the GPU works, until the process exits. The thread never calls the driver.

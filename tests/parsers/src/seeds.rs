@@ -2,7 +2,7 @@
 
 use gpuserver::admin::Ask;
 use gpuserver::cgroups::Bounds;
-use gpuserver::signer::checkpoints::Place;
+use gpuserver::checkpoint::Place;
 use gpuserver::signer::tokens::Tokens;
 use gpuserver::signer::{Done, Operation, Outcome, Privileged, Refused, Step, Why};
 use gpuserver::starter::{self, Group, Purpose, Said};

@@ -23,7 +23,7 @@ use crate::objects::device_blocks::{Finder, Region};
 use crate::objects::mirrors::{Backing, InHost, Inner, Mirror, Mirrors, Shadow};
 use crate::ops::allocations;
 use crate::session::Session;
-use crate::watch::Watch;
+use crate::watch;
 
 const PAGE: usize = 4096;
 /// Bytes that a thread compares under one lock: some ten microseconds.
@@ -301,7 +301,7 @@ pub fn mirror(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer:
     answer.word(address);
     match kind {
         mirror::MANAGED => session.mirrors.write_back(session, false),
-        mirror::WATCHED => Watch::start(session),
+        mirror::WATCHED => watch::start(session),
         _ => {}
     }
     Ok(())
