@@ -584,14 +584,17 @@ mod tests {
     }
 
     /// A signer below a state directory.
+    fn checkpoints(state: &Path) -> Checkpoints {
+        Checkpoints::open(&state.join("key"), &state.join("latest")).unwrap()
+    }
+
     fn signer(state: &Path) -> Sign {
-        fs::create_dir_all(state.join("ca")).unwrap();
-        let signer = Checkpoints::open(&state.join("ca")).unwrap();
+        let signer = checkpoints(state);
         Arc::new(move |place| signer.sign(place).map_err(|e| e.to_string()))
     }
 
     fn verify(state: &Path) -> Result<Verified, Bad> {
-        super::verify::verify(state, &Checkpoints::open(&state.join("ca")).unwrap().verifier())
+        super::verify::verify(state, &checkpoints(state).verifier())
     }
 
     /// A trail of three days, and the files of these.
@@ -705,6 +708,25 @@ mod tests {
             verify(state.path()).unwrap_err().why.contains("signature"),
             "the server's key counts no more"
         );
+    }
+
+    #[test]
+    fn checkpoints_of_a_server_that_gets_a_signer_count_before_the_signers_first() {
+        let state = tempfile::tempdir().unwrap();
+        let folder = state.path().join("audit");
+        fs::create_dir(&folder).unwrap();
+        let own = Checkpoints::open(&folder.join("checkpoint.key"), &folder.join("checkpoint.json")).unwrap();
+        let itself: Sign = Arc::new(move |place| own.sign(place).map_err(|e| e.to_string()));
+        let without = Trail::open(state.path(), "gpu1", Some(itself)).unwrap();
+        let with = Trail::open(state.path(), "gpu1", Some(signer(state.path()))).unwrap();
+        without
+            .append([join("vm-1"), super::own(CHECKPOINT), join("vm-2"), super::own(CHECKPOINT)], T)
+            .unwrap();
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 2);
+        with.append([join("vm-3"), super::own(CHECKPOINT)], T).unwrap();
+        assert_eq!(verify(state.path()).unwrap().checkpoints, 3);
+        without.append([join("vm-4"), super::own(CHECKPOINT)], T).unwrap();
+        assert!(verify(state.path()).unwrap_err().why.contains("signature"));
     }
 
     #[tokio::test]

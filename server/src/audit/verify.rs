@@ -7,7 +7,7 @@ use std::{fs, io};
 use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
 
 use super::{Bad, CHECKPOINT, Line, NO_LINE, PRUNED, Verified, checkpoint_in, files, folder, hash, place};
-use crate::checkpoint::Verifier;
+use crate::checkpoint::{Place, Verifier};
 
 /// Domain of signatures by a server of an earlier release, with a key of its own.
 pub(super) const SIGNED_BY_SERVER: &str = "gpusession audit checkpoint 1";
@@ -65,13 +65,15 @@ pub fn verify(state_dir: &Path, verifier: &Verifier) -> Result<Verified, Bad> {
 /// Signatures of a trail, line by line.
 struct Signatures<'a> {
     verifier: &'a Verifier,
-    /// Key of a server of an earlier release, which signed the lines before the signer's first.
-    earlier: Option<UnparsedPublicKey<Vec<u8>>>,
+    /// Key of the server itself, which signed before the signer's first signature: without a signer
+    /// of its own process, or in an earlier release.
+    earlier: Option<Verifier>,
     first_seq: u64,
     /// Hashes that the lines since the last checkpoint name, by the line's number: the signer may
     /// have signed a place whose line a crash prevented.
     since: BTreeMap<u64, String>,
     signer_has_signed: bool,
+    server_has_signed: bool,
     has_latest: bool,
 }
 
@@ -80,7 +82,7 @@ impl<'a> Signatures<'a> {
         let earlier = match fs::read(folder.join("checkpoint.key")) {
             Ok(bytes) => {
                 let key = Ed25519KeyPair::from_pkcs8(&bytes).map_err(|e| io::Error::other(e.to_string()))?;
-                Some(UnparsedPublicKey::new(&ED25519, key.public_key().as_ref().to_vec()))
+                Some(Verifier { key: key.public_key().as_ref().to_vec(), latest: Place::default() })
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(e),
@@ -91,6 +93,7 @@ impl<'a> Signatures<'a> {
             first_seq: 0,
             since: BTreeMap::new(),
             signer_has_signed: false,
+            server_has_signed: false,
             has_latest: false,
         })
     }
@@ -109,25 +112,30 @@ impl<'a> Signatures<'a> {
             let text = format!("{SIGNED_BY_SERVER}\n{}\n{}", line.seq, line.prev);
             let signature = data_encoding::HEXLOWER.decode(line.signature.as_bytes()).unwrap_or_default();
             let key = self.earlier.as_ref().filter(|_| !self.signer_has_signed);
+            let key = key.map(|earlier| UnparsedPublicKey::new(&ED25519, &earlier.key));
             return match key.is_some_and(|key| key.verify(text.as_bytes(), &signature).is_ok()) {
                 true => Ok(true),
                 false => Err("the checkpoint's signature is not of this server's key"),
             };
         };
-        if !self.verifier.verifies(&here, &checkpoint) {
+        let of_signer = self.verifier.verifies(&here, &checkpoint);
+        let earlier = self.earlier.as_ref().filter(|_| !of_signer && !self.signer_has_signed);
+        if !of_signer && !earlier.is_some_and(|earlier| earlier.verifies(&here, &checkpoint)) {
             return Err("the checkpoint's signature is not of this server's signer");
         }
         let before = checkpoint.before;
+        let begins = if of_signer { !self.signer_has_signed } else { !self.server_has_signed };
         let known = match before.seq {
-            0 => !self.signer_has_signed,
-            seq if seq < self.first_seq => !self.signer_has_signed,
+            0 => begins,
+            seq if seq < self.first_seq => begins,
             seq => self.since.get(&seq).is_some_and(|prev| place(seq, prev) == Some(before)),
         };
         if !known {
             return Err("the signer signed another line before this one: lines were changed or cut, or the \
                         trail was restored from a copy");
         }
-        self.signer_has_signed = true;
+        self.signer_has_signed |= of_signer;
+        self.server_has_signed |= !of_signer;
         self.since.retain(|seq, _| *seq == line.seq);
         Ok(true)
     }

@@ -22,21 +22,20 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Opens the key in a folder, or makes it.
-    pub fn open(folder: &Path) -> io::Result<Self> {
-        let path = folder.join("audit.key");
-        let bytes = match std::fs::read(&path) {
+    /// Opens the key, or makes it, and the file with the place that was signed last.
+    pub fn open(path: &Path, latest: &Path) -> io::Result<Self> {
+        let bytes = match std::fs::read(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 let key = Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new());
                 let key = key.map_err(|_| io::Error::other("no random numbers for a key"))?;
-                store::write_bytes(&path, key.as_ref(), 0o600).map_err(io::Error::other)?;
+                store::write_bytes(path, key.as_ref(), 0o600).map_err(io::Error::other)?;
                 key.as_ref().to_vec()
             }
             read => read?,
         };
         let key = Ed25519KeyPair::from_pkcs8(&bytes)
             .map_err(|e| io::Error::other(format!("{}: {e}", path.display())))?;
-        let file = folder.join("audit.json");
+        let file = latest.to_owned();
         let latest = store::read(&file).map_err(io::Error::other)?;
         Ok(Self { file, key, latest: Mutex::new(latest) })
     }
@@ -64,11 +63,12 @@ mod tests {
     fn a_signature_names_its_place_and_the_one_before_also_after_a_restart() {
         let folder = tempfile::tempdir().unwrap();
         let place = |seq| Place { seq, prev: [seq as u8; 32] };
-        let signer = Checkpoints::open(folder.path()).unwrap();
+        let open = || Checkpoints::open(&folder.path().join("key"), &folder.path().join("latest")).unwrap();
+        let signer = open();
         let first = signer.sign(place(3)).unwrap();
         assert_eq!(first.before, Place::default());
         drop(signer);
-        let signer = Checkpoints::open(folder.path()).unwrap();
+        let signer = open();
         let second = signer.sign(place(7)).unwrap();
         assert_eq!(second.before, place(3));
         let verifier = signer.verifier();

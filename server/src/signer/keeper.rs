@@ -55,19 +55,28 @@ pub struct Places {
     pub tokens: PathBuf,
     /// File with the name of this server; `None`: the caller gives it.
     pub name: Option<PathBuf>,
+    /// Key of the audit trail's checkpoints, and the place that was signed last.
+    pub checkpoints: [PathBuf; 2],
 }
 
 impl Places {
     /// Returns the files of a signer that has this folder for itself.
     pub fn own(folder: &Path) -> Self {
         let file = |name: &str| folder.join(name);
-        Self { folder: folder.into(), tokens: file("tokens.json"), name: Some(file("server.json")) }
+        Self {
+            folder: folder.into(),
+            tokens: file("tokens.json"),
+            name: Some(file("server.json")),
+            checkpoints: ["audit.key", "audit.json"].map(file),
+        }
     }
 
     /// Returns the files of a server without a signer of its own process.
     pub fn inside(state_dir: &Path) -> Self {
         let tokens = state_dir.join("tokens.json");
-        Self { folder: state_dir.join("ca"), tokens, name: None }
+        let audit = state_dir.join("audit");
+        let checkpoints = ["checkpoint.key", "checkpoint.json"].map(|name| audit.join(name));
+        Self { folder: state_dir.join("ca"), tokens, name: None, checkpoints }
     }
 
     fn statements(&self) -> PathBuf {
@@ -252,9 +261,9 @@ impl Keeper {
         if let Some(open) = self.checkpoints.get() {
             return Ok(open);
         }
-        let folder = &self.places.folder;
-        let opened = Checkpoints::open(folder);
-        let opened = opened.map_err(|error| StoreError::Io { path: folder.join("audit.key"), error })?;
+        let [key, latest] = &self.places.checkpoints;
+        let opened = Checkpoints::open(key, latest);
+        let opened = opened.map_err(|error| StoreError::Io { path: key.clone(), error })?;
         Ok(self.checkpoints.get_or_init(|| opened))
     }
 

@@ -172,9 +172,9 @@ impl Link {
         if signer.is_some() {
             return Self::of_command(signer, state_dir, name)?.verifier();
         }
-        let folder = Places::inside(state_dir).folder;
-        let failed = |e: io::Error| Refused::new(Why::Failed, format!("{}: {e}", folder.display()));
-        Ok(Checkpoints::open(&folder).map_err(failed)?.verifier())
+        let [key, latest] = Places::inside(state_dir).checkpoints;
+        let failed = |e: io::Error| Refused::new(Why::Failed, format!("{}: {e}", key.display()));
+        Ok(Checkpoints::open(&key, &latest).map_err(failed)?.verifier())
     }
 
     fn verifier(&self) -> Result<Verifier, Refused> {

@@ -127,6 +127,13 @@ async fn an_upgrade_moves_the_authority_to_the_signer_and_clients_stay_joined() 
     let ids = server.json(&["token", "list"])["tokens"].as_array().unwrap().len();
     assert_eq!(ids, 2, "vm-1's used-up one, and this");
 
+    // The server itself has signed a checkpoint at its stop, and the signer signs the next one.
+    server.signal(nix::sys::signal::Signal::SIGTERM);
+    let verified = server.verb(&["audit", "verify", "--json"]);
+    assert!(verified.status.success(), "{verified:?}");
+    let verified: serde_json::Value = serde_json::from_slice(&verified.stdout).unwrap();
+    assert_eq!(verified["audit"]["checkpoints"], 2, "{verified}");
+    server.run().await;
     // The server's user reads no key, and the signer does for it what clients need, no more.
     let key = server.path("signer/authority.key");
     assert_eq!(std::fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
