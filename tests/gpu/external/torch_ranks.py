@@ -71,16 +71,16 @@ def work(rank, count, port):
         sys.exit(1)
 
 
-def main():
-    """Starts the ranks."""
+def start(rank_of, *arguments):
+    """Runs `rank_of(rank, count, port, *arguments)` in a process for each GPU."""
     count = torch.cuda.device_count()
     if count < 2:
         common.skip("needs two GPUs")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(count, port), nprocs=count)
+    torch.multiprocessing.spawn(rank_of, args=(count, port, *arguments), nprocs=count)
     print(f"{count} ranks right")
 
 
 if __name__ == "__main__":
-    main()
+    start(work)

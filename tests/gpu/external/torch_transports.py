@@ -8,12 +8,11 @@ that the others write. Under NCCL_PROTO=LL each word has a flag, so that no orde
 
 import os
 import pathlib
-import socket
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 import common  # noqa: E402
-from torch_ranks import losses, sums  # noqa: E402
+from torch_ranks import losses, start, sums  # noqa: E402
 
 torch = common.need("torch")[0]
 
@@ -59,16 +58,5 @@ def work(rank, count, port, transport):
         sys.exit(1)
 
 
-def main():
-    """Starts the ranks."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        common.skip("needs two GPUs")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(count, port, sys.argv[1]), nprocs=count)
-    print(f"{count} ranks right")
-
-
 if __name__ == "__main__":
-    main()
+    start(work, sys.argv[1])
