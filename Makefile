@@ -52,13 +52,18 @@ build:
 	@.ci/setup build
 	@echo 'build: programs and libraries (profile $(PROFILE)); minutes on a machine that builds them for the first time'
 	$(CARGO) build --locked --profile $(PROFILE) $(addprefix -p ,$(CRATES))
-	@$(MAKE) --no-print-directory $(RELEASE)/libpam_gpusession.so
+	@$(MAKE) --no-print-directory $(RELEASE)/libpam_gpusession.so $(RELEASE)/libnccl-tuner.so
 
 # With a profile of its own, for its size.
 .PHONY: $(RELEASE)/libpam_gpusession.so
 $(RELEASE)/libpam_gpusession.so:
 	$(CARGO) build --locked --profile pam -p pam_gpusession
 	@install -D -m 755 $(OUT)/pam/libpam_gpusession.so $@
+
+# Where NCCL looks for a tuner plugin, which is a part of libcuda.so.1. A link would not do: its
+# name is no beginning of that library's, so the loader's cache leaves it out.
+$(RELEASE)/libnccl-tuner.so: $(RELEASE)/libgpusession_cuda.so
+	$(or $(CC),cc) -shared -nostdlib -Wl,--no-as-needed -Wl,-soname,libnccl-tuner.so -o $@ $<
 
 # Random CUDA programs, for tests only.
 fuzz:
@@ -89,7 +94,8 @@ gpu-bundle: build fuzz
 		--bin $(RELEASE)/gpuserver-worker \
 		--bin $(RELEASE)/gpuserver-starter \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
-		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
+		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1 \
+		--lib $(RELEASE)/libnccl-tuner.so:gpusession/libnccl-tuner.so
 
 bench:
 	CLIENTS=$${CLIENTS:-4000} $(CARGO) bench --locked --workspace --bench '*'
@@ -229,6 +235,7 @@ install:
 	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
 	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/libcuda.so
 	ln -sf libnvidia-ml.so.1 $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so
+	install -D -m 644 -t $(DESTDIR)$(libdir)/gpusession $(RELEASE)/libnccl-tuner.so
 	install -D -m 644 $(RELEASE)/libpam_gpusession.so $(DESTDIR)$(libdir)/security/pam_gpusession.so
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/pam-configs pam-module/pam-configs/gpusession
 	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1

@@ -119,7 +119,11 @@ pub fn variable(key: &str) -> &'static str {
         "GPUSESSION_WATCHED_MEMORY" => {
             "on: pinned memory travels while the GPU works, for programs and kernels that exchange flags; off: never"
         }
-        "NCCL_PROTO" => "LL: NCCL's network and shared host memory work, without which they hang",
+        "NCCL_PROTO" => {
+            "LL: NCCL's network and shared host memory work, with the two variables NCCL_ALLOC_P2P_NET_LL_BUFFERS and NCCL_P2P_LL_THRESHOLD"
+        }
+        "NCCL_ALLOC_P2P_NET_LL_BUFFERS" => "1: sends between machines may use the protocol LL",
+        "NCCL_P2P_LL_THRESHOLD" => "bytes up to which NCCL's sends use the protocol LL",
         "NCCL_P2P_LEVEL" => "SYS: NCCL copies between GPUs of a lease by peer access, also without NVLink",
         "NCCL_WORK_FIFO_BYTES" => {
             "65536: host memory of each communicator, which every synchronization compares; NCCL's own is 1 MiB"

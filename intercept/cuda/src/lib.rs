@@ -38,6 +38,7 @@ mod linker;
 mod long_waits;
 mod mapped;
 mod modules;
+mod nccl;
 mod objects;
 mod positions;
 mod private_tables;

@@ -12,9 +12,13 @@ use crate::client::Client;
 
 /// `on` or `off`; without it NCCL's protocol decides.
 const VARIABLE: &str = "GPUSESSION_WATCHED_MEMORY";
-/// NCCL's protocols. Under `LL` alone each word of 8 bytes has its own flag, so that no order among
-/// words counts.
-const PROTOCOLS: &str = "NCCL_PROTO";
+/// Variables under which NCCL uses its protocol `LL` for everything: for collectives, and for
+/// sends, whose protocol `NCCL_PROTO` does not set. In it each word of 8 bytes has its own flag, so
+/// that no order among words counts.
+pub const REMEDY: &str =
+    "NCCL_PROTO=LL, NCCL_ALLOC_P2P_NET_LL_BUFFERS=1 and NCCL_P2P_LL_THRESHOLD=1099511627776";
+/// Least bytes of `NCCL_P2P_LL_THRESHOLD`: no send is longer.
+const LONGEST_SEND: u64 = 1 << 40;
 
 /// Returns `true` if memory is to be exchanged while the GPU works.
 #[inline]
@@ -28,8 +32,17 @@ fn decide(variable: impl Fn(&str) -> Option<String>) -> bool {
     match variable(VARIABLE).as_deref().map(str::trim) {
         Some("on" | "1") => true,
         Some("off" | "0") => false,
-        _ => variable(PROTOCOLS).is_some_and(|protocols| protocols.trim().eq_ignore_ascii_case("LL")),
+        _ => only_flagged_words(variable),
     }
+}
+
+/// Returns `true` if [`REMEDY`] is set.
+pub fn only_flagged_words(variable: impl Fn(&str) -> Option<String>) -> bool {
+    let is =
+        |name: &str, right: &dyn Fn(&str) -> bool| variable(name).is_some_and(|value| right(value.trim()));
+    is("NCCL_PROTO", &|protocols| protocols.eq_ignore_ascii_case("LL"))
+        && is("NCCL_ALLOC_P2P_NET_LL_BUFFERS", &|buffers| buffers == "1")
+        && is("NCCL_P2P_LL_THRESHOLD", &|bytes| bytes.parse().is_ok_and(|bytes: u64| bytes >= LONGEST_SEND))
 }
 
 #[cfg(test)]
@@ -38,16 +51,33 @@ mod tests {
 
     #[test]
     fn only_harmless_protocols_and_the_programs_own_word_count() {
-        let with = |own: Option<&str>, nccl: Option<&str>| {
-            decide(|name| if name == VARIABLE { own } else { nccl }.map(str::to_owned))
+        const BYTES: &str = "1099511627776";
+        let with = |own: Option<&str>, protocols: Option<&str>, buffers: &str, bytes: &str| {
+            decide(|name| {
+                let value = match name {
+                    VARIABLE => own,
+                    "NCCL_PROTO" => protocols,
+                    "NCCL_ALLOC_P2P_NET_LL_BUFFERS" => Some(buffers),
+                    _ => Some(bytes),
+                };
+                value.map(str::to_owned)
+            })
         };
-        assert!(!with(None, None));
+        assert!(!with(None, None, "1", BYTES));
         for (nccl, wanted) in
             [("LL", true), ("ll", true), ("LL128", false), ("LL,Simple", false), ("^LL", false)]
         {
-            assert_eq!(with(None, Some(nccl)), wanted, "{nccl}");
+            assert_eq!(with(None, Some(nccl), "1", BYTES), wanted, "{nccl}");
         }
-        assert!(with(Some("on"), Some("Simple")) && !with(Some("off"), Some("LL")));
-        assert!(!with(Some("maybe"), None));
+        assert!(!with(None, Some("LL"), "0", BYTES), "sends have no such buffers");
+        for bytes in ["16384", "", "all", "-1"] {
+            assert!(!with(None, Some("LL"), "1", bytes), "{bytes}");
+        }
+        assert!(with(Some("on"), Some("Simple"), "0", "") && !with(Some("off"), Some("LL"), "1", BYTES));
+        assert!(!with(Some("maybe"), None, "0", ""));
+        let set: Vec<_> = REMEDY.split([' ', ',']).filter_map(|word| word.split_once('=')).collect();
+        assert!(only_flagged_words(|name| {
+            set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        }));
     }
 }

@@ -25,11 +25,13 @@ mod library {
     pub mod breaks;
     pub mod dumps;
     pub mod flags;
+    pub mod nccl;
 }
 
 use library::breaks::{closes_its_descriptors, copies_through_breaks, loses_its_lease, works_through_breaks};
 use library::dumps::faults_with_a_dump;
 use library::flags::{exchanges_flags_with_a_kernel, sets_flags_while_a_thread_waits};
+use library::nccl::makes_communicators;
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -128,7 +130,8 @@ gpusession_test_support::programs!(
     closes_its_descriptors,
     faults_with_a_dump,
     exchanges_flags_with_a_kernel,
-    sets_flags_while_a_thread_waits
+    sets_flags_while_a_thread_waits,
+    makes_communicators
 );
 
 fn allocates_from_a_pool() {
