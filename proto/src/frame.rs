@@ -112,9 +112,14 @@ pub mod ability {
     pub const CORE_DUMPS: u64 = 16;
     /// It sends changes of [`WATCHED`](super::mirror::WATCHED) memory while the GPU works.
     pub const WATCHED_MEMORY: u64 = 32;
+    /// A load or a link whose image it lacks has the status [`IMAGE_MISSING`]. A load takes handles
+    /// for functions, and describes those of a small image.
+    ///
+    /// [`IMAGE_MISSING`]: crate::status::IMAGE_MISSING
+    pub const QUICK_LOADS: u64 = 64;
     /// Abilities of a worker of this version.
     pub const ALL: u64 =
-        LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES | CORE_DUMPS | WATCHED_MEMORY;
+        LANDING_BOXES | LANDING_ARRAYS | LANE_BOXES | LONG_BODIES | CORE_DUMPS | WATCHED_MEMORY | QUICK_LOADS;
 }
 
 /// Abilities of a program's library: bits of the word behind the windows in `HELLO`.

@@ -4,10 +4,10 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use gpusession_proto::frame::{Writer, op};
+use gpusession_proto::frame::{Reader, Writer, ability, op};
 use gpusession_proto::handle;
 
-use crate::client::{Client, word};
+use crate::client::{Client, string, word};
 use crate::status::{INVALID_HANDLE, INVALID_IMAGE, Result};
 use crate::{clients, handles, libraries, signatures, trace};
 
@@ -56,8 +56,8 @@ pub struct Function {
 type BySlot<T> = RwLock<Vec<Option<Arc<T>>>>;
 
 static FUNCTIONS: BySlot<Function> = RwLock::new(Vec::new());
-/// Handles of functions by parent, context with the kind of lookup, and name.
-type ByName = HashMap<(u64, u64, CString), u64>;
+/// Handles of functions.
+type ByName = HashMap<Key, u64>;
 
 static BY_NAME: Mutex<Option<ByName>> = Mutex::new(None);
 static ACCEPTED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
@@ -115,22 +115,85 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
         Ok((Function::new(new, key.2.clone(), how, parent, params)?, attributes))
     });
     let (function, attributes) = asked.inspect_err(|_| handles::retire(new))?;
+    Ok(keep(client, key, function, attributes))
+}
+
+/// Parent, context with the kind of lookup, and name.
+type Key = (u64, u64, CString);
+
+/// Keeps a function that a worker knows; returns its handle, or that of an earlier lookup.
+fn keep(client: &Client, key: Key, function: Function, attributes: Attributes) -> u64 {
     *function.known.lock().unwrap_or_else(PoisonError::into_inner) = 1 << client.number;
     *function.attributes.lock().unwrap_or_else(PoisonError::into_inner) = attributes;
+    let new = function.handle;
     let slot = handle::slot(new) as usize;
     let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
     let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(first) = names.get_or_insert_default().get(&key) {
         // Another thread has looked it up meanwhile, and a function has one handle. The other
         // handle stays with the worker.
-        return Ok(*first);
+        return *first;
     }
     if functions.len() <= slot {
         functions.resize(slot + 1, None);
     }
     functions[slot] = Some(Arc::new(function));
     names.get_or_insert_default().insert(key, new);
-    Ok(new)
+    new
+}
+
+/// Handles that a load offers to the worker for the functions of a small image.
+///
+/// So the program's lookups of these need no round trip.
+pub struct Offered {
+    how: How,
+    /// Those that the worker has not used; empty for one that describes no functions.
+    handles: Vec<u64>,
+}
+
+impl Offered {
+    /// Most functions of a small image: a compiler at run time makes one or a few.
+    const MOST: usize = 8;
+
+    /// Makes handles for functions of a module or kernels of a library.
+    pub fn new(client: &Client, how: How) -> Self {
+        let able = client.abilities & ability::QUICK_LOADS != 0;
+        let server = if how == How::Kernel { 0 } else { client.number };
+        let count = if able { Self::MOST } else { 0 };
+        Self { how, handles: (0..count).map(|_| handles::mint(handle::FUNC, server)).collect() }
+    }
+
+    /// Writes the handles for the worker.
+    pub fn write(&self, w: &mut Writer<'_>) {
+        if !self.handles.is_empty() {
+            w.word(self.handles.len() as u64);
+            self.handles.iter().for_each(|handle| w.word(*handle));
+        }
+    }
+
+    /// Keeps the functions that a worker describes in the rest of its reply.
+    pub fn take(mut self, client: &Client, parent: u64, mut r: Reader<'_>) -> Result {
+        if self.handles.is_empty() {
+            return Ok(());
+        }
+        let count = word(&mut r)? as usize;
+        if count > self.handles.len() {
+            return Err(INVALID_IMAGE);
+        }
+        for new in self.handles.drain(..count).collect::<Vec<_>>() {
+            let name = CString::new(string(&mut r)?).map_err(|_| INVALID_IMAGE)?;
+            let (params, attributes) = described(client, &mut r)?;
+            let function = Function::new(new, name.clone(), self.how, parent, params)?;
+            keep(client, (parent, self.how as u64, name), function, attributes);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Offered {
+    fn drop(&mut self) {
+        self.handles.iter().copied().for_each(handles::retire);
+    }
 }
 
 /// Returns the function of a kernel in the current context.
@@ -153,21 +216,24 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
         w.word(how as u64);
         w.bytes(name.to_bytes());
     };
-    let reply = client.call(op::GET_FUNCTION, body)?;
-    let mut r = reply.reader();
-    let count = word(&mut r)?;
+    described(client, &mut client.call(op::GET_FUNCTION, body)?.reader())
+}
+
+/// Reads a worker's description of a function: its parameters and attributes.
+fn described(client: &Client, r: &mut Reader<'_>) -> Result<(Vec<Param>, Attributes)> {
+    let count = word(r)?;
     if count > MAX_PARAMS {
         return Err(INVALID_IMAGE);
     }
     let mut params = Vec::new();
     for _ in 0..count {
-        let both = word(&mut r)?;
+        let both = word(r)?;
         params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
     }
-    let count = word(&mut r)?;
+    let count = word(r)?;
     let mut attributes = Attributes::new();
     for attribute in 0..count as i32 {
-        let value = word(&mut r)?;
+        let value = word(r)?;
         if value != u64::MAX {
             attributes.insert((client.number, attribute, OWN_DEVICE), value as u32 as i32);
         }
@@ -465,6 +531,59 @@ mod tests {
         assert_eq!(attribute(0), Ok(512));
         program.answer(op::FUNC_SET_ATTRIBUTE, 1, &[]);
         assert_eq!((set(10), set(10)), (Err(1), Ok(())), "a refused value is asked again");
+    }
+
+    /// The worker's description of functions in a load's reply, with one parameter and attribute each.
+    fn load_reply(program: &Program, names: &[&str]) -> gpusession_link::Reply {
+        let mut words = vec![names.len() as u64];
+        for name in names {
+            words.push(name.len() as u64);
+            let mut text = [0; 8];
+            text[..name.len()].copy_from_slice(name.as_bytes());
+            words.push(u64::from_le_bytes(text));
+            words.extend([1, 8 << 32, 1, 1024]);
+        }
+        program.answer(op::MODULE_LOAD, 0, &words);
+        program.client.ask(op::MODULE_LOAD, |_| {}).unwrap()
+    }
+
+    #[test]
+    fn a_load_brings_the_functions_of_a_small_image() {
+        let program = Program::able(ability::QUICK_LOADS);
+        let offered = Offered::new(program.client, How::Function);
+        let handles = offered.handles.clone();
+        let reply = load_reply(&program, &["one", "two"]);
+        offered.take(program.client, 401, reply.reader()).unwrap();
+        program.frames();
+        let one = get(program.client, 401, How::Function, c"one".into()).unwrap();
+        let two = get(program.client, 401, How::Function, c"two".into()).unwrap();
+        assert_eq!([one, two], handles[..2]);
+        let function = find(two).unwrap();
+        assert_eq!((function.param_bytes, function.attribute(program.client, 0, OWN_DEVICE)), (8, Ok(1024)));
+        assert!(program.frames().is_empty(), "no lookup asks");
+        program.answer(op::GET_FUNCTION, 500, &[]);
+        assert_eq!(get(program.client, 401, How::Function, c"three".into()), Err(500));
+        forget(401);
+        assert!(find(one).is_err());
+    }
+
+    #[test]
+    fn a_worker_describes_no_more_functions_than_it_has_handles_for() {
+        let program = Program::able(ability::QUICK_LOADS);
+        let many = ["f"; Offered::MOST + 1];
+        let offered = Offered::new(program.client, How::Function);
+        let reply = load_reply(&program, &many);
+        assert_eq!(offered.take(program.client, 402, reply.reader()), Err(INVALID_IMAGE));
+        // Two of one name: the first one counts.
+        let offered = Offered::new(program.client, How::Function);
+        let first = offered.handles[0];
+        let reply = load_reply(&program, &many[..2]);
+        assert_eq!(offered.take(program.client, 402, reply.reader()), Ok(()));
+        assert_eq!(get(program.client, 402, How::Function, c"f".into()), Ok(first));
+        let program = Program::alone();
+        let offered = Offered::new(program.client, How::Kernel);
+        let reply = load_reply(&program, &[]);
+        assert!(offered.handles.is_empty() && offered.take(program.client, 403, reply.reader()).is_ok());
     }
 
     #[test]

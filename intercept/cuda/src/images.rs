@@ -4,16 +4,20 @@
 
 use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_image::{ELF, FATBIN, WRAPPER};
-use gpusession_proto::frame::op;
+use gpusession_link::Reply;
+use gpusession_proto::frame::{ability, op};
+use gpusession_proto::status::IMAGE_MISSING;
 
 use crate::client::{Client, word};
 use crate::status::{INVALID_IMAGE, INVALID_VALUE, Result};
 
 /// Maximum bytes of an image in one frame.
 const PIECE_BYTES: usize = 1 << 20;
+/// Longest image in bytes that travels without a question whether the server has it.
+const SMALL: usize = 64 << 10;
 /// Maximum length of an image in bytes; a longer one counts as invalid.
 const MAX_IMAGE: u64 = 4 << 30;
 
@@ -131,39 +135,67 @@ type Hash = [u8; 32];
 /// Images that the server has, with the number of the client.
 static SENT: Mutex<Option<HashSet<(u8, Hash)>>> = Mutex::new(None);
 
-/// Sends an image unless the server has it, and returns its hash.
-pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
+fn sent() -> MutexGuard<'static, Option<HashSet<(u8, Hash)>>> {
+    SENT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes a request that names an image by its hash; sends the image if the server lacks it.
+pub fn with_image(client: &Client, image: &[u8], request: impl Fn(&Hash) -> Result<Reply>) -> Result<Reply> {
     let hash: Hash = *blake3::hash(image).as_bytes();
-    let sent = (client.number, hash);
+    let key = (client.number, hash);
+    let known = sent().get_or_insert_default().contains(&key);
+    if client.abilities & ability::QUICK_LOADS == 0 {
+        if !known {
+            send(client, &hash, image, true)?;
+        }
+    } else if !known && image.len() <= SMALL {
+        post(client, &hash, image)?;
+    }
+    let reply = request(&hash)?;
+    if reply.status == IMAGE_MISSING {
+        send(client, &hash, image, false)?;
+        return request(&hash);
+    }
+    sent().get_or_insert_default().insert(key);
+    Ok(reply)
+}
+
+fn post(client: &Client, hash: &Hash, image: &[u8]) -> Result {
+    for piece in image.chunks(PIECE_BYTES) {
+        client.post(op::IMAGE_DATA, |w| {
+            w.bytes(hash);
+            w.word(image.len() as u64);
+            w.bytes(piece);
+        })?;
+    }
+    Ok(())
+}
+
+/// Sends an image; with `ask` only if the server lacks it.
+fn send(client: &Client, hash: &Hash, image: &[u8], ask: bool) -> Result {
     // One thread at a time: the pieces of two threads that send the same image would mix.
-    static OFFERING: Mutex<()> = Mutex::new(());
-    let _one = OFFERING.lock().unwrap_or_else(PoisonError::into_inner);
-    if SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&sent) {
-        return Ok(hash);
-    }
+    static SENDING: Mutex<()> = Mutex::new(());
     let there =
-        || -> Result<bool> { Ok(word(&mut client.call(op::IMAGE_HAVE, |w| w.bytes(&hash))?.reader())? != 0) };
-    if !there()? {
-        for piece in image.chunks(PIECE_BYTES) {
-            client.post(op::IMAGE_DATA, |w| {
-                w.bytes(&hash);
-                w.word(image.len() as u64);
-                w.bytes(piece);
-            })?;
-        }
-        // Checks the result, and puts the pieces before the frames that other threads post after
-        // this call.
-        if !there()? {
-            return Err(INVALID_IMAGE);
-        }
+        || -> Result<bool> { Ok(word(&mut client.call(op::IMAGE_HAVE, |w| w.bytes(hash))?.reader())? != 0) };
+    let _one = SENDING.lock().unwrap_or_else(PoisonError::into_inner);
+    // Another thread may have sent it meanwhile.
+    if sent().get_or_insert_default().contains(&(client.number, *hash)) || ask && there()? {
+        return Ok(());
     }
-    SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(sent);
-    Ok(hash)
+    post(client, hash, image)?;
+    // Checks the result, and puts the pieces before the frames that other threads post after this
+    // call.
+    if !there()? {
+        return Err(INVALID_IMAGE);
+    }
+    sent().get_or_insert_default().insert((client.number, *hash));
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fake_worker::Program;
 
     /// Makes an ELF image from sections (kind, offset, size) and segments (offset, size).
     fn elf(sections: &[(u32, u64, u64)], segments: &[(u64, u64)]) -> Vec<u8> {
@@ -267,22 +299,53 @@ mod tests {
         assert!(read_image(wrapper.as_ptr().cast()).unwrap().parts.is_empty(), "no list");
     }
 
+    /// Loads an image; returns the operations and the status.
+    fn load(program: &Program, image: &[u8]) -> (Vec<u16>, Result<i32>) {
+        let request = |hash: &Hash| program.client.ask(op::MODULE_LOAD, |w| w.bytes(hash));
+        let loaded = with_image(program.client, image, request).map(|reply| reply.status);
+        (program.operations(), loaded)
+    }
+
     #[test]
     fn image_travels_once_and_only_to_a_server_without_it() {
-        let program = crate::fake_worker::Program::new();
-        let image = vec![0x51; PIECE_BYTES + 1];
+        let program = Program::able(ability::QUICK_LOADS);
+        let long = vec![0x52; PIECE_BYTES + 1];
+        program.answer(op::MODULE_LOAD, IMAGE_MISSING, &[]);
+        program.answer(op::IMAGE_HAVE, 0, &[1]);
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        let all = [op::MODULE_LOAD, op::IMAGE_DATA, op::IMAGE_DATA, op::IMAGE_HAVE, op::MODULE_LOAD];
+        assert_eq!(load(&program, &long), (all.to_vec(), Ok(0)), "in pieces");
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        assert_eq!(load(&program, &long), (vec![op::MODULE_LOAD], Ok(0)));
+        let another = vec![0x53; SMALL + 1];
+        program.answer(op::MODULE_LOAD, INVALID_IMAGE, &[]);
+        assert_eq!(load(&program, &another).0, [op::MODULE_LOAD], "another process sent it");
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        assert_eq!(load(&program, b"small"), (vec![op::IMAGE_DATA, op::MODULE_LOAD], Ok(0)));
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        assert_eq!(load(&program, b"small"), (vec![op::MODULE_LOAD], Ok(0)));
+        let damaged = vec![0x54; SMALL + 1];
+        program.answer(op::MODULE_LOAD, IMAGE_MISSING, &[]);
+        program.answer(op::IMAGE_HAVE, 0, &[0]);
+        assert_eq!(load(&program, &damaged).1, Err(INVALID_IMAGE));
+    }
+
+    #[test]
+    fn a_server_of_an_earlier_release_is_asked_first() {
+        let program = Program::alone();
         program.answer(op::IMAGE_HAVE, 0, &[0]);
         program.answer(op::IMAGE_HAVE, 0, &[1]);
-        let hash = offer(program.client, &image).unwrap();
-        let sent = [op::IMAGE_HAVE, op::IMAGE_DATA, op::IMAGE_DATA, op::IMAGE_HAVE];
-        assert_eq!(program.operations(), sent, "in pieces");
-        assert_eq!(offer(program.client, &image), Ok(hash));
-        assert!(program.frames().is_empty(), "the process remembers");
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        let all = [op::IMAGE_HAVE, op::IMAGE_DATA, op::IMAGE_HAVE, op::MODULE_LOAD];
+        assert_eq!(load(&program, b"small"), (all.to_vec(), Ok(0)));
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        assert_eq!(load(&program, b"small"), (vec![op::MODULE_LOAD], Ok(0)), "the process remembers");
         program.answer(op::IMAGE_HAVE, 0, &[1]);
-        assert!(offer(program.client, b"another").is_ok_and(|other| other != hash));
-        assert_eq!(program.operations(), [op::IMAGE_HAVE], "another process sent it");
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        let all = vec![op::IMAGE_HAVE, op::MODULE_LOAD];
+        assert_eq!(load(&program, b"other"), (all, Ok(0)), "another process sent it");
         program.answer(op::IMAGE_HAVE, 0, &[0]);
         program.answer(op::IMAGE_HAVE, 0, &[0]);
-        assert_eq!(offer(program.client, b"damaged"), Err(INVALID_IMAGE));
+        assert_eq!(load(&program, b"damaged").1, Err(INVALID_IMAGE));
     }
 }

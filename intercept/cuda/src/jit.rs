@@ -108,12 +108,13 @@ impl Options {
 
     /// Writes the values of options that the driver returns into the program's array.
     ///
-    /// Older workers do not answer them.
-    pub fn give_outputs(&self, mut r: Reader<'_>) {
+    /// Older workers do not answer them. Returns the rest of the reply.
+    pub fn give_outputs<'a>(&self, mut r: Reader<'a>) -> Reader<'a> {
         for output in self.outputs {
-            let Ok(value) = r.word() else { return };
+            let Ok(value) = r.word() else { return r };
             give_optional(output, value as u32);
         }
+        r
     }
 }
 

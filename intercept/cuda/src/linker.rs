@@ -37,13 +37,14 @@ impl Link {
         if !(0..=NVVM).contains(&kind) || data.is_empty() {
             return Err(INVALID_VALUE);
         }
-        let hash = images::offer(self.client, data)?;
-        let reply = self.client.ask(op::LINK_ADD, |w| {
-            w.word(self.handle);
-            w.word(kind as u64);
-            w.bytes(&hash);
-            w.bytes(label);
-            options.write(w);
+        let reply = images::with_image(self.client, data, |hash| {
+            self.client.ask(op::LINK_ADD, |w| {
+                w.word(self.handle);
+                w.word(kind as u64);
+                w.bytes(hash);
+                w.bytes(label);
+                options.write(w);
+            })
         })?;
         self.options.give_outputs(self.options.logs(&reply)?);
         self.client.check_status(reply.status)?;

@@ -9,7 +9,7 @@ use gpusession_proto::handle;
 
 use crate::client::{Client, string, word};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, give, give_optional, name};
-use crate::functions::{self, How};
+use crate::functions::{self, How, Offered};
 use crate::images::Image;
 use crate::jit::Options;
 use crate::ranges::{self, Kind};
@@ -71,14 +71,19 @@ fn load_on(
 }
 
 fn load_bytes(client: &Client, operation: u16, new: u64, image: &[u8], options: &Options) -> Result {
-    let hash = images::offer(client, image)?;
-    let reply = client.ask(operation, |w| {
-        w.word(new);
-        w.bytes(&hash);
-        options.write(w);
+    let how = if operation == op::LIBRARY_LOAD { How::Kernel } else { How::Function };
+    let offered = Offered::new(client, how);
+    let reply = images::with_image(client, image, |hash| {
+        client.ask(operation, |w| {
+            w.word(new);
+            w.bytes(hash);
+            options.write(w);
+            offered.write(w);
+        })
     })?;
-    options.give_outputs(options.logs(&reply)?);
-    client.check_status(reply.status)
+    let described = options.give_outputs(options.logs(&reply)?);
+    client.check_status(reply.status)?;
+    offered.take(client, new, described)
 }
 
 /// Loads a library, which belongs to no context, on every client.

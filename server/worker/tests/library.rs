@@ -590,6 +590,16 @@ fn addresses_that_the_driver_picks_are_never_the_programs_own() {
 }
 
 #[test]
+fn a_load_of_a_small_image_is_one_round_trip_and_its_functions_none() {
+    let (_machine, worker) = worker(&[]);
+    let said = succeeds("just_works", vec![granted(&worker)], &[]);
+    assert!(said.contains(" 1 MODULE_LOAD "), "{said}");
+    for asked in ["IMAGE_HAVE", "GET_FUNCTION"] {
+        assert!(!said.contains(asked), "{said}");
+    }
+}
+
+#[test]
 fn no_current_context_is_the_one_below() {
     let (_machine, worker) = worker(&[]);
     succeeds("unbinds_a_context", vec![granted(&worker)], &[]);

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::Reader;
+use gpusession_proto::status::IMAGE_MISSING;
 
 use super::module::{hash, name};
 use crate::answer::{Answer, Done};
@@ -49,7 +50,7 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let link = session.links.get(r.word()?)?;
     let (kind, hash, name) = (r.word()? as i32, hash(r)?, name(r)?);
     let mut options = Options::read(r)?;
-    let mut input = session.images.get(&hash).ok_or(status::INVALID_VALUE)?.to_vec();
+    let mut input = session.images.get(&hash).ok_or(IMAGE_MISSING)?.to_vec();
     let len = input.len();
     gpusession_image::check(&input).map_err(|_| status::INVALID_IMAGE)?;
     input.extend_from_slice(&TERMINATOR);

@@ -5,8 +5,9 @@ use std::ffi::{CStr, CString, c_char};
 use gpusession_image::Kind;
 use gpusession_proto::frame::Reader;
 use gpusession_proto::handle::{CTX, make};
+use gpusession_proto::status::IMAGE_MISSING;
 
-use crate::answer::{Answer, Done, Failure};
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
@@ -51,11 +52,19 @@ pub fn checked(image: &[u8]) -> Result<(), Status> {
     }
 }
 
-/// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs and the options' outputs.
-pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+/// `MODULE_LOAD`: new handle, hash, JIT options, handles for functions; answers the logs, the
+/// options' outputs, and functions.
+pub fn load_module(
+    session: &Session,
+    executor: &Executor,
+    frame: &Frame,
+    r: &mut Reader<'_>,
+    answer: &mut Answer,
+) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
     let mut options = Options::read(r)?;
-    let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    let functions = handles(r)?;
+    let image = session.images.get(&hash).ok_or(IMAGE_MISSING)?;
     checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
     let mut module = std::ptr::null_mut();
@@ -74,14 +83,23 @@ pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer:
     options.outputs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     session.images.accepted(&hash, &image);
-    Ok(session.modules.put(handle, Object(module))?)
+    session.modules.put(handle, Object(module))?;
+    describe_all(session, executor, handle, false, &functions, answer)
 }
 
-/// `LIBRARY_LOAD`: new handle, hash, JIT options; answers the logs and the options' outputs.
-pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+/// `LIBRARY_LOAD`: new handle, hash, JIT options, handles for kernels; answers the logs, the
+/// options' outputs, and kernels.
+pub fn load_library(
+    session: &Session,
+    executor: &Executor,
+    frame: &Frame,
+    r: &mut Reader<'_>,
+    answer: &mut Answer,
+) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
     let mut options = Options::read(r)?;
-    let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    let kernels = handles(r)?;
+    let image = session.images.get(&hash).ok_or(IMAGE_MISSING)?;
     checked(&image)?;
     session.allocations.image(session, frame, handle, &image)?;
     let mut library = std::ptr::null_mut();
@@ -102,7 +120,87 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
     options.outputs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     session.images.accepted(&hash, &image);
-    Ok(session.libraries.put(handle, Object(library))?)
+    session.libraries.put(handle, Object(library))?;
+    describe_all(session, executor, handle, true, &kernels, answer)
+}
+
+/// Reads the handles for functions of a load; an earlier release sends none.
+fn handles(r: &mut Reader<'_>) -> Result<Vec<u64>, Failure> {
+    /// Most functions that a load describes.
+    const MAX_DESCRIBED: usize = 64;
+    if r.is_empty() {
+        return Ok(Vec::new());
+    }
+    let count = bounded(r.word()?, MAX_DESCRIBED)?;
+    (0..count).map(|_| Ok(r.word()?)).collect()
+}
+
+/// Answers the number of functions of a new module or library, and of each its name and description
+/// as `GET_FUNCTION` does; 0 if it has more than `handles`.
+///
+/// So the program finds the functions of a small image without asking. A large one has many that
+/// the program never uses, and the driver loads a function that it describes.
+fn describe_all(
+    session: &Session,
+    executor: &Executor,
+    parent: u64,
+    library: bool,
+    handles: &[u64],
+    answer: &mut Answer,
+) -> Done {
+    // The driver describes functions only within a context.
+    let context = session.contexts.get(executor.current);
+    let found =
+        if handles.is_empty() { Vec::new() } else { list(session, parent, library).unwrap_or_default() };
+    let (Ok((_, device)), true) = (context, found.len() <= handles.len()) else {
+        answer.word(0);
+        return Ok(());
+    };
+    answer.word(found.len() as u64);
+    for (handle, object) in handles.iter().zip(found) {
+        let func = Func { object: Object(object), kernel: library, parent };
+        answer.bytes(function_name(session, func)?.to_bytes());
+        session.funcs.put(*handle, func)?;
+        describe(session, func, device, answer);
+    }
+    Ok(())
+}
+
+/// Returns the functions of a module, or the kernels of a library.
+fn list(session: &Session, parent: u64, library: bool) -> Result<Vec<Handle>, Status> {
+    let call = &session.driver.call;
+    let mut count = 0;
+    // SAFETY: the out pointers are valid and as long as stated.
+    unsafe {
+        if library {
+            let library = session.libraries.get(parent)?.0;
+            check((call.cuLibraryGetKernelCount)(&mut count, library))?;
+            let mut found = vec![std::ptr::null_mut(); count as usize];
+            check((call.cuLibraryEnumerateKernels)(found.as_mut_ptr(), count, library))?;
+            Ok(found)
+        } else {
+            let module = session.modules.get(parent)?.0;
+            check((call.cuModuleGetFunctionCount)(&mut count, module))?;
+            let mut found = vec![std::ptr::null_mut(); count as usize];
+            check((call.cuModuleEnumerateFunctions)(found.as_mut_ptr(), count, module))?;
+            Ok(found)
+        }
+    }
+}
+
+fn function_name(session: &Session, func: Func) -> Result<&CStr, Status> {
+    let call = &session.driver.call;
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: the out pointer is valid; the name is the driver's own, ending in a zero, and lives as
+    // long as the function's module, which this session has.
+    unsafe {
+        check(if func.kernel {
+            (call.cuKernelGetName)(&mut name, func.object.0)
+        } else {
+            (call.cuFuncGetName)(&mut name, func.object.0)
+        })?;
+        Ok(CStr::from_ptr(name))
+    }
 }
 
 /// `MODULE_UNLOAD`
@@ -318,37 +416,12 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
 
 /// `ENUMERATE`: parent, kind (0 functions of a module, 1 kernels of a library); answers names.
 pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (parent, how) = (r.word()?, r.word()?);
-    let call = &session.driver.call;
-    let mut count = 0;
-    let mut handles: Vec<Handle>;
-    // SAFETY: out pointers are valid and as long as stated.
-    unsafe {
-        if how == 0 {
-            let module = session.modules.get(parent)?.0;
-            check((call.cuModuleGetFunctionCount)(&mut count, module))?;
-            handles = vec![std::ptr::null_mut(); count as usize];
-            check((call.cuModuleEnumerateFunctions)(handles.as_mut_ptr(), count, module))?;
-        } else {
-            let library = session.libraries.get(parent)?.0;
-            check((call.cuLibraryGetKernelCount)(&mut count, library))?;
-            handles = vec![std::ptr::null_mut(); count as usize];
-            check((call.cuLibraryEnumerateKernels)(handles.as_mut_ptr(), count, library))?;
-        }
-    }
-    answer.word(u64::from(count));
-    for func in handles {
-        let mut name: *const c_char = std::ptr::null();
-        // SAFETY: the out pointer is valid; the name is the driver's own, ending in a zero.
-        let text = unsafe {
-            check(if how == 0 {
-                (call.cuFuncGetName)(&mut name, func)
-            } else {
-                (call.cuKernelGetName)(&mut name, func)
-            })?;
-            CStr::from_ptr(name)
-        };
-        answer.bytes(text.to_bytes());
+    let (parent, library) = (r.word()?, r.word()? != 0);
+    let found = list(session, parent, library)?;
+    answer.word(found.len() as u64);
+    for object in found {
+        let func = Func { object: Object(object), kernel: library, parent };
+        answer.bytes(function_name(session, func)?.to_bytes());
     }
     Ok(())
 }
