@@ -147,7 +147,7 @@ fn keep(client: &Client, key: Key, function: Function, attributes: Attributes) -
 /// So the program's lookups of these need no round trip.
 pub struct Offered {
     how: How,
-    /// Those that the worker has not used; empty for one that describes no functions.
+    /// The worker has used none of these; empty for a worker that describes no functions.
     handles: Vec<u64>,
 }
 
@@ -533,7 +533,7 @@ mod tests {
         assert_eq!((set(10), set(10)), (Err(1), Ok(())), "a refused value is asked again");
     }
 
-    /// The worker's description of functions in a load's reply, with one parameter and attribute each.
+    /// Returns a load's reply that describes functions, with one parameter and attribute each.
     fn load_reply(program: &Program, names: &[&str]) -> gpusession_link::Reply {
         let mut words = vec![names.len() as u64];
         for name in names {

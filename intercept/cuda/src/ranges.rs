@@ -75,6 +75,9 @@ pub struct Range {
     pub id: u64,
     /// Whether synchronous copies and fills wait (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
     pub synchronous: bool,
+    /// Of the program's own mapping: kinds of handles as which the program may export its memory,
+    /// once the worker has said them.
+    pub handle_types: Option<u64>,
 }
 
 impl Range {
@@ -102,7 +105,7 @@ pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     for base in stale {
         ranges.remove(&base);
     }
-    ranges.insert(base, Range { base, size, kind, ctx, id, synchronous: false });
+    ranges.insert(base, Range { base, size, kind, ctx, id, synchronous: false, handle_types: None });
 }
 
 /// Returns `true` if launches must look through the kernel's parameters.
@@ -157,6 +160,14 @@ pub fn set_synchronous(address: u64, synchronous: bool) -> bool {
     let range = ranges.range_mut(..=address).next_back().map(|(_, range)| range);
     let found = range.filter(|range| address - range.base < range.size.max(1));
     found.map(|range| range.synchronous = synchronous).is_some()
+}
+
+/// Keeps the kinds of handles of a mapping, unless it ended meanwhile.
+pub fn know_handle_types(mapping: &Range, types: u64) {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some(range) = ranges.get_mut(&mapping.base).filter(|range| range.id == mapping.id) {
+        range.handle_types = Some(types);
+    }
 }
 
 /// Returns the client's pinned or managed memory that contains these bytes.

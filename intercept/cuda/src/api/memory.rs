@@ -801,7 +801,9 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
         RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
         RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),
         MAPPED => give(target.cast(), 1u32),
-        ALLOWED_HANDLES if range.kind == Kind::Mapped => give(target.cast(), vmm::handle_types(&range)?),
+        ALLOWED_HANDLES if range.kind == Kind::Mapped => {
+            give(target.cast(), vmm::handle_types(clients::by_object(range.ctx)?, &range)?)
+        }
         ALLOWED_HANDLES => give(target.cast(), 0u64),
         MEMPOOL => give(target.cast(), pool_of(&range)?),
         ACCESS => give(target.cast(), ACCESS_READ_WRITE),

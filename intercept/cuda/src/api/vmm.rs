@@ -173,13 +173,48 @@ fn device_of(client: &Client, handle: u64) -> Result<u32> {
 }
 
 /// Returns the kinds of handles as which the program may export the memory of a mapping.
-pub(super) fn handle_types(mapping: &Range) -> Result<u64> {
+///
+/// They never change, and only the first call asks: JAX and MPI libraries ask for each buffer.
+pub(super) fn handle_types(client: &Client, mapping: &Range) -> Result<u64> {
     /// The structure's `requestedHandleTypes`.
     const HANDLE_TYPES: usize = 4;
-    let client = clients::by_object(mapping.ctx)?;
+    if let Some(known) = mapping.handle_types {
+        return Ok(known);
+    }
     let retained = client.call(op::cuMemRetainAllocationHandle, |w| w.word(mapping.base))?;
     let handle = word(&mut retained.reader())?;
     let types = property(client, handle, HANDLE_TYPES);
     client.call(op::cuMemRelease, |w| w.word(handle))?;
-    Ok(types?.into())
+    let types = types?.into();
+    ranges::know_handle_types(mapping, types);
+    Ok(types)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_worker::Program;
+
+    #[test]
+    fn kinds_of_handles_are_asked_once_for_each_mapping() {
+        const BASE: u64 = 0x5a5a_0000_0000;
+        const POSIX_FD: u64 = 1;
+        let program = Program::new();
+        ranges::add(BASE, GRANULE, Kind::Mapped, program.ctx);
+        let mapping = || ranges::find(BASE).unwrap();
+        program.answer(op::cuMemRetainAllocationHandle, 0, &[77]);
+        // Length, then the structure's first two words: type, requested handle types.
+        program.answer(op::cuMemGetAllocationPropertiesFromHandle, 0, &[32, 1 | POSIX_FD << 32, 0, 0, 0]);
+        assert_eq!(handle_types(program.client, &mapping()), Ok(POSIX_FD));
+        let asked =
+            [op::cuMemRetainAllocationHandle, op::cuMemGetAllocationPropertiesFromHandle, op::cuMemRelease];
+        assert_eq!(program.operations(), asked);
+        assert_eq!(handle_types(program.client, &mapping()), Ok(POSIX_FD));
+        assert!(program.operations().is_empty());
+        let earlier = mapping();
+        ranges::add(BASE, GRANULE, Kind::Mapped, program.ctx);
+        ranges::know_handle_types(&earlier, 0);
+        assert_eq!(mapping().handle_types, None, "another mapping at the same address");
+        ranges::unmapped(BASE, GRANULE);
+    }
 }

@@ -191,8 +191,8 @@ fn list(session: &Session, parent: u64, library: bool) -> Result<Vec<Handle>, St
 fn function_name(session: &Session, func: Func) -> Result<&CStr, Status> {
     let call = &session.driver.call;
     let mut name: *const c_char = std::ptr::null();
-    // SAFETY: the out pointer is valid; the name is the driver's own, ending in a zero, and lives as
-    // long as the function's module, which this session has.
+    // SAFETY: the out pointer is valid; the name is the driver's own, ending in a zero, and lives
+    // as long as the function's module, which this session has.
     unsafe {
         check(if func.kernel {
             (call.cuKernelGetName)(&mut name, func.object.0)
