@@ -265,7 +265,7 @@ pub async fn lease<L>(
     if !refused.no_room || wanted < 2 || servers.len() < 2 || spec.request_id.is_some() {
         return Err((Vec::new(), refused));
     }
-    let (mut leases, mut missing) = (Vec::new(), wanted);
+    let (mut leases, mut missing, mut other) = (Vec::new(), wanted, None);
     for server in servers.iter().take(MAX_LEASES) {
         // The server decides whether a request fits, for its memory, model and limits too.
         for gpus in (1..=missing).rev() {
@@ -284,19 +284,37 @@ pub async fn lease<L>(
                 }
                 Err(failure) if failure.no_room => {}
                 // The next server may answer.
-                Err(_) => break,
+                Err(failure) => {
+                    other = Some((server, failure));
+                    break;
+                }
             }
         }
         if missing == 0 {
             return Ok(leases);
         }
     }
-    let message = format!(
-        "{}; {} of {wanted} GPUs are free on all servers together",
-        refused.message,
-        wanted - missing
-    );
-    Err((leases, Failure { message, ..refused }))
+    let found = wanted - missing;
+    Err((
+        leases,
+        match other {
+            // More servers are of no help against this reason.
+            Some((server, failure)) => Failure {
+                message: format!(
+                    "server {server}: {}; the others have {found} of {wanted} GPUs",
+                    failure.message
+                ),
+                ..failure
+            },
+            None => Failure {
+                message: format!(
+                    "{}; {found} of {wanted} GPUs are free on all servers together",
+                    refused.message
+                ),
+                ..refused
+            },
+        },
+    ))
 }
 
 async fn release(engine: &dyn Leases, leases: &[LeaseFacts], reason: &str) {

@@ -132,6 +132,9 @@ pub enum ToWorker {
         serial: u64,
         /// Device memory that its own worker counts; else the reason of a refusal.
         given: Result<Charge, Unshared>,
+        /// Whether another lease of the user has it, so that this worker counts it, too.
+        #[serde(default)]
+        count: bool,
     },
     /// The worker that counted an object of which this one has imports no longer does: count it.
     ShareInherited {
@@ -203,7 +206,8 @@ pub const MAX_HOLDINGS: usize = 256;
 /// Reason why a worker does not get a shared object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Unshared {
-    /// No worker of this name serves a process of the lease on this server.
+    /// No worker of this name serves a process of the lease, or of another one that its user has on
+    /// the same GPUs, on this server.
     Elsewhere,
     /// The worker has no such object, or not with this secret.
     Unknown,
@@ -402,6 +406,10 @@ pub enum FromWorker {
         serial: u64,
         /// Name of the object, as the process presented it.
         name: Name,
+        /// Whether the worker counts what another lease has. Workers of earlier releases do not,
+        /// and get objects of their own lease only.
+        #[serde(default)]
+        counts: bool,
     },
     /// Answers [`ToWorker::ShareAsked`], with the driver's descriptor in the same packet.
     ShareGiven {
@@ -554,7 +562,7 @@ mod tests {
             ToWorker::TakenOver,
             ToWorker::ShareAsked { number: 900, name },
             ToWorker::ShareAsked { number: 950, name: Name { kind: Kind::Pointer, ..name } },
-            ToWorker::ShareGranted { serial: 1000, given: Err(Unshared::Driver(801)) },
+            ToWorker::ShareGranted { serial: 1000, given: Err(Unshared::Driver(801)), count: true },
             ToWorker::ShareInherited { worker: [7; 16], object: 1050 },
             ToWorker::ShareLost { worker: [7; 16] },
             ToWorker::Opened { refused: Some("reason".into()) },
@@ -585,7 +593,7 @@ mod tests {
             FromWorker::MemoryWanted { device: 1, serial: 200, bytes: 300 },
             FromWorker::StagingFull { bytes: 300 },
             FromWorker::MemoryReturned { device: 1, bytes: 300 },
-            FromWorker::ShareWanted { serial: 1100, name },
+            FromWorker::ShareWanted { serial: 1100, name, counts: true },
             FromWorker::ShareGiven { number: 1200, given: Ok(Charge { device: 1225, bytes: 1250 }) },
             FromWorker::ShareDropped { worker: [8; 16], object: 1300 },
             FromWorker::ShareEnded { object: 1400 },

@@ -108,9 +108,15 @@ def launches(_):
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.ones(1 << 20, device="cuda"))
+    tensor = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(tensor)
     torch.cuda.synchronize()
+    begin = time.perf_counter()
     launch_time("launch_beside_nccl")
+    while time.perf_counter() - begin < WARM_UP:
+        tensor.add_(1)
+    torch.cuda.synchronize()
+    launch_time("launch_beside_resting_nccl")
 
 
 def decode(quick):

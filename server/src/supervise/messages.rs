@@ -26,7 +26,9 @@ impl Supervisor {
         let mut unused = None;
         let mut state = self.state();
         match message {
-            FromWorker::ShareWanted { serial, name } => self.share_wanted(&mut state, *id, serial, name),
+            FromWorker::ShareWanted { serial, name, counts } => {
+                self.share_wanted(&mut state, *id, serial, name, counts);
+            }
             FromWorker::ShareGiven { number, given } => {
                 unused = self.share_given(&mut state, id, number, given, descriptor);
             }

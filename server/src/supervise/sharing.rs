@@ -31,6 +31,15 @@ fn lost(workers: &HashMap<WorkerId, Worker>, to: &WorkerId, worker: WorkerId) {
     }
 }
 
+/// Returns `true` if programs of one worker may have objects of the other's.
+///
+/// Both serve one lease, or leases that one user of a client has on the same GPUs. A client says
+/// whose its leases and programs are; a token never helps another client.
+fn may_share(one: &Worker, other: &Worker) -> bool {
+    let of_one_user = !one.user().is_empty() && one.user() == other.user();
+    one.lease == other.lease || one.client == other.client && of_one_user && one.gpus == other.gpus
+}
+
 /// Answers a request for an object; returns a descriptor that its worker does not get.
 fn answer(
     workers: &HashMap<WorkerId, Worker>,
@@ -41,11 +50,12 @@ fn answer(
         return given.ok().map(|(_, descriptor)| descriptor);
     };
     let serial = request.serial;
+    let count = workers.get(&request.name.worker).is_some_and(|exporter| exporter.lease != worker.lease);
     let command = match given {
         Ok((charge, descriptor)) => {
-            Command::Give(ToWorker::ShareGranted { serial, given: Ok(charge) }, descriptor)
+            Command::Give(ToWorker::ShareGranted { serial, given: Ok(charge), count }, descriptor)
         }
-        Err(why) => Command::Tell(ToWorker::ShareGranted { serial, given: Err(why) }),
+        Err(why) => Command::Tell(ToWorker::ShareGranted { serial, given: Err(why), count: false }),
     };
     match worker.orders.tells.send(command) {
         Err(SendError(Command::Give(_, descriptor))) => Some(descriptor),
@@ -54,14 +64,23 @@ fn answer(
 }
 
 impl Supervisor {
-    /// Asks the worker of an object for it, if it serves a process of the same lease.
-    pub(super) fn share_wanted(&self, state: &mut State, importer: WorkerId, serial: u64, name: Name) {
+    /// Asks the worker of an object for it, if it serves a process of the same lease, or of another
+    /// one of the user whose objects the importing worker `counts`.
+    pub(super) fn share_wanted(
+        &self,
+        state: &mut State,
+        importer: WorkerId,
+        serial: u64,
+        name: Name,
+        counts: bool,
+    ) {
         let State { workers, shares, .. } = state;
         let serves = |w: &&Worker| w.phase == Phase::Active && w.process.is_some();
         let Some(from) = workers.get(&importer).filter(serves) else { return };
         let request = Request { importer, serial, name, since: self.0.clock.now(), asked: true };
         let known = |w: &&Worker| w.phase == Phase::Parked || serves(w);
-        let Some(to) = workers.get(&name.worker).filter(|to| known(to) && to.lease == from.lease) else {
+        let may = |to: &Worker| to.lease == from.lease || counts && may_share(to, from);
+        let Some(to) = workers.get(&name.worker).filter(|to| known(to) && may(to)) else {
             answer(workers, &request, Err(Unshared::Elsewhere));
             return;
         };
@@ -139,11 +158,13 @@ impl Supervisor {
         inherit(&state.workers, heir, object);
     }
 
-    /// Notes the imports of a worker that an earlier server has supervised, from its own lease.
+    /// Notes the imports of a worker that an earlier server has supervised, from workers whose
+    /// objects it may have.
     pub(super) fn shares_held(&self, state: &mut State, id: &WorkerId, held: &[Holding]) {
         let State { workers, shares, .. } = state;
-        let Some(lease) = workers.get(id).map(|worker| worker.lease.clone()) else { return };
-        let elsewhere = |holding: &&Holding| workers.get(&holding.worker).is_some_and(|w| w.lease != lease);
+        let Some(worker) = workers.get(id) else { return };
+        let elsewhere =
+            |holding: &&Holding| workers.get(&holding.worker).is_some_and(|other| !may_share(worker, other));
         for holding in held.iter().take(MAX_HOLDINGS).filter(|holding| !elsewhere(holding)) {
             if shares.accounts.get(id).is_some_and(|account| account.imported >= MAX_IMPORTED) {
                 return;

@@ -359,6 +359,9 @@ async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
         "{said}"
     );
     assert!(begun.elapsed() >= Duration::from_secs(2), "it waits for one that may be ending");
+    let noted = || server.json(&["audit", "--event", "program-refused"])["audit"][0].clone();
+    eventually("a line in the audit trail", async || noted()["actor"] == "client vm-a").await;
+    assert_eq!(noted()["result"], "limit-workers", "{}", noted());
     // A program that exits makes room for one that waits.
     let fourth = b.take(&of_b.id).await.unwrap();
     let (mut lane, said) = server.adopt(&fourth.id, 0, true);

@@ -109,9 +109,9 @@ pub fn run() -> ExitCode {
                     supervisor.report(&refused(Unshared::Busy));
                 }
             }
-            Ok(Some((ToWorker::ShareGranted { serial, given }, descriptor))) => {
+            Ok(Some((ToWorker::ShareGranted { serial, given, count }, descriptor))) => {
                 if let Some(session) = worker.session.get() {
-                    session.shares.granted(serial, given, descriptor);
+                    session.shares.granted(serial, given, descriptor, count);
                 }
             }
             Ok(Some((ToWorker::Image { serial, bytes }, file))) => {

@@ -96,18 +96,18 @@ impl Site {
             .expect("a supervisor");
             let limit =
                 DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
-            supervisor.add_lease(&lease(LEASE), vec![limit], Effective::default());
+            supervisor.add_lease(&lease(LEASE, ""), vec![limit], Effective::default());
             supervisor
         };
         Self { runtime, supervisor, accounting, clock, machine, _folder: folder }
     }
 
-    /// Adds another lease of 256 MiB on the same GPU.
-    pub fn add_lease(&self, id: &str) {
+    /// Adds another lease of 256 MiB on the same GPU; an empty user: of the client itself.
+    pub fn add_lease(&self, id: &str, user: &str) {
         let limit =
             DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
         let _inside = self.runtime.enter();
-        self.supervisor.add_lease(&lease(id), vec![limit], Effective::default());
+        self.supervisor.add_lease(&lease(id, user), vec![limit], Effective::default());
     }
 
     /// Takes `count` workers.
@@ -213,7 +213,7 @@ impl Drop for Site {
     }
 }
 
-fn lease(id: &str) -> Lease {
+fn lease(id: &str, user: &str) -> Lease {
     let hex: String = GPU.iter().map(|b| format!("{b:02x}")).collect();
     let gpu = format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
     Lease {
@@ -226,7 +226,7 @@ fn lease(id: &str) -> Lease {
         ttl: Duration::from_secs(60),
         boot_id: "b".into(),
         encrypted: false,
-        user: String::new(),
+        user: user.into(),
         uid: 0,
         who: String::new(),
         why: String::new(),

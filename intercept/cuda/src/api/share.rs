@@ -88,8 +88,8 @@ pub fn import(ask: impl Fn(&'static Client) -> Result<Reply>) -> Result<(&'stati
 /// Prints why no worker of these leases has the object of a token, and returns the error.
 pub fn elsewhere() -> i32 {
     crate::trace::why(
-        "shared memory: not imported: the process that exported it has ended or has another lease; \
-         start both under one lease (GPUSESSION_LEASE)",
+        "shared memory: not imported: the process that exported it has ended, or has a lease of another user \
+         or on other GPUs; start both under one lease (GPUSESSION_LEASE)",
     );
     NOT_SUPPORTED
 }

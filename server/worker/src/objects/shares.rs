@@ -1,4 +1,4 @@
-//! Objects that this process shares with other processes of its lease.
+//! Objects that this process shares with other processes of its user.
 //!
 //! An exported object has a name, which the supervisor looks up for other workers. A thread of its
 //! own answers for it, because executors may stand still.
@@ -51,6 +51,8 @@ struct Imported {
     charge: Charge,
     /// Whether this worker counts its memory, because its own worker no longer does.
     inherited: bool,
+    /// Whether this worker counts its memory, because its own worker counts it for another lease.
+    foreign: bool,
 }
 
 /// Id of the exporting worker, and number of the object.
@@ -69,7 +71,14 @@ struct Request {
     name: Name,
     /// Whether an executor still waits for the answer.
     waiting: bool,
-    answer: Option<Result<OwnedFd, Unshared>>,
+    answer: Option<Result<Given, Unshared>>,
+}
+
+/// The driver's descriptor of an object, and whether it belongs to another lease.
+#[derive(Debug)]
+struct Given {
+    descriptor: OwnedFd,
+    foreign: bool,
 }
 
 #[derive(Default)]
@@ -155,7 +164,8 @@ impl Shares {
         if let Some(imported) = exports.imported.get_mut(&object) {
             imported.imports -= 1;
             if imported.imports == 0
-                && let Some(gone) = exports.imported.remove(&object).filter(|gone| gone.inherited)
+                && let Some(gone) =
+                    exports.imported.remove(&object).filter(|gone| gone.inherited || gone.foreign)
             {
                 self.quota.give(gone.charge.device, gone.charge.bytes);
             }
@@ -172,7 +182,7 @@ impl Shares {
     ///
     /// It exists, whether the lease has room for it or not. Waits for the supervisor.
     pub fn inherit(&self, object: &Object) {
-        let known = self.exports().imported.get(object).map(|imported| imported.charge);
+        let known = self.exports().imported.get(object).filter(|i| !i.foreign).map(|i| i.charge);
         let Some(Charge { device, bytes }) = known else { return };
         if self.quota.take(device, bytes).is_err() {
             self.quota.overdraw(device, bytes);
@@ -182,6 +192,25 @@ impl Shares {
             // The program has dropped it meanwhile.
             None => self.quota.give(device, bytes),
         }
+    }
+
+    /// Counts the memory of an object of another lease, which counts it, too.
+    ///
+    /// It is an error if this lease has no room. So a user's leases cannot hand each other more
+    /// than each one may have.
+    fn count_foreign(&self, object: Object) -> Result<(), Unshared> {
+        let known = self.exports().imported.get(&object).filter(|i| !i.foreign).map(|i| i.charge);
+        let Some(Charge { device, bytes }) = known.filter(|charge| charge.bytes > 0) else { return Ok(()) };
+        if let Err(refused) = self.quota.take(device, bytes) {
+            self.dropped(&mut self.exports(), object);
+            return Err(Unshared::Driver(refused));
+        }
+        match self.exports().imported.get_mut(&object).filter(|imported| !imported.foreign) {
+            Some(imported) => imported.foreign = true,
+            // Another thread has counted it meanwhile.
+            None => self.quota.give(device, bytes),
+        }
+        Ok(())
     }
 
     /// Asks for another worker's object, and waits for the driver's descriptor of it.
@@ -197,7 +226,7 @@ impl Shares {
         requests.last += 1;
         let serial = requests.last;
         requests.open.insert(serial, Request { name, waiting: true, answer: None });
-        self.report(&FromWorker::ShareWanted { serial, name });
+        self.report(&FromWorker::ShareWanted { serial, name, counts: true });
         let unanswered =
             |requests: &mut Requests| requests.open.get(&serial).is_some_and(|r| r.answer.is_none());
         let waited = self.answered.wait_timeout_while(requests, IMPORT_TIMEOUT, unanswered);
@@ -210,25 +239,36 @@ impl Shares {
             _ => requests.open.remove(&serial).and_then(|request| request.answer),
         };
         self.answered.notify_all();
-        answer.unwrap_or(Err(Unshared::Busy))
+        drop(requests);
+        let given = answer.unwrap_or(Err(Unshared::Busy))?;
+        if given.foreign {
+            self.count_foreign(name.counted())?;
+        }
+        Ok(given.descriptor)
     }
 
-    /// Records the supervisor's answer.
-    pub fn granted(&self, serial: u64, given: Result<Charge, Unshared>, descriptor: Option<OwnedFd>) {
+    /// Records the supervisor's answer; `foreign`: another lease has the object.
+    pub fn granted(
+        &self,
+        serial: u64,
+        given: Result<Charge, Unshared>,
+        descriptor: Option<OwnedFd>,
+        foreign: bool,
+    ) {
         let mut requests = lock(&self.requests);
         let Some(request) = requests.open.get_mut(&serial).filter(|r| r.answer.is_none()) else { return };
         let object = request.name.counted();
         let answer = given.and_then(|charge| Ok((charge, descriptor.ok_or(Unshared::Unknown)?)));
         if let Ok((charge, _)) = answer {
             let mut exports = self.exports();
-            let new = Imported { imports: 0, charge, inherited: false };
+            let new = Imported { imports: 0, charge, inherited: false, foreign: false };
             exports.imported.entry(object).or_insert(new).imports += 1;
             if !request.waiting && request.name.kind != Kind::Event {
                 self.dropped(&mut exports, object);
             }
         }
         if request.waiting {
-            request.answer = Some(answer.map(|(_, descriptor)| descriptor));
+            request.answer = Some(answer.map(|(_, descriptor)| Given { descriptor, foreign }));
         } else {
             requests.open.remove(&serial);
         }
@@ -252,7 +292,7 @@ impl Shares {
         drop(exports);
         let requests = lock(&self.requests);
         for (serial, request) in requests.open.iter().filter(|(_, request)| request.answer.is_none()) {
-            self.report(&FromWorker::ShareWanted { serial: *serial, name: request.name });
+            self.report(&FromWorker::ShareWanted { serial: *serial, name: request.name, counts: true });
         }
     }
 }
@@ -314,7 +354,7 @@ mod tests {
 
     fn asked(peer: &Peer) -> (u64, u64) {
         match peer.next() {
-            FromWorker::ShareWanted { serial, name } => (serial, name.object),
+            FromWorker::ShareWanted { serial, name, .. } => (serial, name.object),
             other => panic!("{other:?}"),
         }
     }
@@ -339,16 +379,16 @@ mod tests {
         let (one, two) = (asks(1), asks(2));
         let (a, b) = (asked(&peer), asked(&peer));
         let serial = |object| if a.1 == object { a.0 } else { b.0 };
-        shares.granted(99, Ok(CHARGE), None);
-        shares.granted(serial(2), Err(Unshared::Elsewhere), None);
+        shares.granted(99, Ok(CHARGE), None, false);
+        shares.granted(serial(2), Err(Unshared::Elsewhere), None, false);
         assert_eq!(two.join().unwrap(), Err(Unshared::Elsewhere));
         assert!(!one.is_finished());
         shares.tell_again();
         assert_eq!(asked(&peer), (serial(1), 1), "a new supervisor gets the open one again");
         let file = || Some(std::fs::File::open("/dev/null").unwrap().into());
-        shares.granted(serial(1), Ok(CHARGE), file());
+        shares.granted(serial(1), Ok(CHARGE), file(), false);
         assert_eq!(one.join().unwrap(), Ok(()));
-        shares.granted(serial(1), Ok(CHARGE), file());
+        shares.granted(serial(1), Ok(CHARGE), file(), false);
         shares.tell_again();
         let holding = Holding { worker: OTHER, object: 1, imports: 1, inherited: false };
         assert_eq!(peer.next(), FromWorker::SharesHeld { held: vec![holding] }, "one import in all");
