@@ -120,7 +120,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         // SAFETY: by the call's contract the program has `len` readable bytes at `source`.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
         mapped::sent_within(client, bytes);
-        let sure = ranges::is_device(client, target, len as u64);
+        let sure = ranges::is_device(client, stream.ctx, target, len as u64);
         let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
             body(w, true);
             w.bytes(bytes);
@@ -134,7 +134,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     }
     let taken = wait || !ranges::is_pinned(client, source as u64, len as u64);
     let posted = |seq| {
-        if taken && !shown && ranges::is_device(client, target, len as u64) {
+        if taken && !shown && ranges::is_device(client, stream.ctx, target, len as u64) {
             stream.copied_in(seq)
         } else {
             stream.worked(seq)
@@ -168,7 +168,8 @@ pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     mapped::named(client, target)?;
     mapped::named(client, source)?;
     regions::upload(client)?;
-    let sure = ranges::is_device(client, target, len as u64) && ranges::is_device(client, source, len as u64);
+    let sure = ranges::is_device(client, stream.ctx, target, len as u64)
+        && ranges::is_device(client, stream.ctx, source, len as u64);
     let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
         w.word(target);
         w.word(source);
@@ -239,7 +240,7 @@ pub fn box_from_device(
     let client = stream.client;
     let (target, len) = host.span(1);
     let bulk = host.width * host.height * host.depth > INLINE_MAX;
-    let sure = |(first, len): (u64, usize)| ranges::is_device(client, first, len as u64);
+    let sure = |(first, len): (u64, usize)| ranges::is_device(client, stream.ctx, first, len as u64);
     if client.abilities & ability::LANDING_BOXES == 0 || !ranges::is_pinned(client, target as u64, len as u64)
     {
         return Ok(false);

@@ -78,6 +78,8 @@ pub struct Range {
     /// Of the program's own mapping: kinds of handles as which the program may export its memory,
     /// once the worker has said them.
     pub handle_types: Option<u64>,
+    /// Of the program's own mapping: devices, by the worker's number, that may read and write it.
+    writers: u64,
 }
 
 impl Range {
@@ -105,7 +107,10 @@ pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     for base in stale {
         ranges.remove(&base);
     }
-    ranges.insert(base, Range { base, size, kind, ctx, id, synchronous: false, handle_types: None });
+    ranges.insert(
+        base,
+        Range { base, size, kind, ctx, id, synchronous: false, handle_types: None, writers: 0 },
+    );
 }
 
 /// Returns `true` if launches must look through the kernel's parameters.
@@ -121,18 +126,54 @@ pub fn find(address: u64) -> Option<Range> {
     (address - range.base < range.size.max(1)).then_some(*range)
 }
 
-/// Returns `true` if `len` bytes from `address` are the client's device memory within one
-/// allocation.
+/// Returns `true` if `len` bytes from `address` are device memory of the client that work in a
+/// context may read and write.
 ///
-/// The program's own mappings do not count: the library does not know whether the program has given
-/// access to them. Memory of graphs does not count either, since it may not exist now.
-pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
-    find(address).is_some_and(|r| {
-        r.kind.on_device()
-            && !matches!(r.kind, Kind::Mapped | Kind::Graph)
-            && r.size - (address - r.base) >= len
-            && r.server() == client.number
-    })
+/// They are within one allocation, or within mappings of the program to which it has given the
+/// context's device access. Memory of graphs does not count, since it may not exist now.
+pub fn is_device(client: &Client, ctx: u64, address: u64, len: u64) -> bool {
+    let Some(first) = find(address).filter(|r| r.kind.on_device() && r.server() == client.number) else {
+        return false;
+    };
+    match first.kind {
+        Kind::Graph => false,
+        Kind::Mapped => address.checked_add(len).is_some_and(|end| {
+            client.device_of(ctx).is_ok_and(|device| all_writable(client, device.local, address..end))
+        }),
+        _ => first.size - (address - first.base) >= len,
+    }
+}
+
+/// Returns `true` if a device may read and write a part of the program's mappings.
+fn all_writable(client: &Client, device: u32, part: std::ops::Range<u64>) -> bool {
+    let mut at = part.start;
+    while at < part.end {
+        let writable =
+            |r: &Range| r.kind == Kind::Mapped && r.server() == client.number && r.writers & bit(device) != 0;
+        let Some(range) = find(at).filter(writable) else { return false };
+        at = range.base + range.size;
+    }
+    true
+}
+
+fn bit(device: u32) -> u64 {
+    1u64.checked_shl(device).unwrap_or(0)
+}
+
+/// Notes whether a device may read and write the program's mappings within a range.
+pub fn set_writable(base: u64, size: u64, device: u32, writable: bool) {
+    let end = base.saturating_add(size);
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    // A mapping of which the call names a part counts as one without access.
+    for range in ranges.range_mut(..end).rev().map(|(_, range)| range).take_while(|r| r.base + r.size > base)
+    {
+        let whole = range.base >= base && range.base + range.size <= end;
+        if range.kind == Kind::Mapped && writable && whole {
+            range.writers |= bit(device);
+        } else {
+            range.writers &= !bit(device);
+        }
+    }
 }
 
 /// Returns `true` for an address of managed memory.
@@ -266,5 +307,33 @@ mod tests {
         assert_eq!(take(0x5000, |k| k == Kind::Managed), None);
         assert!(take(0x5000, |k| k == Kind::Device).is_some());
         assert_eq!(find(0x5000), None);
+    }
+
+    #[test]
+    fn copies_need_access_to_every_mapping_that_they_touch() {
+        const BASE: u64 = 0x5b5b_0000_0000;
+        const STEP: u64 = 0x20_0000;
+        let program = crate::fake_worker::Program::new();
+        let client = program.client;
+        let device = client.device_of(program.ctx).unwrap().local;
+        (0..3).for_each(|i| add(BASE + i * STEP, STEP, Kind::Mapped, program.ctx));
+        let sure = |from: u64, len: u64| is_device(client, program.ctx, BASE + from, len);
+        assert!(!sure(0, 4), "no access yet");
+        set_writable(BASE, 2 * STEP, device, true);
+        assert!(sure(0, 4) && sure(0, 2 * STEP) && sure(STEP - 8, 16));
+        assert!(!sure(2 * STEP - 8, 16) && !sure(2 * STEP, 4), "the third mapping has none");
+        assert!(!sure(STEP, u64::MAX - 8));
+        let other = client.primary(device ^ 1);
+        assert!(!is_device(client, other, BASE, 4), "another device");
+        set_writable(BASE + STEP, STEP / 2, device, true);
+        assert!(sure(0, STEP) && !sure(STEP, 4), "a part of a mapping");
+        set_writable(BASE, 3 * STEP, device, true);
+        assert!(sure(0, 3 * STEP) && !sure(0, 3 * STEP + 1));
+        set_writable(BASE + STEP, STEP, device, false);
+        assert!(sure(0, STEP) && !sure(0, 2 * STEP) && sure(2 * STEP, STEP));
+        unmapped(BASE, STEP);
+        add(BASE, STEP, Kind::Mapped, program.ctx);
+        assert!(!sure(0, 4), "a new mapping");
+        unmapped(BASE, 3 * STEP);
     }
 }

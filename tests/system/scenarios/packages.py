@@ -74,6 +74,7 @@ def run(site, check):
             host.ok("systemctl is-active gpusession-loader.path")
         with check(f"{name}: the loader finds our libcuda.so.1, and login sessions use the PAM module"):
             expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/gpusession/libcuda.so.1")
+            expect(host.ok("ldconfig -p | grep libnccl-tuner.so"), "/gpusession/libnccl-tuner.so")
             host.ok("grep -q pam_gpusession /etc/pam.d/common-session")
         with check(f"{name}: units are well-formed, manual pages and completions are there"):
             # systemd before 254 ignores this key, and says so.

@@ -280,7 +280,7 @@ fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arg
     client.take_late_error()?;
     mapped::named(client, target)?;
     regions::upload(client)?;
-    let sure = len.is_some_and(|len| ranges::is_device(client, target, len as u64));
+    let sure = len.is_some_and(|len| ranges::is_device(client, stream.ctx, target, len as u64));
     let seq = client.post_if(sure, operation, |w| {
         for argument in arguments {
             w.word(*argument);

@@ -5,15 +5,19 @@ use std::ffi::c_void;
 use gpusession_proto::frame::{Writer, op};
 
 use crate::client::{Client, string, word};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, give, give_optional};
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, bytes, driver, give, give_optional};
 use crate::ranges::{self, Kind, Range};
 use crate::streams::find;
 use crate::window::GRANULE;
-use crate::{clients, route};
+use crate::{clients, objects, route};
 
 /// Words of a `CUarrayMapInfo`, and of a `CUmemDecompressParams`.
 const MAP_INFO: usize = 12;
 const DECOMPRESSION: usize = 8;
+/// Bytes of a `CUmemAccessDesc`: kind and number of the location, flags.
+const ACCESS: usize = 12;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+const READ_AND_WRITE: u32 = 3;
 /// Structures of one call at most.
 const MAX_PARTS: usize = 1024;
 
@@ -134,6 +138,30 @@ driver! {
         Ok(())
     }
 
+    fn cuMemSetAccess(address: u64, size: usize, list: *const c_void, count: usize) {
+        let client = route::by_address(address)?;
+        let given = bytes(list, count.checked_mul(ACCESS).ok_or(INVALID_VALUE)?)?;
+        let (list, other) = objects::locations(given, ACCESS, 0)?;
+        client.same(other)?;
+        client.takes_list(count)?;
+        let access: Vec<_> = accesses(&list).collect();
+        let set = |writable: bool| {
+            for (device, flags) in &access {
+                ranges::set_writable(address, size as u64, *device, writable && *flags == READ_AND_WRITE);
+            }
+        };
+        // Another thread's copy waits for the worker's word meanwhile, and after an error.
+        set(false);
+        client.call(op::cuMemSetAccess, |w| {
+            w.word(address);
+            w.word(size as u64);
+            w.bytes(&list);
+            w.word(count as u64);
+        })?;
+        set(true);
+        Ok(())
+    }
+
     fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) {
         clients::get()?;
         // Other memory has no handle, natively either; MPI libraries ask for each message.
@@ -152,6 +180,14 @@ driver! {
         ranges::unmapped(address, size as u64);
         Ok(())
     }
+}
+
+/// Returns the worker's number of each device in a list of `CUmemAccessDesc`, and its flags.
+fn accesses(list: &[u8]) -> impl Iterator<Item = (u32, u32)> {
+    const DEVICE: u32 = 1;
+    let word = |part: &[u8], at: usize| part[at..].first_chunk().map_or(0, |word| u32::from_ne_bytes(*word));
+    let devices = list.chunks_exact(ACCESS).filter(move |part| word(part, 0) == DEVICE);
+    devices.map(move |part| (word(part, 4), word(part, 8)))
 }
 
 /// Returns the number at a byte of the `CUmemAllocationProp` of physical memory.
