@@ -10,11 +10,12 @@ import subprocess
 import tempfile
 import time
 
+from further import Further
 from processes import HERE, kill_group
 from starter import Starter
 
 # Only these lines depend on gpusession's command lines.
-REMOTE_PREFIX = "{here}/bin/gpusession run --server 127.0.0.1:{port} --allow-clear --gpus {gpus} --"
+REMOTE_PREFIX = "{here}/bin/gpusession run {servers} --allow-clear --gpus {gpus} --"
 
 
 class Server:
@@ -30,6 +31,7 @@ class Server:
         self.client_home = args.out / "config"
         self.environment = dict(os.environ, GPUSERVER_CONF=str(self.configuration))
         self.starter = Starter(args.out / "start") if args.users else None
+        self.further = [Further(self, number) for number in range(1, args.servers)]
 
     def client_environment(self):
         """Returns the variables that the client's command line needs."""
@@ -37,8 +39,14 @@ class Server:
 
     def prefix(self):
         """Returns the words before a remote command."""
-        known = {"port": self.args.port, "gpus": self.args.gpus, "here": HERE}
-        return [word.format(**known) for word in shlex.split(self.args.remote_prefix)]
+        ports = [self.args.port, *(server.port for server in self.further)]
+        known = {
+            "servers": " ".join(f"--server 127.0.0.1:{port}" for port in ports),
+            "port": self.args.port,
+            "gpus": self.args.gpus,
+            "here": shlex.quote(str(HERE)),
+        }
+        return shlex.split(self.args.remote_prefix.format(**known))
 
     def remote(self, command):
         """Returns the command line and environment that make a command remote."""
@@ -111,7 +119,9 @@ class Server:
             stderr=self.log,
             start_new_session=True,
         )
-        self.wait_for_port()
+        self.wait_for_port(self.process, self.args.port)
+        for server in self.further:
+            server.start()
         if fresh:
             token = json.loads(self.tool("token", "create", "--json"))["token"]
             token = token["token"] if isinstance(token, dict) else token
@@ -129,14 +139,19 @@ class Server:
             self.build, self.other_build = self.other_build, self.build
 
     def write_configuration(self):
-        """Writes the configuration of a server for this machine alone."""
-        folder = self.args.out
+        """Writes the configuration of the server."""
+        gpus = [0] if self.further else None
+        self.configure(self.args.out, "bench", self.args.port, self.args.data_port, gpus)
+
+    def configure(self, folder, name, port, data_port, gpus):
+        """Writes the configuration of a server for this machine alone; `gpus`: None for all."""
         # The path of a Unix socket has at most 107 bytes.
         runtime = folder / "run" if len(str(folder)) < 60 else pathlib.Path(tempfile.mkdtemp(prefix="gpu-run-"))
         lines = [
-            'name = "bench"',
-            f'listen = "127.0.0.1:{self.args.port}"',
-            f'data_ports = "{self.args.data_port}"',
+            f'name = "{name}"',
+            f'listen = "127.0.0.1:{port}"',
+            f'data_ports = "{data_port}"',
+            *([] if gpus is None else [f"gpus = {gpus}"]),
             f'state_dir = "{folder / "state"}"',
             f'runtime_dir = "{runtime}"',
             f'encryption = "{"on" if self.args.encrypted else "off"}"',
@@ -150,7 +165,7 @@ class Server:
             made.mkdir(exist_ok=True)
             if self.starter is not None:
                 self.starter.own(made)
-        self.configuration.write_text("\n".join(lines) + "\n")
+        (folder / "gpuserver.toml").write_text("\n".join(lines) + "\n")
 
     def tool(self, *words):
         """Runs a command of gpuserver."""
@@ -168,18 +183,18 @@ class Server:
             raise RuntimeError(f"{shlex.join(command[:3])}: {(done.stderr + done.stdout).strip()[-500:]}")
         return done.stdout
 
-    def wait_for_port(self):
-        """Waits until the server accepts connections."""
+    def wait_for_port(self, process, port):
+        """Waits until a server accepts connections."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server exited with status {self.process.returncode}; see {self.log.name}")
+            if process.poll() is not None:
+                raise RuntimeError(f"the server exited with status {process.returncode}; see {self.log.name}")
             try:
-                socket.create_connection(("127.0.0.1", self.args.port), timeout=1).close()
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 return
             except OSError:
                 time.sleep(0.05)
-        raise RuntimeError(f"the server does not answer on port {self.args.port}; see {self.log.name}")
+        raise RuntimeError(f"the server does not answer on port {port}; see {self.log.name}")
 
     def alive(self):
         """Returns True if the server still runs, or was started by another program."""
@@ -195,6 +210,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+        for server in self.further:
+            server.stop()
         if self.starter is not None:
             self.starter.stop()
         if self.log is not None:
