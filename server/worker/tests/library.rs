@@ -68,6 +68,9 @@ fn works(cuda: &Cuda) {
     let module = cuda.load(KERNEL);
     let address = cuda.allocate(1024);
     assert!(works_at(cuda, module, address));
+    // A driver refuses this for a function that it has only listed.
+    const MAX_DYNAMIC_SHARED_SIZE_BYTES: u64 = 8;
+    cuda.ok("cuFuncSetAttribute", &[cuda.increment(module), MAX_DYNAMIC_SHARED_SIZE_BYTES, 1024]);
     cuda.ok("cuMemFree_v2", &[address]);
     cuda.ok("cuModuleUnload", &[module]);
 }

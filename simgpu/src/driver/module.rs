@@ -16,6 +16,7 @@ use gpusession_image::elf::{self, Variable};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 pub static MODULES: Registry<Module> = Registry::new();
@@ -101,6 +102,8 @@ pub struct Function {
     /// Handle of the module, which outlives its functions.
     pub module: usize,
     pub context: usize,
+    /// Whether a lookup, `cuFuncLoad` or a launch has loaded it; a list of functions does not.
+    pub loaded: AtomicBool,
     /// The module's variables, kept alive while a launch is queued.
     _variables: Arc<Vec<Arc<Allocation>>>,
 }
@@ -288,7 +291,15 @@ impl Module {
         self.content.kernel_names()
     }
 
+    /// Returns a function, which is loaded then.
     pub fn function(self: &Arc<Self>, name: &str) -> Result<Arc<Function>> {
+        let function = self.listed(name)?;
+        function.loaded.store(true, Ordering::Relaxed);
+        Ok(function)
+    }
+
+    /// Returns a function, which is loaded by its first use.
+    pub fn listed(self: &Arc<Self>, name: &str) -> Result<Arc<Function>> {
         let mut functions = self.functions.lock();
         if let Some(f) = functions.get(name) {
             return Ok(f.clone());
@@ -307,6 +318,7 @@ impl Module {
             settings: Mutex::default(),
             module: handle(self),
             context: self.context,
+            loaded: AtomicBool::new(false),
             _variables: self.variables.clone(),
         });
         FUNCTIONS.insert(f.clone());

@@ -12,6 +12,7 @@ use crate::ptx::ast::Reference;
 use crate::registry::handle;
 use std::ffi::c_char;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Writes a message to the log buffers of JIT options.
 pub(super) unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) {
@@ -115,6 +116,12 @@ fn own_function(h: usize) -> Result<Arc<Function>> {
     FUNCTIONS.get(h)
 }
 
+/// Returns a function for calls that do not load it (Triton, H200, driver 580).
+fn loaded_function(h: usize) -> Result<Arc<Function>> {
+    let function = own_function(h)?;
+    if function.loaded.load(Ordering::Relaxed) { Ok(function) } else { Err(errors::FUNCTION_NOT_LOADED) }
+}
+
 /// Returns the parameters of a kernel, which needs no context, or of a function.
 fn params(h: usize) -> Result<Vec<(u32, u32)>> {
     driver()?;
@@ -194,7 +201,7 @@ export! {
     fn cuModuleEnumerateFunctions(list: *mut usize, n: u32, m: usize) {
         let m = module(m)?;
         for (i, name) in m.function_names().iter().take(n as usize).enumerate() {
-            out(list.add(i), handle(&m.function(name)?))?;
+            out(list.add(i), handle(&m.listed(name)?))?;
         }
         Ok(())
     }
@@ -346,11 +353,11 @@ export! {
     }
 
     fn cuFuncGetAttribute(value: *mut i32, id: u32, f: usize) {
-        out(value, own_function(f)?.attribute(id).ok_or(INVALID_VALUE)?)
+        out(value, loaded_function(f)?.attribute(id).ok_or(INVALID_VALUE)?)
     }
 
     fn cuFuncSetAttribute(f: usize, id: u32, value: i32) {
-        own_function(f)?.set_attribute(id, value)
+        loaded_function(f)?.set_attribute(id, value)
     }
 
     fn cuFuncSetCacheConfig(f: usize, config: u32) {
@@ -381,12 +388,12 @@ export! {
 
     fn cuFuncIsLoaded(state: *mut u32, f: usize) {
         driver()?;
-        FUNCTIONS.get(f)?;
-        out(state, 1)
+        out(state, u32::from(FUNCTIONS.get(f)?.loaded.load(Ordering::Relaxed)))
     }
 
     fn cuFuncLoad(f: usize) {
         driver()?;
-        FUNCTIONS.get(f).map(drop)
+        FUNCTIONS.get(f)?.loaded.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }

@@ -150,42 +150,65 @@ fn describe_all(
 ) -> Done {
     // The driver describes functions only within a context.
     let context = session.contexts.get(executor.current);
-    let found =
-        if handles.is_empty() { Vec::new() } else { list(session, parent, library).unwrap_or_default() };
-    let (Ok((_, device)), true) = (context, found.len() <= handles.len()) else {
+    let found = by_name(session, parent, library, handles.len());
+    let (Ok((_, device)), Ok(Some(found))) = (context, found) else {
         answer.word(0);
         return Ok(());
     };
     answer.word(found.len() as u64);
-    for (handle, object) in handles.iter().zip(found) {
-        let func = Func { object: Object(object), kernel: library, parent };
-        answer.bytes(function_name(session, func)?.to_bytes());
+    for (handle, (name, func)) in handles.iter().zip(found) {
+        answer.bytes(name.to_bytes());
         session.funcs.put(*handle, func)?;
         describe(session, func, device, answer);
     }
     Ok(())
 }
 
-/// Returns the functions of a module, or the kernels of a library.
-fn list(session: &Session, parent: u64, library: bool) -> Result<Vec<Handle>, Status> {
+/// Returns names and functions of a module or library; `None` for more than `most`.
+///
+/// Each is looked up by its name, as a program does: the driver has not loaded those that it lists,
+/// and refuses to set their attributes (Triton, H200, driver 580).
+fn by_name(
+    session: &Session,
+    parent: u64,
+    library: bool,
+    most: usize,
+) -> Result<Option<Vec<(&CStr, Func)>>, Status> {
+    let Some(listed) = list(session, parent, library, most)? else { return Ok(None) };
+    let named = listed.into_iter().map(|object| {
+        let func = Func { object: Object(object), kernel: library, parent };
+        let name = function_name(session, func)?;
+        Ok((name, Func { object: Object(find(session, parent, u64::from(library), name)?), ..func }))
+    });
+    named.collect::<Result<_, _>>().map(Some)
+}
+
+/// Returns the functions of a module, or the kernels of a library; `None` for more than `most`.
+fn list(session: &Session, parent: u64, library: bool, most: usize) -> Result<Option<Vec<Handle>>, Status> {
     let call = &session.driver.call;
+    let of = if library { session.libraries.get(parent)?.0 } else { session.modules.get(parent)?.0 };
     let mut count = 0;
-    // SAFETY: the out pointers are valid and as long as stated.
-    unsafe {
+    // SAFETY: the out pointer is valid; the parent is of the kind that each call wants.
+    check(unsafe {
         if library {
-            let library = session.libraries.get(parent)?.0;
-            check((call.cuLibraryGetKernelCount)(&mut count, library))?;
-            let mut found = vec![std::ptr::null_mut(); count as usize];
-            check((call.cuLibraryEnumerateKernels)(found.as_mut_ptr(), count, library))?;
-            Ok(found)
+            (call.cuLibraryGetKernelCount)(&mut count, of)
         } else {
-            let module = session.modules.get(parent)?.0;
-            check((call.cuModuleGetFunctionCount)(&mut count, module))?;
-            let mut found = vec![std::ptr::null_mut(); count as usize];
-            check((call.cuModuleEnumerateFunctions)(found.as_mut_ptr(), count, module))?;
-            Ok(found)
+            (call.cuModuleGetFunctionCount)(&mut count, of)
         }
+    })?;
+    if count as usize > most {
+        return Ok(None);
     }
+    let mut found = vec![std::ptr::null_mut(); count as usize];
+    // SAFETY: as above; the list has `count` elements.
+    check(unsafe {
+        if library {
+            (call.cuLibraryEnumerateKernels)(found.as_mut_ptr(), count, of)
+        } else {
+            (call.cuModuleEnumerateFunctions)(found.as_mut_ptr(), count, of)
+        }
+    })?;
+    Ok(Some(found))
 }
 
 fn function_name(session: &Session, func: Func) -> Result<&CStr, Status> {
@@ -252,6 +275,17 @@ pub fn get_function(
     let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
     let name = name(r)?;
     enter_any(session, executor, 0)?;
+    let func = find(session, parent, how, &name)?;
+    let device = session.contexts.get(executor.current)?.1;
+    let root = if how == 2 { session.funcs.get(parent)?.parent } else { parent };
+    let func = Func { object: Object(func), kernel: how == 1, parent: root };
+    session.funcs.put(handle, func)?;
+    describe(session, func, device, answer);
+    Ok(())
+}
+
+/// Looks up a function by the kinds of `GET_FUNCTION`.
+fn find(session: &Session, parent: u64, how: u64, name: &CStr) -> Result<Handle, Status> {
     let call = &session.driver.call;
     let mut func = std::ptr::null_mut();
     // SAFETY: the out pointer is valid, parents belong to this worker, the name ends in a zero.
@@ -263,12 +297,7 @@ pub fn get_function(
             _ => status::INVALID_VALUE,
         }
     })?;
-    let device = session.contexts.get(executor.current)?.1;
-    let root = if how == 2 { session.funcs.get(parent)?.parent } else { parent };
-    let func = Func { object: Object(func), kernel: how == 1, parent: root };
-    session.funcs.put(handle, func)?;
-    describe(session, func, device, answer);
-    Ok(())
+    Ok(func)
 }
 
 fn describe(session: &Session, func: Func, device: u32, answer: &mut Answer) {
@@ -417,7 +446,7 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
 /// `ENUMERATE`: parent, kind (0 functions of a module, 1 kernels of a library); answers names.
 pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (parent, library) = (r.word()?, r.word()? != 0);
-    let found = list(session, parent, library)?;
+    let found = list(session, parent, library, usize::MAX)?.unwrap_or_default();
     answer.word(found.len() as u64);
     for object in found {
         let func = Func { object: Object(object), kernel: library, parent };
