@@ -460,3 +460,36 @@ async fn forward(
 fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusessiond::config::LeaseConfig;
+
+    use super::*;
+
+    /// Leases three GPUs of two servers with one each, of which the second answers with `second`.
+    async fn of_two(second: fn() -> Failure) -> (usize, Failure) {
+        let servers = ["one", "two"].map(str::to_owned);
+        let spec = Spec::configured(&LeaseConfig { gpus: 3, ..LeaseConfig::default() }, 0);
+        let no_room = || Failure { no_room: true, ..Failure::new(code::FAILED, "this server has 1") };
+        let answer = lease(&servers, spec, async |spec| match (&*spec.servers, spec.gpus) {
+            ([one], 1) if one == "one" => Ok(()),
+            ([two], _) if two == "two" => Err(second()),
+            _ => Err(no_room()),
+        });
+        let (leases, failure) = answer.await.unwrap_err();
+        (leases.len(), failure)
+    }
+
+    #[tokio::test]
+    async fn the_reason_of_a_server_comes_before_the_number_of_gpus() {
+        let (leases, failure) =
+            of_two(|| Failure::new(code::NOT_ALLOWED, "it does not encrypt").hint("ask")).await;
+        assert_eq!((leases, failure.code, failure.hint.as_deref()), (1, code::NOT_ALLOWED, Some("ask")));
+        assert_eq!(failure.message, "server two: it does not encrypt; the others have 1 of 3 GPUs");
+        let (leases, failure) =
+            of_two(|| Failure { no_room: true, ..Failure::new(code::FAILED, "none is free") }).await;
+        assert_eq!(leases, 1);
+        assert_eq!(failure.message, "this server has 1; 1 of 3 GPUs are free on all servers together");
+    }
+}

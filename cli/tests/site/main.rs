@@ -646,13 +646,6 @@ fn one_program_gets_gpus_of_several_servers() {
     assert_eq!(five.status.code(), Some(125));
     assert!(text(&five.stderr).contains("4 of 5 GPUs"), "{}", text(&five.stderr));
     nothing_is_left(&site, &other);
-    // A server that fails for another reason is named.
-    let down = [&addresses[..], &["--server", "127.0.0.1:1"].map(str::to_owned)].concat();
-    let five = run(&site, &down, "5");
-    assert_eq!(five.status.code(), Some(125));
-    let said = text(&five.stderr);
-    assert!(said.contains("server 127.0.0.1:1: ") && said.contains("others have 4 of 5 GPUs"), "{said}");
-    nothing_is_left(&site, &other);
     for (content, words) in [("", "names no server"), ("[[server]]\nadress = \"x\"\n", "adress")] {
         std::fs::write(site.path("bad.toml"), content).unwrap();
         let bad = run(&site, &["--servers".into(), site.path("bad.toml").display().to_string()], "1");
