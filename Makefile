@@ -63,7 +63,7 @@ $(RELEASE)/libpam_gpusession.so:
 # Where NCCL looks for a tuner plugin, which is a part of libcuda.so.1. A link would not do: its
 # name is no beginning of that library's, so the loader's cache leaves it out.
 $(RELEASE)/libnccl-tuner.so: $(RELEASE)/libgpusession_cuda.so
-	$(or $(CC),cc) -shared -Wl,--no-as-needed -Wl,-z,noexecstack -Wl,-soname,libnccl-tuner.so -o $@ $< -lc
+	$(CC) -shared -Wl,--no-as-needed -Wl,-z,noexecstack -Wl,-soname,libnccl-tuner.so -o $@ $< -lc
 
 # Random CUDA programs, for tests only.
 fuzz:

@@ -1,10 +1,9 @@
 """Further servers of the pool (`--servers`): a program then has a lease on each, in one process."""
 
 import os
-import signal
 import subprocess
 
-from processes import HERE
+from processes import HERE, stop_process
 
 
 class Further:
@@ -41,11 +40,4 @@ class Further:
 
     def stop(self):
         """Asks the server to exit, then kills it."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        stop_process(self.process)

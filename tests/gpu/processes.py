@@ -201,6 +201,18 @@ class Runner:
         return self.finish(self.start(side, tag, command, **more), limit)
 
 
+def stop_process(process):
+    """Asks a server's process to exit, then kills its group."""
+    if process is None or process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def asked_of_the_link(args, runner, tag, command, limit):
     """Returns frames, waits, and waits by call from the library's own summary, or an error text."""
     trace = args.out / f"trace-summary-{tag}.txt"

@@ -11,7 +11,7 @@ import tempfile
 import time
 
 from further import Further
-from processes import HERE, kill_group
+from processes import HERE, kill_group, stop_process
 from starter import Starter
 
 # Only these lines depend on gpusession's command lines.
@@ -203,13 +203,7 @@ class Server:
     def stop(self):
         """Asks the server to exit, then kills it."""
         self.release_lease()
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        stop_process(self.process)
         for server in self.further:
             server.stop()
         if self.starter is not None:

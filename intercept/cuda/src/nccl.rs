@@ -139,11 +139,13 @@ unsafe fn init(
         unsafe { context.write(null_mut()) };
     }
     let refused = catch_unwind(|| {
-        // Without a client the program uses another libcuda.so.1, or has no GPU.
+        // Before `cuInit` no client exists: the program uses another libcuda.so.1.
         let client = clients::all().ok()?.next()?;
         let variable = |name: &str| std::env::var(name).ok();
         let works = watched::wanted(client) && watched::only_flagged_words(variable);
-        let peers = all_reached(client.devices.iter().map(|device| device.peers.as_slice()));
+        // With fewer ranks, NCCL may use a part of the GPUs whose members reach each other.
+        let part = ranks < client.devices.len();
+        let peers = part || all_reached(client.devices.iter().map(|device| device.peers.as_slice()));
         refusal(ranks, machines, peers && !peers_disabled(variable), works)
     });
     let Some(reason) = refused.ok().flatten() else { return SUCCESS };
@@ -170,8 +172,8 @@ fn refusal(ranks: usize, machines: usize, peers: bool, works: bool) -> Option<St
         format!("NCCL on {machines} machines")
     };
     Some(format!(
-        "gpusession: {place}: memory that a running kernel and the host share keeps no order of writes; \
-         set {} for every process, or use GPUs of one lease that reach each other",
+        "gpusession: {place}: communicator refused, it would hang: host memory travels at synchronizations \
+         only; set {} for every process, or use GPUs of one lease that reach each other",
         watched::REMEDY
     ))
 }

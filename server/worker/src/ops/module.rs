@@ -1,6 +1,7 @@
 //! Modules, libraries, kernels and their attributes.
 
 use std::ffi::{CStr, CString, c_char};
+use std::sync::Arc;
 
 use gpusession_image::Kind;
 use gpusession_proto::frame::Reader;
@@ -52,6 +53,37 @@ pub fn checked(image: &[u8]) -> Result<(), Status> {
     }
 }
 
+/// A request to load an image that this worker has.
+struct Load {
+    handle: u64,
+    hash: [u8; 32],
+    options: Options,
+    /// The program's handles for functions.
+    functions: Vec<u64>,
+    image: Arc<Vec<u8>>,
+}
+
+impl Load {
+    /// Reads new handle, hash, JIT options and handles for functions; counts the image's memory.
+    fn read(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Result<Self, Failure> {
+        let (handle, hash) = (r.word()?, hash(r)?);
+        let (options, functions) = (Options::read(r)?, handles(r)?);
+        let image = session.images.get(&hash).ok_or(IMAGE_MISSING)?;
+        checked(&image)?;
+        session.allocations.image(session, frame, handle, &image)?;
+        Ok(Self { handle, hash, options, functions, image })
+    }
+
+    /// Answers the logs and the options' outputs after the driver's word, which it returns.
+    fn loaded(&self, session: &Session, loaded: Result<(), Status>, answer: &mut Answer) -> Done {
+        self.options.logs(answer);
+        self.options.outputs(answer);
+        loaded.inspect_err(|_| session.allocations.drop_object(session, self.handle))?;
+        session.images.accepted(&self.hash, &self.image);
+        Ok(())
+    }
+}
+
 /// `MODULE_LOAD`: new handle, hash, JIT options, handles for functions; answers the logs, the
 /// options' outputs, and functions.
 pub fn load_module(
@@ -61,30 +93,22 @@ pub fn load_module(
     r: &mut Reader<'_>,
     answer: &mut Answer,
 ) -> Done {
-    let (handle, hash) = (r.word()?, hash(r)?);
-    let mut options = Options::read(r)?;
-    let functions = handles(r)?;
-    let image = session.images.get(&hash).ok_or(IMAGE_MISSING)?;
-    checked(&image)?;
-    session.allocations.image(session, frame, handle, &image)?;
+    let mut load = Load::read(session, frame, r)?;
     let mut module = std::ptr::null_mut();
     // SAFETY: `checked` found all that the image's headers name inside it, and the terminator of
     // text. The driver reads as many options as `keys` has.
     let loaded = check(unsafe {
         (session.driver.call.cuModuleLoadDataEx)(
             &mut module,
-            image.as_ptr().cast(),
-            options.keys.len() as u32,
-            options.keys.as_ptr(),
-            options.values.as_mut_ptr(),
+            load.image.as_ptr().cast(),
+            load.options.keys.len() as u32,
+            load.options.keys.as_ptr(),
+            load.options.values.as_mut_ptr(),
         )
     });
-    options.logs(answer);
-    options.outputs(answer);
-    loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
-    session.images.accepted(&hash, &image);
-    session.modules.put(handle, Object(module))?;
-    describe_all(session, executor, handle, false, &functions, answer)
+    load.loaded(session, loaded, answer)?;
+    session.modules.put(load.handle, Object(module))?;
+    describe_all(session, executor, load.handle, false, &load.functions, answer)
 }
 
 /// `LIBRARY_LOAD`: new handle, hash, JIT options, handles for kernels; answers the logs, the
@@ -96,32 +120,24 @@ pub fn load_library(
     r: &mut Reader<'_>,
     answer: &mut Answer,
 ) -> Done {
-    let (handle, hash) = (r.word()?, hash(r)?);
-    let mut options = Options::read(r)?;
-    let kernels = handles(r)?;
-    let image = session.images.get(&hash).ok_or(IMAGE_MISSING)?;
-    checked(&image)?;
-    session.allocations.image(session, frame, handle, &image)?;
+    let mut load = Load::read(session, frame, r)?;
     let mut library = std::ptr::null_mut();
     // SAFETY: as in `load_module`.
     let loaded = check(unsafe {
         (session.driver.call.cuLibraryLoadData)(
             &mut library,
-            image.as_ptr().cast(),
-            options.keys.as_ptr(),
-            options.values.as_mut_ptr(),
-            options.keys.len() as u32,
+            load.image.as_ptr().cast(),
+            load.options.keys.as_ptr(),
+            load.options.values.as_mut_ptr(),
+            load.options.keys.len() as u32,
             std::ptr::null(),
             std::ptr::null(),
             0,
         )
     });
-    options.logs(answer);
-    options.outputs(answer);
-    loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
-    session.images.accepted(&hash, &image);
-    session.libraries.put(handle, Object(library))?;
-    describe_all(session, executor, handle, true, &kernels, answer)
+    load.loaded(session, loaded, answer)?;
+    session.libraries.put(load.handle, Object(library))?;
+    describe_all(session, executor, load.handle, true, &load.functions, answer)
 }
 
 /// Reads the handles for functions of a load; an earlier release sends none.
