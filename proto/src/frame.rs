@@ -130,8 +130,10 @@ pub mod library_ability {
     pub const HOLDS: u64 = 1;
     /// It understands replies in several frames, `REPLY_PART` and then `REPLY`.
     pub const LONG_REPLIES: u64 = 2;
+    /// It sends an image again that the worker no longer has.
+    pub const IMAGES_AGAIN: u64 = 4;
     /// Abilities of a library of this version.
-    pub const ALL: u64 = HOLDS | LONG_REPLIES;
+    pub const ALL: u64 = HOLDS | LONG_REPLIES | IMAGES_AGAIN;
 }
 
 /// Header of every frame.

@@ -153,6 +153,8 @@ pub fn with_image(client: &Client, image: &[u8], request: impl Fn(&Hash) -> Resu
     }
     let reply = request(&hash)?;
     if reply.status == IMAGE_MISSING {
+        // The worker forgets images that it has not used for long.
+        sent().get_or_insert_default().remove(&key);
         send(client, &hash, image, false)?;
         return request(&hash);
     }
@@ -324,6 +326,11 @@ mod tests {
         assert_eq!(load(&program, b"small"), (vec![op::IMAGE_DATA, op::MODULE_LOAD], Ok(0)));
         program.answer(op::MODULE_LOAD, 0, &[]);
         assert_eq!(load(&program, b"small"), (vec![op::MODULE_LOAD], Ok(0)));
+        program.answer(op::MODULE_LOAD, IMAGE_MISSING, &[]);
+        program.answer(op::IMAGE_HAVE, 0, &[1]);
+        program.answer(op::MODULE_LOAD, 0, &[]);
+        let again = [op::MODULE_LOAD, op::IMAGE_DATA, op::IMAGE_HAVE, op::MODULE_LOAD];
+        assert_eq!(load(&program, b"small"), (again.to_vec(), Ok(0)), "the worker has forgotten it");
         let damaged = vec![0x54; SMALL + 1];
         program.answer(op::MODULE_LOAD, IMAGE_MISSING, &[]);
         program.answer(op::IMAGE_HAVE, 0, &[0]);

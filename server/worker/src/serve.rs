@@ -416,6 +416,9 @@ impl Worker {
             session.lanes.program_holds(session.replies.clone());
         }
         session.replies.long.store(abilities & library_ability::LONG_REPLIES != 0, Ordering::Relaxed);
+        if abilities & library_ability::IMAGES_AGAIN != 0 {
+            session.images.forget_idle();
+        }
         if self.session.set(session.clone()).is_err() {
             return Err(io::Error::other("ticket used twice"));
         }
