@@ -29,7 +29,7 @@ use tracing::{debug, info, warn};
 
 use crate::access::Gate;
 use crate::handover::{Kept, Store};
-use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Leases, WorkerRequest};
+use crate::leases::{Answer, Caller, Failure, Granted, Interruption, Leases, Waiter, WorkerRequest};
 use crate::login::Sessions;
 use crate::peer::{Peer, control_groups, has_thread, is_contained, peer, watched};
 
@@ -297,11 +297,12 @@ impl Server {
         };
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);
-        let wish = WorkerRequest {
+        let mut wish = WorkerRequest {
             lease: request.lease.filter(|named| !named.trim().is_empty()),
             program,
             executable: ticket::shortened(&executable).to_owned(),
             environment: request.environment.into_iter().collect(),
+            waiter: self.gate.fair_share().then(Waiter::default),
         };
         if request.want == Want::Version {
             let reply = match self.leases.cuda_version(caller, wish).await {
@@ -325,6 +326,7 @@ impl Server {
         else {
             return Ok(());
         };
+        wish.waiter = None;
         let (denial, reason) = match answer {
             Answer::Granted(endpoints, granted) => {
                 let guard = self.guard(granted);
@@ -342,7 +344,7 @@ impl Server {
                 debug!("process {}: exited", caller.pid);
                 return Ok(());
             }
-            Answer::Later(reason) => (Denial::NotReady, reason),
+            Answer::Later(reason) | Answer::Behind(reason) => (Denial::NotReady, reason),
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => (denial, reason),
         };
         let event = match denial {
@@ -446,6 +448,8 @@ impl Server {
             let (until, pause) = match &answer {
                 Answer::Wait(Denial::NotReady, _) => (deadline, None),
                 Answer::Later(_) => (deadline.max(begun + WORKER_TIMEOUT), None),
+                // Those ahead may give up without a change of a lease.
+                Answer::Behind(_) => (deadline.max(begun + WORKER_TIMEOUT), Some(ACCEPT_RETRY_INTERVAL)),
                 Answer::Wait(..) => {
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     // Each try asks the server for a worker that starts for this program.
@@ -454,9 +458,13 @@ impl Server {
                 }
                 _ => return Some(answer),
             };
+            let cold = !wish.environment.is_empty();
             let again = async {
                 match pause {
-                    Some(pause) => tokio::time::sleep(pause).await,
+                    Some(pause) if cold => tokio::time::sleep(pause).await,
+                    Some(pause) => {
+                        let _ = tokio::time::timeout(pause, snapshot.changed()).await;
+                    }
                     None => snapshot.changed().await?,
                 }
                 Ok::<_, tokio::sync::watch::error::RecvError>(())

@@ -430,7 +430,9 @@ async fn lease_for(engine: &Engine, caller: Caller, lease: Option<&str>) -> Resu
         match engine.grant(caller.clone(), wish.clone()).await {
             Answer::Granted(endpoints, _) => return Ok(endpoints[0].lease.clone()),
             Answer::Denied(_, reason) => return Err(reason),
-            Answer::Wait(..) | Answer::Later(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            Answer::Wait(..) | Answer::Later(_) | Answer::Behind(_) => {
+                tokio::time::sleep(Duration::from_millis(5)).await
+            }
         }
     }
 }

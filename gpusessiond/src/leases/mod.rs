@@ -24,7 +24,7 @@ use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::readings::{Query, View};
 use tokio::sync::{mpsc, watch};
 
-pub use process::{Caller, Failure, Granted, Interruption, WorkerRequest};
+pub use process::{Caller, Failure, Granted, Interruption, Waiter, WorkerRequest};
 pub use reported::{DeviceView, Reported};
 pub use session::Session;
 pub use snapshot::{
@@ -146,6 +146,8 @@ pub enum Answer {
     /// The lease is held, and its server starts a worker or brings lent or parked GPUs back: as
     /// `Wait`, but for longer.
     Later(String),
+    /// A program of a user with fewer workers comes first: ask again soon.
+    Behind(String),
     /// The process gets no GPU; the text says why and what helps.
     Denied(Denial, String),
 }

@@ -1,6 +1,7 @@
 //! Processes of this host that use leases: their requests, workers and troubles.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::spec::{Slot, Time};
 use crate::subuid::Principal;
@@ -34,6 +35,11 @@ impl Caller {
         self.uid == 0 && !self.contained
     }
 
+    /// Returns the user for whom its workers count: a subordinate uid's owner.
+    pub fn account(&self) -> u32 {
+        self.principal.as_ref().map_or(self.uid, |user| user.uid)
+    }
+
     /// Returns `true` if the process is in this control group, or in one below it.
     pub fn is_below(&self, group: &str) -> bool {
         let below = |path: &String| {
@@ -54,7 +60,21 @@ pub struct WorkerRequest {
     pub executable: String,
     /// Driver environment that differs from that of workers in stock.
     pub environment: HashMap<String, String>,
+    /// It waits in the line of the users who share a lease; without this it takes any worker.
+    pub waiter: Option<Waiter>,
 }
+
+/// A program that waits in a line, until all clones are dropped.
+#[derive(Debug, Clone, Default)]
+pub struct Waiter(pub(super) Arc<()>);
+
+impl PartialEq for Waiter {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Waiter {}
 
 /// A worker that was granted to a process; returned with [`Leases::ended`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,6 +85,8 @@ pub struct Granted {
     pub lease: String,
     /// Id of the worker; zeros if the server gave none.
     pub worker: [u8; 16],
+    /// User for whom it counts; `None` for a program that an earlier daemon served.
+    pub user: Option<u32>,
 }
 
 /// A program that a lease did not serve, or not to its end; shown to its user and to root.

@@ -66,6 +66,8 @@ pub struct SimState {
     pub protocol: Option<(u32, u32)>,
     /// Number of waiting processes of each call for workers.
     pub waiting: Vec<u32>,
+    /// Most workers at a time, of processes and in stock; further ones are refused as over the limit.
+    pub most_workers: Option<usize>,
     /// Calls for workers fail with this error.
     pub refuses_workers: Option<PoolError>,
     /// Number of requests for readings that come too soon.
@@ -279,6 +281,12 @@ impl PoolServer for SimServer {
             if state.no_workers {
                 return Ok(vec![]);
             }
+            let running = state.taken.len() - state.ended.len();
+            let room = state.most_workers.map_or(usize::MAX, |most| most.saturating_sub(running));
+            if room == 0 {
+                return Err(PoolError::new(Trouble::LimitExceeded, "over the limit of workers"));
+            }
+            let count = count.min(u32::try_from(room).unwrap_or(u32::MAX));
             if !environment.is_empty() {
                 state.environments.push(environment);
             }

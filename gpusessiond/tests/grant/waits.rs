@@ -12,7 +12,7 @@ use gpusessiond::grant::Limits;
 use gpusessiond::leases::engine::{Engine, EngineOptions};
 use gpusessiond::leases::machine::{Saved, SavedLease};
 use gpusessiond::leases::sim::SimServer;
-use gpusessiond::leases::{LeaseState, Leases as _, Spec};
+use gpusessiond::leases::{Answer, Caller, Granted, LeaseState, Leases as _, Spec, Waiter, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
 
 use crate::{QUICK, quick};
@@ -117,4 +117,63 @@ async fn a_lease_of_an_earlier_daemon_is_found_by_its_id_before_its_server_answe
     sim.with(|s| s.holds_allocations = false);
     let (reply, _connection) = asking.await.expect("the task ends");
     assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+/// Programs that `alice` runs in a loop, and the most workers of her lease.
+const LOOP: usize = 200;
+const MOST_WORKERS: usize = 8;
+
+/// Asks as the grant socket does, until there is a worker.
+async fn worker_for(engine: &Engine, uid: u32) -> Vec<Granted> {
+    let caller = Caller {
+        uid,
+        pid: 5,
+        user: None,
+        principal: None,
+        access: true,
+        session: None,
+        control_groups: Vec::new(),
+        contained: false,
+    };
+    let wish = WorkerRequest { waiter: Some(Waiter::default()), ..WorkerRequest::default() };
+    loop {
+        match engine.grant(caller.clone(), wish.clone()).await {
+            Answer::Granted(_, granted) => return granted,
+            Answer::Denied(_, reason) => panic!("{reason}"),
+            _ => tokio::time::sleep(Duration::from_millis(2)).await,
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_users_loop_of_programs_leaves_the_next_worker_to_another_user() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.most_workers = Some(MOST_WORKERS));
+    let engine = Arc::new(engine(&[&sim]));
+    want(&engine, &quick()).await;
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
+    let alices: Vec<_> = (0..LOOP)
+        .map(|_| {
+            let engine = engine.clone();
+            tokio::spawn(async move {
+                loop {
+                    let granted = worker_for(&engine, 1000).await;
+                    tokio::time::sleep(Duration::from_millis(40)).await;
+                    engine.ended(granted);
+                }
+            })
+        })
+        .collect();
+    sim.until(|s| s.ended.len() > 2 * MOST_WORKERS).await;
+    for _ in 0..10 {
+        let before = sim.with(|s| s.taken.len());
+        let granted = worker_for(&engine, 1001).await;
+        let others = sim.with(|s| s.taken.len()) - before;
+        // Those that the server had started when bob came are alice's.
+        assert!(others <= 3 * MOST_WORKERS, "{others} programs of the loop came first");
+        engine.ended(granted);
+    }
+    let before = sim.with(|s| s.ended.len());
+    sim.until(|s| s.ended.len() > before + 2 * MOST_WORKERS).await;
+    alices.iter().for_each(tokio::task::JoinHandle::abort);
 }

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use tracing::{debug, info};
 
 use super::calls::{follow, tell_ended};
+use super::line::Line;
 use super::message::{Message, Updates};
 use crate::access::{Gate, Person};
 use crate::leases::alarm::Alarm;
@@ -76,6 +77,8 @@ pub(super) struct Actor {
     pub(super) failures: HashMap<Slot, Vec<(Failure, Time)>>,
     /// Programs whose connection broke, by their worker, and when they last reported that.
     pub(super) interruptions: HashMap<[u8; 16], (Slot, Interruption, Time)>,
+    /// The line of users who share a lease.
+    pub(super) line: Line,
     /// Servers and leases whose silence and parking have been logged.
     pub(super) lost: HashSet<usize>,
     pub(super) parked: HashSet<Slot>,
@@ -188,7 +191,8 @@ impl Actor {
             Message::Ended(granted) => self.processes_ended(granted),
             Message::Outcome(slot, uid, failure) => self.report_outcome(slot, uid, failure),
             Message::Resume(lease, worker, reply) => {
-                let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
+                let granted =
+                    self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker, user: None });
                 if let Some(granted) = &granted {
                     self.machine.process_resumed(granted.slot, granted.worker);
                 }

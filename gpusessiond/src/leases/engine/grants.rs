@@ -218,11 +218,17 @@ impl Actor {
             let _ = reply.send(Answer::Denied(Denial::NotReady, reason));
             return;
         }
+        if self.is_behind(&caller, &wish, &held) {
+            let reason = "the next worker is for a user who has fewer";
+            let _ = reply.send(Answer::Behind(reason.into()));
+            return;
+        }
         if !wish.environment.is_empty() {
             self.grant_cold(caller, wish, held, reply);
             return;
         }
         let Some(workers) = self.machine.take(now, &held) else {
+            self.wait_in_line(&caller, &wish, &held);
             if let Some(reason) = held.iter().find_map(|slot| self.away(*slot)) {
                 let _ = reply.send(Answer::Later(reason));
                 return;
@@ -239,6 +245,25 @@ impl Actor {
         if reply.send(answer).is_err() || refused {
             self.processes_ended(granted);
         }
+    }
+
+    /// Notes that the program has found no worker of these leases.
+    fn wait_in_line(&mut self, caller: &Caller, wish: &WorkerRequest, held: &[Slot]) {
+        if let Some(waiter) = &wish.waiter {
+            let lacking = held.iter().copied().filter(|slot| {
+                !wish.environment.is_empty() || self.machine.slot(*slot).is_none_or(|w| stock(w) == 0)
+            });
+            self.line.waits(waiter, caller.account(), lacking);
+        }
+    }
+
+    /// Returns `true` if all workers in stock of a lease are for users with fewer of them.
+    fn is_behind(&self, caller: &Caller, wish: &WorkerRequest, held: &[Slot]) -> bool {
+        let behind = |slot: &Slot| {
+            let ahead = self.line.ahead(*slot, caller.account());
+            ahead > 0 && self.machine.slot(*slot).is_some_and(|wanted| stock(wanted) <= ahead)
+        };
+        wish.waiter.is_some() && !caller.is_root() && held.iter().any(behind)
     }
 
     /// Returns where a lease is in the queue whose GPUs are lent or parked.
@@ -300,8 +325,10 @@ impl Actor {
             .collect();
         let boot_id = self.here.boot_id;
         let issued = self.now().as_micros() as u64;
+        self.wait_in_line(&caller, &wish, &held);
         for (slot, ..) in &asks {
             self.machine.process_started(*slot);
+            self.line.takes(*slot, caller.account());
         }
         let messages = self.messages.clone();
         tokio::spawn(async move {
@@ -357,6 +384,7 @@ impl Actor {
             .collect();
         for (slot, ..) in &taken {
             self.machine.process_started(*slot);
+            self.line.takes(*slot, caller.account());
         }
         mint(caller, wish, self.here.boot_id, self.now().as_micros() as u64, &taken, entropy)
     }
@@ -399,7 +427,7 @@ impl Actor {
         for_time: Option<Duration>,
     ) {
         let now = self.now();
-        let Granted { slot, lease, worker } = granted;
+        let Granted { slot, lease, worker, .. } = granted;
         if self.machine.slot(slot).and_then(|w| w.held()).is_none_or(|held| held.id != lease) {
             return;
         }
@@ -409,12 +437,18 @@ impl Actor {
 
     pub(super) fn processes_ended(&mut self, granted: Vec<Granted>) {
         let now = self.now();
+        self.line.ended(&granted);
         for one in granted {
             self.interruptions.remove(&one.worker);
             let worker = if one.worker == [0; 16] { Vec::new() } else { one.worker.to_vec() };
             self.machine.process_ended(now, one.slot, &one.lease, worker);
         }
     }
+}
+
+/// Returns the number of a lease's workers that no process has.
+fn stock(wanted: &Wanted) -> usize {
+    wanted.held().map_or(0, |held| held.stock.len())
 }
 
 /// Answers a process that gets no GPU: it waits, or is refused, depending on the trouble.
@@ -466,6 +500,7 @@ fn mint(
             slot: *slot,
             lease: held.id.clone(),
             worker: worker_id(worker),
+            user: Some(caller.account()),
         })
         .collect();
     let mut endpoints = Vec::new();
@@ -557,7 +592,7 @@ mod tests {
         };
         let wish = WorkerRequest::default();
         let mint = |entropy: fn() -> Option<[u8; 16]>| mint(&caller, &wish, [1; 16], 0, &taken, entropy);
-        let workers = vec![Granted { slot, lease: "abcdefghijkl".into(), worker: [9; 16] }];
+        let workers = vec![Granted { slot, lease: "abcdefghijkl".into(), worker: [9; 16], user: Some(1000) }];
 
         let (answer, granted) = mint(|| None);
         assert!(matches!(answer, Answer::Denied(Denial::NotReady, _)), "{answer:?}");

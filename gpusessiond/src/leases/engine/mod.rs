@@ -6,6 +6,7 @@ mod calls;
 mod effects;
 mod grants;
 mod journal;
+mod line;
 mod message;
 mod snapshot;
 
@@ -20,6 +21,7 @@ use gpusession_proto::readings::{Query, View};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use self::line::Line;
 use super::machine::{Machine, Saved};
 use super::readings;
 use super::{
@@ -95,6 +97,7 @@ impl Engine {
             said: HashMap::new(),
             refused: HashMap::new(),
             failures: HashMap::new(),
+            line: Line::default(),
             interruptions: HashMap::new(),
             lost: HashSet::new(),
             parked: HashSet::new(),
