@@ -7,6 +7,7 @@
 
 pub mod adopt;
 pub mod authorities;
+pub mod bundle;
 pub mod ca;
 pub mod checkpoints;
 mod earlier;

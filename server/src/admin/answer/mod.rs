@@ -30,7 +30,8 @@ pub fn unsigned(refused: &Refused) -> Refusal {
         Why::Phase => "wrong-phase",
         Why::Right => "not-allowed",
         Why::Exists => "exists",
-        Why::Busy | Why::Away => "not-reachable",
+        Why::Busy | Why::Away | Why::Issuers => "not-reachable",
+        Why::NoIssuer => "no-issuer",
         Why::Missing | Why::Token | Why::Failed => "internal",
     };
     Refusal::new(code, refused.to_string())
