@@ -36,9 +36,8 @@ impl Bundle {
     /// Signs the bundle with each of the authorities, and encodes it.
     pub fn seal(&self, present: &Present<AuthorityKey>) -> Result<Vec<u8>, AuthorityError> {
         let body = message::encode(self).split_off(4);
-        let sign = |authority: &AuthorityKey| {
-            Ok((authority.fingerprint(), authority.sign_description(&body)?))
-        };
+        let sign =
+            |authority: &AuthorityKey| Ok((authority.fingerprint(), authority.sign_description(&body)?));
         let signatures = present.all().map(sign).collect::<Result<_, AuthorityError>>()?;
         Ok(message::encode(&Sealed { body, signatures }).split_off(4))
     }

@@ -57,7 +57,7 @@ pub struct Credentials {
     pub authorities: String,
     /// Certificate of this server.
     pub certificate: String,
-    /// Its key.
+    /// Key of the certificate.
     pub key: String,
 }
 
@@ -71,8 +71,8 @@ pub struct Target {
 }
 
 /// Has an issuer's signer do an operation. Waits, whatever the calling thread is.
-pub fn ask(target: &Target, credentials: &Credentials, operation: &Operation) -> Result<Outcome, Trouble> {
-    let (target, credentials) = (target.clone(), credentials.clone());
+pub fn ask(target: &Target, credentials: &[Credentials], operation: &Operation) -> Result<Outcome, Trouble> {
+    let (target, credentials) = (target.clone(), credentials.to_vec());
     let bytes = message::encode(operation).split_off(4);
     waited(async move { ask_one(&target, &credentials, bytes).await }).unwrap_or_else(|e| Err(internal(&e)))
 }
@@ -80,12 +80,12 @@ pub fn ask(target: &Target, credentials: &Credentials, operation: &Operation) ->
 /// Asks several servers at a time, and returns their answers in the same order.
 pub fn ask_all(
     targets: &[Target],
-    credentials: &Credentials,
+    credentials: &[Credentials],
     operation: &Operation,
 ) -> Vec<Result<Outcome, Trouble>> {
     let bytes = message::encode(operation).split_off(4);
     let asked: Vec<_> =
-        targets.iter().map(|target| (target.clone(), credentials.clone(), bytes.clone())).collect();
+        targets.iter().map(|target| (target.clone(), credentials.to_vec(), bytes.clone())).collect();
     let answers = waited(async move {
         let mut asking = JoinSet::new();
         for (number, (target, credentials, bytes)) in asked.into_iter().enumerate() {
@@ -132,8 +132,31 @@ fn internal(e: &io::Error) -> Trouble {
     Trouble::Silent(format!("internal error: {e}"))
 }
 
-async fn ask_one(target: &Target, credentials: &Credentials, operation: Vec<u8>) -> Result<Outcome, Trouble> {
-    let mut client = IssuerClient::new(connect(target, credentials).await?).max_decoding_message_size(MAX_ANSWER);
+/// Asks with each of the credentials until the server takes one.
+///
+/// During a rotation, a server may know one of the two authorities alone.
+async fn ask_one(
+    target: &Target,
+    credentials: &[Credentials],
+    operation: Vec<u8>,
+) -> Result<Outcome, Trouble> {
+    let mut answer = Err(Trouble::Silent("this server has no certificate".into()));
+    for credentials in credentials {
+        answer = ask_with(target, credentials, operation.clone()).await;
+        if !matches!(answer, Err(Trouble::Silent(_))) {
+            break;
+        }
+    }
+    answer
+}
+
+async fn ask_with(
+    target: &Target,
+    credentials: &Credentials,
+    operation: Vec<u8>,
+) -> Result<Outcome, Trouble> {
+    let mut client =
+        IssuerClient::new(connect(target, credentials).await?).max_decoding_message_size(MAX_ANSWER);
     let reply = client.ask(IssuerRequest { operation }).await.map_err(|status| trouble(&status))?;
     let outcome = message::decode(&reply.into_inner().outcome);
     outcome.map_err(|_| Trouble::Refused("its answer is of another version of gpuserver".into()))
@@ -248,7 +271,8 @@ impl ServerCertVerifier for Pinned {
                        ask for a new token";
             rustls::Error::General(why.into())
         };
-        let authority = intermediates.iter().find(|c| fingerprint(c) == self.authority).ok_or_else(unknown)?;
+        let authority =
+            intermediates.iter().find(|c| fingerprint(c) == self.authority).ok_or_else(unknown)?;
         let mut roots = RootCertStore::empty();
         roots.add(authority.clone().into_owned())?;
         WebPkiServerVerifier::builder_with_provider(Arc::new(roots), self.provider.clone())

@@ -309,7 +309,7 @@ fn ask_member(own: &Link, member: &Member, operation: Operation) -> Outcome {
     match operation {
         Operation::Present => Ok(Done::Present(member.described())),
         Operation::Name(_) | Operation::Checkpoint(_) | Operation::Verifier => own.ask(operation),
-        Operation::Server { csr_pem, authority, .. } => member.renew(csr_pem, authority),
+        Operation::Server { csr_pem, authority, .. } => member.renew(&csr_pem, authority),
         Operation::Check { .. }
         | Operation::Join { .. }
         | Operation::Renew { .. }

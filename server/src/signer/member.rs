@@ -38,7 +38,7 @@ pub struct Held {
     pub authority: String,
     /// Certificate.
     pub certificate: String,
-    /// Its key.
+    /// Key of the certificate.
     pub key: String,
 }
 
@@ -50,7 +50,7 @@ struct Issuer {
     server: String,
 }
 
-/// The file.
+/// All that a member keeps, as JSON.
 #[derive(Clone, Serialize, Deserialize)]
 struct Document {
     /// Name of this server in its certificates.
@@ -90,6 +90,12 @@ pub fn file(state_dir: &Path) -> PathBuf {
     state_dir.join(FILE)
 }
 
+/// Returns the certificate of the authority that signs, in PEM, from the text of the file.
+pub fn authority_of(text: &str) -> Option<String> {
+    let document: serde_json::Value = serde_json::from_str(text).ok()?;
+    Some(document["authorities"]["signer"].as_str()?.to_owned())
+}
+
 /// A membership that exists, as `pool join` looks at it.
 pub struct Standing {
     /// Name of the server in its certificates.
@@ -124,7 +130,12 @@ impl Member {
     }
 
     /// Joins the pool of the token through the issuer at `address`, and stores the membership.
-    pub fn join(state_dir: &Path, address: &str, token: &ServerToken, name: &str) -> Result<[u8; 32], Refused> {
+    pub fn join(
+        state_dir: &Path,
+        address: &str,
+        token: &ServerToken,
+        name: &str,
+    ) -> Result<[u8; 32], Refused> {
         let key = rcgen::KeyPair::generate().map_err(AuthorityError::from)?;
         let request = rcgen::CertificateParams::default().serialize_request(&key);
         let csr_pem = request.and_then(|request| request.pem()).map_err(AuthorityError::from)?;
@@ -142,8 +153,9 @@ impl Member {
         let bundle = Bundle::open_pinned(&reply.bundle, &token.0.authority).map_err(wrong)?;
         let present: Present = bundle.described.clone().try_into()?;
         let unix = SystemClock.unix();
-        let (_, authority) = certified(&present, &reply.certificate_pem, (Role::Server, name), &csr_pem, unix)
-            .map_err(wrong)?;
+        let (_, authority) =
+            certified(&present, &reply.certificate_pem, (Role::Server, name), &csr_pem, unix)
+                .map_err(wrong)?;
         let held = Held {
             authority: HEXLOWER.encode(&authority),
             certificate: reply.certificate_pem,
@@ -227,23 +239,31 @@ impl Member {
         all.into_iter().map(|Issuer { address, server }| Target { address, server }).collect()
     }
 
-    /// Returns the certificate with which this server calls: the old authority's during a rotation.
-    fn shown(&self) -> Result<Held, Refused> {
+    /// Returns the certificates with which this server calls: the old authority's first.
+    fn shown(&self) -> Vec<Held> {
         let old = HEXLOWER.encode(&locked(&self.present).old().fingerprint());
-        let document = locked(&self.document);
-        let of_old = document.certificates.iter().find(|held| held.authority == old);
-        let shown = of_old.or(document.certificates.first()).cloned();
-        shown.ok_or_else(|| failed(&self.file.display().to_string(), &"it has no certificate"))
+        let mut all = self.kept();
+        all.sort_by_key(|held| held.authority != old);
+        all
     }
 
-    fn credentials(&self) -> Result<Credentials, Refused> {
-        let Held { certificate, key, .. } = self.shown()?;
-        Ok(Credentials { authorities: locked(&self.present).certificates(), certificate, key })
+    fn credentials(&self, all: &[Held]) -> Vec<Credentials> {
+        let authorities = locked(&self.present).certificates();
+        let of = |held: &Held| Credentials {
+            authorities: authorities.clone(),
+            certificate: held.certificate.clone(),
+            key: held.key.clone(),
+        };
+        all.iter().map(of).collect()
     }
 
     /// Has an issuer do an operation, and checks its answer.
     pub fn forward(&self, operation: &Operation) -> Outcome {
-        let credentials = self.credentials()?;
+        self.forward_as(&self.shown(), operation)
+    }
+
+    fn forward_as(&self, shown: &[Held], operation: &Operation) -> Outcome {
+        let credentials = self.credentials(shown);
         let with_token = matches!(operation, Operation::Check { .. } | Operation::Join { .. });
         let (mut refused, mut silent) = (None, Vec::new());
         for target in self.issuers() {
@@ -301,12 +321,20 @@ impl Member {
     }
 
     /// Has an issuer sign the next certificate of this server.
-    pub fn renew(&self, csr_pem: String, authority: [u8; 32]) -> Outcome {
-        let Held { certificate, key, .. } = self.shown()?;
-        let present = CertificateDer::from_pem_slice(certificate.as_bytes());
-        let present = present.map_err(|e| failed(&self.file.display().to_string(), &e))?.to_vec();
-        let proof = prove_renewal(&key, &csr_pem, &authority)?;
-        self.forward(&Operation::RenewServer { present, csr_pem, authority, proof })
+    pub fn renew(&self, csr_pem: &str, authority: [u8; 32]) -> Outcome {
+        let mut outcome = Err(failed(&self.file.display().to_string(), &"it has no certificate"));
+        // The key of the certificate that the connection shows proves the request.
+        for held in self.shown() {
+            let present = CertificateDer::from_pem_slice(held.certificate.as_bytes());
+            let present = present.map_err(|e| failed(&self.file.display().to_string(), &e))?.to_vec();
+            let proof = prove_renewal(&held.key, csr_pem, &authority)?;
+            let order = Operation::RenewServer { present, csr_pem: csr_pem.to_owned(), authority, proof };
+            outcome = self.forward_as(&[held], &order);
+            if !outcome.as_ref().is_err_and(|refused| refused.why == Why::Issuers) {
+                break;
+            }
+        }
+        outcome
     }
 
     /// Stores a certificate of this server with its key, in place of that of the same authority.
@@ -335,7 +363,7 @@ impl Member {
                 targets.push(Target { address, server: String::new() });
             }
         }
-        let answers = issuers::ask_all(&targets, &self.credentials()?, &Operation::Bundle);
+        let answers = issuers::ask_all(&targets, &self.credentials(&self.shown()), &Operation::Bundle);
         let (mut first, mut silent) = (None, Vec::new());
         for (number, (target, answer)) in targets.into_iter().zip(answers).enumerate() {
             match self.opened(&target, answer) {

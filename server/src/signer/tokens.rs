@@ -643,8 +643,7 @@ mod tests {
         use gpusession_proto::join::ServerToken;
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let here: IpNet = "10.1.0.0/16".parse().unwrap();
-        let (token, record) =
-            tokens.create_for_server([1; 32], ("gpu2", 60, &[here]), 1000, &random);
+        let (token, record) = tokens.create_for_server([1; 32], ("gpu2", 60, &[here]), 1000, &random);
         assert_eq!(TokenFacts::new("x", &record).name_pattern, "server gpu2");
         assert!(blake3::Hash::from_hex(&record.hash).is_err(), "an earlier release refuses it");
         let stored = serde_json::to_string(&tokens).unwrap();
@@ -675,10 +674,7 @@ mod tests {
         // A client's token, whatever its pattern, admits no server.
         let (client, _) = tokens.create([1; 32], &terms("gpu2", &[]), 1000, &random);
         let proof = ServerToken(client.clone()).proof("gpu2", "csr");
-        assert_eq!(
-            tokens.check_server((&client.id, &proof), ("gpu2", "csr"), None, &[1; 32], 1000),
-            unknown
-        );
+        assert_eq!(tokens.check_server((&client.id, &proof), ("gpu2", "csr"), None, &[1; 32], 1000), unknown);
     }
 
     #[test]

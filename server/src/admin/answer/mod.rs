@@ -37,6 +37,11 @@ pub fn unsigned(refused: &Refused) -> Refusal {
     Refusal::new(code, refused.to_string())
 }
 
+/// Creates the refusal of the name of a revoked server.
+pub fn no_more_a_name(name: &str) -> Refusal {
+    Refusal::new("usage", format!("server {name} is revoked for ever: a server joins under another `name`"))
+}
+
 /// Creates the refusal for a statement that was not made.
 fn not_stated(e: &NotStated) -> Refusal {
     match e {

@@ -99,7 +99,10 @@ impl Issuer for Service {
         let operation = operation.and_then(|bytes| message::decode::<Operation>(bytes).ok());
         let order = operation.and_then(|operation| allowed(operation, shown)).ok_or_else(|| {
             if let Some(more) = pool.quiet.may() {
-                warn!(gpusession_server = name, "server {name}: asked for an operation of issuers: refused{more}");
+                warn!(
+                    gpusession_server = name,
+                    "server {name}: asked for an operation of issuers: refused{more}"
+                );
                 pool.audit.note(audit::Event {
                     result: "refused".into(),
                     ..server_event("issuer-refused", &name, &from)

@@ -165,7 +165,9 @@ mod tests {
         assert_eq!(why(site.server(as_client)), Why::Token);
         let of_client = ServerToken(site.token("*", 9));
         assert_eq!(why(site.server(join(&of_client, "gpu2", &csr()))), Why::Token);
-        let Operation::JoinServer { id, proof, name, from, .. } = join(&token, "gpu2", &csr()) else { panic!() };
+        let Operation::JoinServer { id, proof, name, from, .. } = join(&token, "gpu2", &csr()) else {
+            panic!()
+        };
         let altered = Operation::JoinServer { id, proof, name, csr_pem: csr(), from };
         assert_eq!(why(site.server(altered)), Why::Token, "a server on the way has the proof alone");
 
@@ -189,8 +191,7 @@ mod tests {
     #[test]
     fn root_permits_the_server_one_token_for_a_server() {
         let site = Site::new();
-        let admit =
-            |name: &str| Privileged::AdmitServer { name: name.into(), ttl: 60, from: Vec::new() };
+        let admit = |name: &str| Privileged::AdmitServer { name: name.into(), ttl: 60, from: Vec::new() };
         assert_eq!(why(site.server(Operation::Privileged(admit("gpu2")))), Why::Right);
         site.root(Operation::Permit(admit("gpu2"))).unwrap();
         assert_eq!(why(site.server(Operation::Privileged(admit("gpu3")))), Why::Right);
