@@ -142,7 +142,7 @@ pub struct ServerToken(pub JoinToken);
 /// serves for this name and this key alone.
 pub fn server_proof(key: &[u8; 32], name: &str, csr_pem: &str) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_keyed(key);
-    // A name has no line feed, so that the three parts are told from each other.
+    // A name has no line feed, which thus separates the parts.
     hasher.update(SERVER_PROOF).update(name.as_bytes()).update(b"\n").update(csr_pem.as_bytes());
     *hasher.finalize().as_bytes()
 }
@@ -157,7 +157,10 @@ pub struct NotAServerToken;
 
 impl fmt::Display for NotAServerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "not a token for a server: `gpuserver pool admit` makes one, which starts with {SERVER_PREFIX}")
+        write!(
+            f,
+            "not a token for a server: `gpuserver pool admit` makes one, which starts with {SERVER_PREFIX}"
+        )
     }
 }
 
