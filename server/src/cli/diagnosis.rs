@@ -322,7 +322,7 @@ fn advertise(facts: &Facts) -> Finding {
 fn authority(facts: &Facts) -> Finding {
     let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
     let path = places(config.signer.as_deref(), &config.state_dir).folder.join("authority.pem");
-    let member = facts.machine.read(&member::file(&config.state_dir)).ok();
+    let member = facts.machine.read(member::file(&config.state_dir)).ok();
     let member = member.and_then(|text| member::authority_of(&text));
     let text = match member.map_or_else(|| facts.machine.read(&path), Ok) {
         Ok(text) => text,

@@ -81,9 +81,11 @@ impl Pool {
         let mut all: Vec<_> =
             config.peers.iter().map(|a| crate::net::host_port(&a.host, port(a.port))).collect();
         let issuers = self.signer.link().member().map(Member::addresses).unwrap_or_default();
-        all.extend(issuers.into_iter().filter(|address| {
-            !config.peers.iter().any(|a| crate::net::host_port(&a.host, port(a.port)) == *address)
-        }));
+        for address in issuers {
+            if !all.contains(&address) {
+                all.push(address);
+            }
+        }
         all
     }
 

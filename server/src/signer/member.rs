@@ -229,13 +229,7 @@ impl Member {
 
     fn issuers(&self) -> Vec<Target> {
         let mut all = locked(&self.document).issuers.clone();
-        for found in locked(&self.found).iter() {
-            match all.iter_mut().find(|known| known.address == found.address) {
-                // Another issuer has the address since the join.
-                Some(known) => known.server.clone_from(&found.server),
-                None => all.push(found.clone()),
-            }
-        }
+        all.extend(locked(&self.found).iter().cloned());
         all.into_iter().map(|Issuer { address, server }| Target { address, server }).collect()
     }
 
@@ -465,4 +459,122 @@ fn certified(
     }
     let by = present.all().find(|authority| Some(authority.name()) == issuer(&der));
     Ok((holder, by.ok_or("the certificate is of no authority of the pool")?.fingerprint()))
+}
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::join::JoinToken;
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::super::keeper::{Caller, Keeper, Places};
+    use super::super::operation::{Privileged, Step};
+    use super::super::tokens::Terms;
+    use super::*;
+    use crate::clock::SystemRandom;
+    use crate::clock::testing::TestClock;
+
+    struct Site {
+        _folder: tempfile::TempDir,
+        clock: Arc<TestClock>,
+        keeper: Keeper,
+        member: Member,
+    }
+
+    fn csr() -> String {
+        let key = KeyPair::generate().unwrap();
+        CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap()
+    }
+
+    fn bundle(keeper: &Keeper) -> Vec<u8> {
+        match keeper.perform(Caller::Server, Operation::Bundle).unwrap() {
+            Done::Bundle(bytes) => bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    impl Site {
+        fn new() -> Self {
+            let (folder, clock) = (tempfile::tempdir().unwrap(), Arc::new(TestClock::default()));
+            let places = Places::own(folder.path());
+            let keeper = Keeper::open(places, clock.clone(), Arc::new(SystemRandom)).unwrap();
+            keeper.perform(Caller::Root, Operation::Init { name: "gpu1".into() }).unwrap();
+            let Done::Present(authorities) = keeper.perform(Caller::Root, Operation::Present).unwrap() else {
+                panic!()
+            };
+            let document = Document {
+                name: "gpu2".into(),
+                bundle_unix: 0,
+                authorities,
+                certificates: Vec::new(),
+                issuers: vec![Issuer { address: "127.0.0.1:1".into(), server: "gpu1".into() }],
+            };
+            let member = Member::of(file(folder.path()), document, clock.clone()).unwrap();
+            Self { _folder: folder, clock, keeper, member }
+        }
+
+        fn opens(&self, bundle: Vec<u8>, server: &str) -> Result<Bundle, Trouble> {
+            let target = Target { address: "127.0.0.1:1".into(), server: server.into() };
+            self.member.opened(&target, Ok(Ok(Done::Bundle(bundle))))
+        }
+
+        /// Has the signer join a client with a new token.
+        fn join(&self, name: &str, csr_pem: &str) -> (Operation, Done) {
+            let terms = Terms { pattern: "*".into(), uses: 1, ttl: 60, from: Vec::new(), per_address: 0 };
+            let made = self.keeper.perform(Caller::Server, Operation::TokenCreate(terms)).unwrap();
+            let Done::Token { id, secret, authority, .. } = made else { panic!() };
+            let join = Operation::join(&JoinToken { authority, id, secret }, name, None, csr_pem, true);
+            (join.clone(), self.keeper.perform(Caller::Server, join).unwrap())
+        }
+    }
+
+    #[test]
+    fn authorities_of_an_issuer_alone_are_taken_and_older_ones_are_not() {
+        let (site, other) = (Site::new(), Site::new());
+        let before = site.opens(bundle(&site.keeper), "gpu1").unwrap();
+        assert!(site.opens(bundle(&site.keeper), "gpu3").is_err(), "of another issuer");
+        assert!(site.opens(bundle(&other.keeper), "gpu1").is_err(), "of another pool");
+        assert_eq!(site.member.take(before.clone()), Ok(false), "nothing new");
+        site.clock.advance(Duration::from_secs(60));
+        let begin = Operation::Privileged(Privileged::Rotate(Step::Begin(None)));
+        site.keeper.perform(Caller::Root, begin).unwrap();
+        let begun = site.opens(bundle(&site.keeper), "gpu1").unwrap();
+        assert_eq!(site.member.take(begun), Ok(true));
+        assert_eq!(site.member.take(before), Ok(false), "a description of before, given again");
+        assert_eq!(site.member.standing().authorities.len(), 2);
+        let again = store::read::<Option<Document>>(&site.member.file).unwrap().unwrap();
+        let again: Present = again.authorities.try_into().unwrap();
+        assert_eq!(again.all().count(), 2, "also after a restart");
+    }
+
+    #[test]
+    fn an_answer_that_was_changed_on_its_way_is_refused() {
+        let (site, other) = (Site::new(), Site::new());
+        let csr_pem = csr();
+        let (join, done) = site.join("vm-1", &csr_pem);
+        assert!(site.member.checked(&join, done.clone()).is_ok());
+        let of_other_name = site.join("vm-2", &csr_pem).1;
+        let of_other_key = site.join("vm-1", &csr()).1;
+        let of_other_pool = other.join("vm-1", &csr_pem).1;
+        for bad in [of_other_name, of_other_key, of_other_pool, Done::Nothing] {
+            assert!(site.member.checked(&join, bad).is_err());
+        }
+        let own = Operation::RenewServer {
+            present: Vec::new(),
+            csr_pem: csr_pem.clone(),
+            authority: [0; 32],
+            proof: Vec::new(),
+        };
+        assert!(site.member.checked(&own, done).is_err(), "a client's");
+
+        let state = |site: &Site, name: &str| {
+            let verdict = Verdict::RevokeClient { name: name.into(), identity: None };
+            let order = Operation::State { verdict, turn: 1 };
+            (order.clone(), site.keeper.perform(Caller::Server, order).unwrap())
+        };
+        let (order, done) = state(&site, "vm-1");
+        assert!(site.member.checked(&order, done).is_ok());
+        for bad in [state(&site, "vm-2").1, state(&other, "vm-1").1] {
+            assert!(site.member.checked(&order, bad).is_err());
+        }
+    }
 }
