@@ -568,6 +568,8 @@ fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
     for key in ["authority.key", "next.key", "ca/authority.key", "ca/next.key"] {
         report.secrets.add(&machine.read(state.join(key)).unwrap_or_default());
     }
+    let member = machine.read(member::file(state)).unwrap_or_default();
+    member::keys_of(&member).iter().for_each(|key| report.secrets.add(key));
     let names = machine.list(state);
     for name in names.iter().filter(|name| name.contains("token") || name.ends_with(".key")) {
         let text = machine.read(state.join(name)).unwrap_or_default();

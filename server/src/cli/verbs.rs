@@ -109,7 +109,7 @@ pub enum Verb {
     ///
     /// The command lists the archive's files before it writes.
     Report(ReportOptions),
-    /// Create, export, import or replace the pool's authority; admit servers
+    /// Create, join or export a pool; replace its authority
     Pool {
         /// Verb for the pool
         #[command(subcommand)]

@@ -15,7 +15,7 @@ use super::ca::{AuthorityError, Issued};
 use super::checkpoints::Checkpoints;
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
-use super::member::Member;
+use super::member::{self, Member};
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
 use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::checkpoint::{Checkpoint, Place, Verifier};
@@ -111,7 +111,13 @@ impl Link {
     ///
     /// Where no signer listens yet, as after an installation, root opens its files.
     pub fn of_command(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
-        Self::own_of_command(signer, state_dir, name)?.or_member(state_dir)
+        let own = Self::own_of_command(signer, state_dir, name)?;
+        // Another user may not read the folder, and gets the signer's refusal.
+        let denied = |e: io::Error| e.kind() == io::ErrorKind::PermissionDenied;
+        match std::fs::File::open(member::file(state_dir)).is_err_and(denied) {
+            true => Ok(own),
+            false => own.or_member(state_dir),
+        }
     }
 
     /// Returns the link of a command to the signer of this host.

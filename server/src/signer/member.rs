@@ -96,6 +96,13 @@ pub fn authority_of(text: &str) -> Option<String> {
     Some(document["authorities"]["signer"].as_str()?.to_owned())
 }
 
+/// Returns the keys of the server's certificates, in PEM, from the text of the file.
+pub fn keys_of(text: &str) -> Vec<String> {
+    let document = serde_json::from_str::<serde_json::Value>(text).unwrap_or_default();
+    let held = document["certificates"].as_array().into_iter().flatten();
+    held.filter_map(|held| held["key"].as_str()).map(str::to_owned).collect()
+}
+
 /// A membership that exists, as `pool join` looks at it.
 pub struct Standing {
     /// Name of the server in its certificates.
@@ -544,6 +551,15 @@ mod tests {
         let again = store::read::<Option<Document>>(&site.member.file).unwrap().unwrap();
         let again: Present = again.authorities.try_into().unwrap();
         assert_eq!(again.all().count(), 2, "also after a restart");
+        let held = Held { authority: "00".into(), certificate: "c".into(), key: "k".into() };
+        site.member.keep(held).unwrap();
+        let text = std::fs::read_to_string(&site.member.file).unwrap();
+        assert_eq!(keys_of(&text), ["k"]);
+        let signs = site.member.standing().authorities[0];
+        assert_eq!(
+            super::super::ca::Authority::from_pem(&authority_of(&text).unwrap()).unwrap().fingerprint(),
+            signs
+        );
     }
 
     #[test]
