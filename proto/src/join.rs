@@ -125,10 +125,46 @@ pub struct JoinToken {
 }
 
 const PREFIX: &str = "gpsj-";
+/// Begin of the text of a [`ServerToken`].
+const SERVER_PREFIX: &str = "gpss-";
+/// Domain of [`server_proof`].
+const SERVER_PROOF: &[u8] = b"gpusession join of a server 1\n";
+
+/// Token that `gpuserver pool admit` prints and `gpuserver pool join` takes.
+///
+/// Its text is `gpss-` and 86 characters of base64url, so that no client takes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerToken(pub JoinToken);
+
+/// Returns the proof of a server that has a token for its name, made of its certificate request.
+///
+/// `key` is the BLAKE3 of the token's secret. The secret itself thus reaches no server, and a proof
+/// serves for this name and this key alone.
+pub fn server_proof(key: &[u8; 32], name: &str, csr_pem: &str) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_keyed(key);
+    // A name has no line feed, which thus separates the parts.
+    hasher.update(SERVER_PROOF).update(name.as_bytes()).update(b"\n").update(csr_pem.as_bytes());
+    *hasher.finalize().as_bytes()
+}
 
 /// Error for a text that is not a join token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotAToken;
+
+/// Error for a text that is not a token for a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotAServerToken;
+
+impl fmt::Display for NotAServerToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "not a token for a server: `gpuserver pool admit` makes one, which starts with {SERVER_PREFIX}"
+        )
+    }
+}
+
+impl std::error::Error for NotAServerToken {}
 
 impl fmt::Display for NotAToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -148,19 +184,18 @@ impl fmt::Debug for JoinToken {
 impl JoinToken {
     /// Returns the text that a person passes on.
     pub fn to_text(&self) -> String {
+        self.text_behind(PREFIX)
+    }
+
+    fn text_behind(&self, prefix: &str) -> String {
         let mut bytes = Vec::with_capacity(64);
         bytes.extend_from_slice(&self.authority);
         bytes.extend_from_slice(&self.id);
         bytes.extend_from_slice(&self.secret);
-        format!("{PREFIX}{}", BASE64URL_NOPAD.encode(&bytes))
+        format!("{prefix}{}", BASE64URL_NOPAD.encode(&bytes))
     }
-}
 
-impl FromStr for JoinToken {
-    type Err = NotAToken;
-
-    fn from_str(text: &str) -> Result<Self, NotAToken> {
-        let body = text.trim().strip_prefix(PREFIX).ok_or(NotAToken)?;
+    fn from_body(body: &str) -> Result<Self, NotAToken> {
         if body.len() != 86 {
             return Err(NotAToken);
         }
@@ -178,6 +213,35 @@ impl FromStr for JoinToken {
     }
 }
 
+impl FromStr for JoinToken {
+    type Err = NotAToken;
+
+    fn from_str(text: &str) -> Result<Self, NotAToken> {
+        Self::from_body(text.trim().strip_prefix(PREFIX).ok_or(NotAToken)?)
+    }
+}
+
+impl ServerToken {
+    /// Returns the text that a person passes on.
+    pub fn to_text(&self) -> String {
+        self.0.text_behind(SERVER_PREFIX)
+    }
+
+    /// Returns the proof of a server of this name that asks for a certificate.
+    pub fn proof(&self, name: &str, csr_pem: &str) -> [u8; 32] {
+        server_proof(blake3::hash(&self.0.secret).as_bytes(), name, csr_pem)
+    }
+}
+
+impl FromStr for ServerToken {
+    type Err = NotAServerToken;
+
+    fn from_str(text: &str) -> Result<Self, NotAServerToken> {
+        let body = text.trim().strip_prefix(SERVER_PREFIX).ok_or(NotAServerToken)?;
+        JoinToken::from_body(body).map(Self).map_err(|NotAToken| NotAServerToken)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,6 +256,21 @@ mod tests {
         assert_eq!(format!("{token:?}"), "JoinToken(0202020202020202)");
         for bad in ["", "gpsj-", &text[1..], &text[..90], &format!("{text}A"), &text.replace('B', "é")] {
             assert_eq!(bad.parse::<JoinToken>(), Err(NotAToken), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_token_for_a_server_is_none_for_a_client_and_proves_one_name_and_one_request() {
+        let token = ServerToken(JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] });
+        let text = token.to_text();
+        assert_eq!((text.len(), text.parse()), (91, Ok(token.clone())));
+        assert_eq!(text.parse::<JoinToken>(), Err(NotAToken));
+        assert_eq!(token.0.to_text().parse::<ServerToken>(), Err(NotAServerToken));
+        let proof = token.proof("gpu2", "csr");
+        assert_eq!(proof, server_proof(blake3::hash(&[3; 24]).as_bytes(), "gpu2", "csr"));
+        let other = ServerToken(JoinToken { secret: [4; 24], ..token.0.clone() });
+        for another in [token.proof("gpu3", "csr"), token.proof("gpu2", "csr2"), other.proof("gpu2", "csr")] {
+            assert_ne!(proof, another);
         }
     }
 

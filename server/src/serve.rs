@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
+use gpusession_proto::control::issuer_server::IssuerServer;
 use gpusession_proto::control::pool_server::PoolServer;
 use gpusession_proto::control::statements_server::StatementsServer;
 use tokio::net::{TcpListener, TcpStream};
@@ -71,6 +72,9 @@ const CONTROL: &str = "control";
 const DATA: &str = "data";
 /// Longest request on the control port, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
+
+/// Longest request to an issuer, in bytes: an encoded operation and its field.
+const MAX_ISSUER_MESSAGE: usize = (64 << 10) + 64;
 
 /// The way in which the server ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -619,6 +623,7 @@ async fn serve_control(
         .http2_max_header_list_size(Some(16 << 10))
         .add_service(EnrolmentServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
         .add_service(AdministrationServer::new(administration).max_decoding_message_size(MAX_MESSAGE))
+        .add_service(IssuerServer::new(service.clone()).max_decoding_message_size(MAX_ISSUER_MESSAGE))
         .add_service(StatementsServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
         .add_service(PoolServer::new(service).max_decoding_message_size(MAX_MESSAGE))
         .serve_with_incoming_shutdown(ReceiverStream::new(connections), async move {

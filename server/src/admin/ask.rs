@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::answer::{
@@ -192,6 +193,15 @@ pub enum Ask {
         /// Statements with their signatures.
         statements: Vec<String>,
     },
+    /// Make a token with which a server joins the pool.
+    ServerAdmit {
+        /// Name of the server.
+        name: String,
+        /// Lifetime in seconds.
+        ttl: u64,
+        /// Networks from which the server joins; empty: from anywhere.
+        from: Vec<IpNet>,
+    },
     /// Refuse a server from now on, on each server and each client of the pool.
     ServerRevoke {
         /// Name of the server.
@@ -262,6 +272,10 @@ impl Ask {
             Self::RotateSwitch { .. } => rotate(Step::Switch),
             Self::RotateFinish { .. } => rotate(Step::Finish),
             Self::RotateAbort => rotate(Step::Abort),
+            Self::ServerAdmit { name, ttl, from } => {
+                let (name, from) = (name.clone(), from.clone());
+                Kind::Root(KEPT_HERE, Privileged::AdmitServer { name, ttl: *ttl, from })
+            }
             Self::ServerRevoke { name } => {
                 Kind::Root(KEPT_HERE, Privileged::RevokeServer { name: name.clone() })
             }
@@ -366,6 +380,7 @@ impl Ask {
             Self::RotateAbort => rotation::step(pool, Step::Abort, false).await,
             Self::Statements { after } => statements::list(pool, after),
             Self::StatementsImport { statements } => statements::import(pool, statements).await,
+            Self::ServerAdmit { name, ttl, from } => tokens::admit_server(pool, name, ttl, from).await,
             Self::ServerRevoke { name } => statements::revoke_server(pool, name).await,
         }
     }

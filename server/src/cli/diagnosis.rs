@@ -29,6 +29,7 @@ use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::refusal::Refusal;
 use crate::signer::link::{folder_of, places, unit_of};
+use crate::signer::member;
 use crate::starter::unit_of as starter_unit_of;
 use crate::text::Output;
 
@@ -321,12 +322,14 @@ fn advertise(facts: &Facts) -> Finding {
 fn authority(facts: &Facts) -> Finding {
     let Ok(config) = &facts.config else { return Finding::skipped("the configuration has errors") };
     let path = places(config.signer.as_deref(), &config.state_dir).folder.join("authority.pem");
-    let text = match facts.machine.read(&path) {
+    let member = facts.machine.read(member::file(&config.state_dir)).ok();
+    let member = member.and_then(|text| member::authority_of(&text));
+    let text = match member.map_or_else(|| facts.machine.read(&path), Ok) {
         Ok(text) => text,
         Err(unread) if unread.missing() => {
             return Finding::fault(
                 format!("{unread}: this server is in no pool"),
-                "gpuserver pool init, or gpuserver pool import on a further server",
+                "gpuserver pool init, or gpuserver pool join on a further server",
             );
         }
         Err(unread) => return Finding::skipped(unread.to_string()),
@@ -565,6 +568,8 @@ fn add_secrets(report: &mut Report, machine: &Machine, state: &Path) {
     for key in ["authority.key", "next.key", "ca/authority.key", "ca/next.key"] {
         report.secrets.add(&machine.read(state.join(key)).unwrap_or_default());
     }
+    let member = machine.read(member::file(state)).unwrap_or_default();
+    member::keys_of(&member).iter().for_each(|key| report.secrets.add(key));
     let names = machine.list(state);
     for name in names.iter().filter(|name| name.contains("token") || name.ends_with(".key")) {
         let text = machine.read(state.join(name)).unwrap_or_default();

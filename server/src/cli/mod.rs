@@ -7,6 +7,7 @@ mod clients;
 mod config;
 mod diagnosis;
 mod isolation;
+mod member;
 mod pool;
 mod remote;
 mod rotate;

@@ -36,10 +36,35 @@ pub enum PoolVerb {
         #[arg(long)]
         now: bool,
     },
+    /// Make a token with which a server of this name joins the pool, on a server with the key
+    ///
+    /// The server that joins gets a certificate of this name, and no key of the authority.
+    Admit {
+        /// Name of the server that joins: its `name`
+        name: String,
+        /// Lifetime of the token
+        #[arg(long, value_name = "TIME", default_value = "1h")]
+        ttl: String,
+        /// Networks or addresses from which the server joins with it; without, from anywhere
+        #[arg(long, value_name = "NETWORK", value_delimiter = ',')]
+        from: Vec<String>,
+    },
+    /// Join a pool without its key: issuers sign what this server needs
+    ///
+    /// The key of this server's certificate is made here.
+    Join {
+        /// Address of a server with the authority's key, HOST or HOST:PORT
+        address: String,
+        /// Token from `pool admit` there; - or none for standard input
+        token: Option<String>,
+        /// Also enable the server's unit for the next boots, and start it
+        #[arg(long)]
+        now: bool,
+    },
     /// Revoke a server for ever: clients and the other servers refuse it
     ///
-    /// The server can serve again under another `name`. It has the pool's key: after the theft of
-    /// its disk or of root's rights there, also replace the authority.
+    /// The server can serve again under another `name`. If it has the authority's key, also replace
+    /// the authority after the theft of its disk or of root's rights there.
     Revoke {
         /// Name of the server
         name: String,
@@ -103,7 +128,11 @@ fn unit(signer: Option<&Path>) -> anyhow::Result<String> {
 }
 
 /// Returns the unit to start, if the verb asks for it and systemd has it.
-fn unit_to_start(machine: &Machine, signer: Option<&Path>, now: bool) -> anyhow::Result<Option<String>> {
+pub(super) fn unit_to_start(
+    machine: &Machine,
+    signer: Option<&Path>,
+    now: bool,
+) -> anyhow::Result<Option<String>> {
     if !now {
         return Ok(None);
     }
@@ -129,7 +158,10 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
             write!(out.out, "{exported}")?;
             return Ok(());
         }
-        PoolVerb::Rotate { .. } | PoolVerb::Revoke { .. } => {
+        PoolVerb::Rotate { .. }
+        | PoolVerb::Revoke { .. }
+        | PoolVerb::Admit { .. }
+        | PoolVerb::Join { .. } => {
             anyhow::bail!("internal error: not a verb of this function")
         }
         PoolVerb::Init { .. } => {

@@ -13,6 +13,7 @@ use super::clients::{ClientsVerb, clients};
 use super::config::{ConfigVerb, check_config, configure};
 use super::diagnosis::{self, HealthOptions, ReportOptions};
 use super::isolation::check_isolation;
+use super::member;
 use super::pool::{PoolVerb, pool};
 use super::rotate::rotate;
 use super::several::{ps, stop, top};
@@ -108,7 +109,7 @@ pub enum Verb {
     ///
     /// The command lists the archive's files before it writes.
     Report(ReportOptions),
-    /// Create, export, import or replace the pool's authority
+    /// Create, join or export a pool; replace its authority
     Pool {
         /// Verb for the pool
         #[command(subcommand)]
@@ -286,6 +287,12 @@ impl Verb {
                     let text = "clients refuse it as soon as they ask this server, and other servers within a minute";
                     Ok(writeln!(out, "server {name} is revoked for ever: {text}")?)
                 })
+            }
+            Self::Pool { verb: PoolVerb::Admit { name, ttl, from } } => {
+                member::admit(out, server, name, ttl, from)
+            }
+            Self::Pool { verb: PoolVerb::Join { address, token, now } } => {
+                member::join(out, server.config()?, (address, token.as_deref(), *now))
             }
             Self::Statements { verb } => statements(out, server, verb.as_ref()),
             Self::Pool { verb } => pool(out, server.config()?, verb),

@@ -203,7 +203,7 @@ impl Pool {
     /// Returns the authority of a certificate, as long as its certificates are valid.
     ///
     /// A connection may be older than the end of a rotation, which TLS does not notice.
-    fn issuer(&self, certificate: &Certificate) -> Result<String, Status> {
+    pub(super) fn issuer(&self, certificate: &Certificate) -> Result<String, Status> {
         self.signer.present().named(certificate.issuer).ok_or_else(|| {
             Status::unauthenticated(
                 "the certificate is of an authority that the pool has replaced: for a client, an administrator runs \

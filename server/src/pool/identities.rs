@@ -9,6 +9,7 @@ pub use super::endings::Ending;
 use super::lock::locked;
 use super::state::Pool;
 use crate::certificate::day;
+use crate::signer::Refused;
 
 /// Pause between checks for certificates that end, in seconds.
 const CHECK_INTERVAL: u64 = 3600;
@@ -22,17 +23,12 @@ const SERVER_WARNING: u64 = 7 * DAY;
 impl Pool {
     /// Renews the server's certificate if that is due, and warns of certificates that end.
     pub(super) async fn watch_identities(&self, unix: u64) {
-        let certificate = self.certificate.clone();
-        // In a thread that may wait for the signer.
-        let kept = tokio::task::spawn_blocking(move || certificate.keep(unix)).await;
-        match kept.unwrap_or_default() {
-            None => {}
-            Some(Ok(until)) => info!(
-                message_id = Said::IdentityRenewed.id(),
-                "the server's certificate: renewed until {}; connections continue",
-                day(until)
-            ),
-            Some(Err(e)) => error!("the server's certificate: not renewed: {e}; trying again in an hour"),
+        // A server without the authority's key waits for issuers elsewhere: `keep_membership`.
+        if self.signer.link().member().is_none() {
+            let certificate = self.certificate.clone();
+            // In a thread that may wait for the signer.
+            let kept = tokio::task::spawn_blocking(move || certificate.keep(unix)).await;
+            self.note_renewal(kept.unwrap_or_default());
         }
         {
             let mut warned = locked(&self.warned);
@@ -52,6 +48,19 @@ impl Pool {
                 "{}",
                 e.warning(unix)
             );
+        }
+    }
+
+    /// Notes the outcome of a renewal of the server's certificate.
+    pub(super) fn note_renewal(&self, kept: Option<Result<u64, Refused>>) {
+        match kept {
+            None => {}
+            Some(Ok(until)) => info!(
+                message_id = Said::IdentityRenewed.id(),
+                "the server's certificate: renewed until {}; connections continue",
+                day(until)
+            ),
+            Some(Err(e)) => error!("the server's certificate: not renewed: {e}; trying again in an hour"),
         }
     }
 

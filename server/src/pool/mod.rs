@@ -32,7 +32,7 @@ use std::time::Duration;
 use data_encoding::HEXLOWER;
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::{self as wire, PoolEvent};
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{JoinToken, ServerToken};
 use gpusession_proto::journal::Event as Said;
 use gpusession_proto::statement::{Statement, Verdict};
 use tokio::sync::broadcast;
@@ -449,6 +449,11 @@ impl Pool {
 
     async fn store_clients(&self) -> Result<(), StoreError> {
         self.client_file.store(|| store::text(&locked(&self.clients).save())).await
+    }
+
+    /// Makes a token with which a server joins the pool.
+    pub async fn admit_server(&self, admit: Privileged) -> Result<(ServerToken, TokenFacts), Refused> {
+        self.signer.aside(move |signer| signer.link().admit_server(admit)).await
     }
 
     /// Creates a join token.

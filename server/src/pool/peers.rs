@@ -20,6 +20,7 @@ use tracing::{error, info, warn};
 use super::contact::Peer;
 use super::lock::locked;
 use super::state::Pool;
+use crate::signer::member::Member;
 use crate::statements::{MAX_STATEMENTS, PAGE};
 
 /// Time that a connection may take, TLS included.
@@ -63,6 +64,7 @@ impl Pool {
     /// Takes statements from the servers in `peers`, again and again. Never returns.
     pub async fn follow_peers(self: Arc<Self>) {
         loop {
+            self.keep_membership().await;
             self.ask_peers().await;
             if let Err(e) = self.state_again().await {
                 error!("statements: the present authority has not signed all of them: {e}; trying again");
@@ -72,18 +74,53 @@ impl Pool {
         }
     }
 
-    /// Asks each server once, all at the same time.
-    async fn ask_peers(self: &Arc<Self>) {
+    /// Returns the addresses in `peers`, and those of the issuers of a server without the key.
+    fn peer_addresses(&self) -> Vec<String> {
         let config = self.config();
         let port = |port: Option<u16>| port.unwrap_or(PORT);
-        let addresses = config.peers.iter().map(|a| crate::net::host_port(&a.host, port(a.port)));
+        let mut all: Vec<_> =
+            config.peers.iter().map(|a| crate::net::host_port(&a.host, port(a.port))).collect();
+        let issuers = self.signer.link().member().map(Member::addresses).unwrap_or_default();
+        for address in issuers {
+            if !all.contains(&address) {
+                all.push(address);
+            }
+        }
+        all
+    }
+
+    /// Takes the authorities from the issuers, and renews this server's certificates, if it is a
+    /// server without the authority's key.
+    async fn keep_membership(self: &Arc<Self>) {
+        if self.signer.link().member().is_none() {
+            return;
+        }
+        let (peers, certificate, unix) = (self.peer_addresses(), self.certificate.clone(), self.unix());
+        let kept = self.signer.aside(move |signer| {
+            let changed = signer.refresh(peers)?;
+            Ok((changed, certificate.keep(unix)))
+        });
+        match kept.await {
+            Ok((changed, kept)) => {
+                self.note_renewal(kept);
+                if changed {
+                    self.rotated(&self.signer.present());
+                }
+            }
+            Err(e) => error!("the pool's authorities: not taken from an issuer: {e}; trying again"),
+        }
+    }
+
+    /// Asks each server once, all at the same time.
+    async fn ask_peers(self: &Arc<Self>) {
+        let addresses = self.peer_addresses();
         let asked: Vec<Peer> = {
             let mut peers = locked(&self.peers);
             let known = |address: String| {
                 let known = peers.iter().find(|peer| peer.address == address).cloned();
                 known.unwrap_or_else(|| Peer { address, ..Peer::default() })
             };
-            *peers = addresses.map(known).collect();
+            *peers = addresses.into_iter().map(known).collect();
             peers.clone()
         };
         let mut asking = JoinSet::new();
@@ -192,6 +229,11 @@ impl Pool {
                 }
             }
         }
+    }
+
+    /// Returns why no issuer answers a server without the authority's key, if none does.
+    pub fn issuers_trouble(&self) -> Option<String> {
+        self.signer.link().member().map(Member::trouble).filter(|trouble| !trouble.is_empty())
     }
 
     /// Lists the servers in `peers`, with the latest contact.

@@ -128,6 +128,7 @@ impl Pool {
     /// `force` takes it also if clients lose the pool by it. A server that is killed at any point
     /// can repeat the step.
     pub async fn rotate(self: &Arc<Self>, step: Step, force: bool) -> Result<bool, Refused> {
+        self.signer.link().issues()?;
         let lacking = |lack, phase| {
             let status = self.rotation();
             let right = status.rotation.is_some_and(|(now, _)| now == phase);
@@ -169,7 +170,7 @@ impl Pool {
     }
 
     /// Tells clients of the present authorities.
-    fn rotated(&self, present: &Present) {
+    pub(super) fn rotated(&self, present: &Present) {
         let signs = HEXLOWER.encode(&present.signer().fingerprint());
         let step = match present.rotation() {
             Some((Phase::Begun, _)) => "begun: clients learn the new authority",

@@ -61,7 +61,8 @@ pub(super) fn unsigned(what: &str, refused: &Refused) -> Status {
     match refused.why {
         Why::Request => Status::invalid_argument(text),
         Why::Token => Status::permission_denied(text),
-        Why::Busy => Status::unavailable(text),
+        Why::Busy | Why::Issuers => Status::unavailable(text),
+        Why::NoIssuer => Status::failed_precondition(text),
         Why::Missing | Why::Exists | Why::Phase | Why::Import | Why::Right | Why::Failed | Why::Away => {
             error!("{what}: {text}");
             Status::internal("the server could not issue a certificate; see its journal")

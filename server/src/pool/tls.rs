@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use data_encoding::HEXLOWER;
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
@@ -15,9 +16,11 @@ use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureSc
 use tonic::transport::Identity;
 
 use super::lock::locked;
+use crate::certificate::expiry;
 use crate::clock::Clock;
-use crate::signer::ca::{Authority, AuthorityError};
+use crate::signer::ca::{Authority, AuthorityError, SERVER_TTL};
 use crate::signer::link::Signer;
+use crate::signer::member::Held;
 use crate::signer::{Operation, Refused, Why};
 
 /// Age at which a server replaces its certificate: a third of its life.
@@ -62,14 +65,29 @@ impl Shown {
         let csr_pem = request.and_then(|request| request.pem()).map_err(AuthorityError::from)?;
         let (name, fingerprint) = (name.to_owned(), authority.fingerprint());
         let issued = signer.link().sign(Operation::Server { name, csr_pem, authority: fingerprint })?;
+        let held = Held {
+            authority: HEXLOWER.encode(&fingerprint),
+            certificate: issued.pem,
+            key: key.serialize_pem(),
+        };
+        let shown = Self::of(&held, authority, unix + RENEWAL_AGE)?;
+        if let Some(member) = signer.link().member() {
+            member.keep(held)?;
+        }
+        Ok(shown)
+    }
+
+    /// Shows a certificate that this server has.
+    fn of(held: &Held, authority: &Authority, renew_unix: u64) -> Result<Self, Refused> {
         let unusable = |e: String| Refused::new(Why::Failed, format!("the server's certificate: {e}"));
-        let der = CertificateDer::from_pem_slice(issued.pem.as_bytes());
-        let chain = vec![der.map_err(|e| unusable(e.to_string()))?, authority.der().clone()];
-        let calling = Calling(Identity::from_pem(&issued.pem, key.serialize_pem()));
-        let key = PrivateKeyDer::try_from(key.serialize_der()).map_err(|e| unusable(e.to_string()))?;
+        let der = CertificateDer::from_pem_slice(held.certificate.as_bytes());
+        let der = der.map_err(|e| unusable(e.to_string()))?;
+        let expires_unix = expiry(&der).unwrap_or(0);
+        let calling = Calling(Identity::from_pem(&held.certificate, &held.key));
+        let key = PrivateKeyDer::from_pem_slice(held.key.as_bytes()).map_err(|e| unusable(e.to_string()))?;
         let provider = rustls::crypto::ring::default_provider();
+        let chain = vec![der, authority.der().clone()];
         let key = CertifiedKey::from_der(chain, key, &provider).map_err(|e| unusable(e.to_string()))?;
-        let (renew_unix, expires_unix) = (unix + RENEWAL_AGE, issued.expires_unix);
         Ok(Self { key: Arc::new(key), calling, renew_unix, expires_unix })
     }
 }
@@ -78,8 +96,28 @@ impl ServerCertificate {
     /// Makes the first certificates.
     pub fn new(signer: Arc<Signer>, name: &str, unix: u64) -> Result<Self, Refused> {
         let made = Self { name: name.into(), signer, shown: Mutex::default() };
+        if made.take_kept()? {
+            return Ok(made);
+        }
         made.keep(unix).map_or(Ok(made.expires_unix()), |kept| kept)?;
         Ok(made)
+    }
+
+    /// Shows the certificates that a server without the authority's key has in its file.
+    ///
+    /// They are replaced later, so that the server starts while every issuer is away.
+    fn take_kept(&self) -> Result<bool, Refused> {
+        let Some(member) = self.signer.link().member() else { return Ok(false) };
+        let present = self.signer.present();
+        let mut shown = locked(&self.shown);
+        for held in member.kept() {
+            let of = |a: &&Authority| HEXLOWER.encode(&a.fingerprint()) == held.authority;
+            let Some(authority) = present.all().find(of) else { continue };
+            let kept = Shown::of(&held, authority, 0)?;
+            let issued = kept.expires_unix.saturating_sub(SERVER_TTL.as_secs());
+            shown.insert(authority.fingerprint(), Shown { renew_unix: issued + RENEWAL_AGE, ..kept });
+        }
+        Ok(!shown.is_empty())
     }
 
     /// Replaces the certificates that are due. Returns the end of the signing authority's, or
@@ -250,7 +288,7 @@ mod tests {
     use crate::clock::testing::TestClock;
     use crate::signer::Step;
     use crate::signer::authorities::Authorities;
-    use crate::signer::ca::{AuthorityKey, CLIENT_TTL, Order, SERVER_TTL};
+    use crate::signer::ca::{AuthorityKey, CLIENT_TTL, Order};
     use crate::signer::keeper::{Keeper, Places};
     use crate::signer::link::Link;
 

@@ -221,11 +221,40 @@ impl Authority {
 
     /// Returns `true` if the authority has signed these bytes as a statement.
     pub fn has_stated(&self, body: &[u8], signature: &[u8]) -> bool {
-        let Ok((_, parsed)) = x509_parser::parse_x509_certificate(&self.der) else { return false };
-        let point = &*parsed.public_key().subject_public_key.data;
-        let key = UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, point);
-        key.verify(&signed_message(body), signature).is_ok()
+        has_signed(&self.der, &signed_message(body), signature)
     }
+
+    /// Returns `true` if the authority has signed a description of the pool's authorities.
+    pub fn has_described(&self, body: &[u8], signature: &[u8]) -> bool {
+        has_signed(&self.der, &described_message(body), signature)
+    }
+}
+
+/// Returns `true` if the key of a certificate (DER) has signed the message.
+fn has_signed(der: &[u8], message: &[u8], signature: &[u8]) -> bool {
+    let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return false };
+    let point = &*parsed.public_key().subject_public_key.data;
+    UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, point).verify(message, signature).is_ok()
+}
+
+/// Returns the message that an authority signs for a description of the pool's authorities.
+fn described_message(body: &[u8]) -> Vec<u8> {
+    [b"gpusession authorities of a pool 1\n", body].concat()
+}
+
+/// Returns the message that a server signs with its present key to get its next certificate.
+fn renewal_message(csr_pem: &str, authority: &[u8; 32]) -> Vec<u8> {
+    [b"gpusession renewal of a server 1\n", &authority[..], csr_pem.as_bytes()].concat()
+}
+
+/// Signs a server's request for its next certificate with its present key.
+pub fn prove_renewal(key_pem: &str, csr_pem: &str, authority: &[u8; 32]) -> Result<Vec<u8>, AuthorityError> {
+    Ok(KeyPair::from_pem(key_pem)?.sign(&renewal_message(csr_pem, authority))?)
+}
+
+/// Returns `true` if the key of the present certificate (DER) has signed the request for the next.
+pub fn proves_renewal(present: &[u8], csr_pem: &str, authority: &[u8; 32], proof: &[u8]) -> bool {
+    has_signed(present, &renewal_message(csr_pem, authority), proof)
 }
 
 /// Creates the folder of the authorities unless it exists.
@@ -327,6 +356,11 @@ impl AuthorityKey {
     pub fn state(&self, body: Vec<u8>) -> Result<Signed, AuthorityError> {
         let signature = self.issuer.key().sign(&signed_message(&body))?;
         Ok(Signed { body, authority: self.fingerprint(), signature })
+    }
+
+    /// Signs a description of the pool's authorities.
+    pub fn sign_description(&self, body: &[u8]) -> Result<Vec<u8>, AuthorityError> {
+        Ok(self.issuer.key().sign(&described_message(body))?)
     }
 
     /// Confirms another authority: returns a certificate that names it, and belongs to no key.

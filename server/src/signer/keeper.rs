@@ -1,5 +1,7 @@
 //! The keeper of the authorities' keys and of the join tokens: it checks each operation by itself.
 
+mod servers;
+
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -20,7 +22,7 @@ use super::checkpoints::Checkpoints;
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, Why};
 use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, Tokens};
-use crate::certificate::{Role, day, holder};
+use crate::certificate::{Holder, Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
 use crate::store::{self, StoreError};
 
@@ -245,6 +247,20 @@ impl Keeper {
                 Ok(Done::Checkpoint(signed))
             }
             Operation::Verifier => Ok(Done::Verifier(self.checkpoints()?.verifier())),
+            Operation::JoinServer { id, proof, name, csr_pem, from } => {
+                self.join_server((&id, &proof), (&name, &csr_pem), from).map(Done::Issued)
+            }
+            Operation::RenewServer { present, csr_pem, authority, proof } => {
+                self.renew_server(&present, &csr_pem, &authority, &proof).map(Done::Issued)
+            }
+            Operation::StateFor { present, verdict, turn } => {
+                if matches!(verdict, Verdict::RevokeServer { .. }) {
+                    return Err(no_right());
+                }
+                let server = self.shown_server(&present)?;
+                self.state_as(server, verdict, turn)
+            }
+            Operation::Bundle => self.bundle().map(Done::Bundle),
             Operation::EarlierCheck { .. }
             | Operation::EarlierJoin { .. }
             | Operation::EarlierTokenCreate { .. }
@@ -351,15 +367,24 @@ impl Keeper {
         Ok(issued)
     }
 
-    fn renew(&self, present: &[u8], csr_pem: &str, authority: &[u8; 32]) -> Result<Issued, Refused> {
-        let all = self.present()?;
-        let unix = self.clock.unix();
+    /// Returns the holder of a certificate that an authority has signed, also of an expired one.
+    fn shown(&self, present: &[u8], role: Role) -> Result<Holder, Refused> {
         let der = CertificateDer::from(present);
-        let now = UnixTime::since_unix_epoch(Duration::from_secs(unix));
+        let now = UnixTime::since_unix_epoch(Duration::from_secs(self.clock.unix()));
         let unfit = |why: String| Refused::new(Why::Request, format!("the present certificate: {why}"));
-        all.verify(&der, &[], now).map_err(|e| unfit(e.to_string()))?;
-        let holder = holder(&der).filter(|holder| holder.role == Role::Client);
-        let holder = holder.ok_or_else(|| unfit("it is not a client's".into()))?;
+        self.present()?.verify(&der, &[], now).map_err(|e| unfit(e.to_string()))?;
+        let whose = || unfit(format!("it is not a {}'s", role_word(role)));
+        holder(&der).filter(|holder| holder.role == role).ok_or_else(whose)
+    }
+
+    fn own_name(&self) -> Result<String, Refused> {
+        let name = locked(&self.name).clone();
+        name.ok_or_else(|| Refused::new(Why::Right, "the signer does not know its server's name"))
+    }
+
+    fn renew(&self, present: &[u8], csr_pem: &str, authority: &[u8; 32]) -> Result<Issued, Refused> {
+        let holder = self.shown(present, Role::Client)?;
+        let (all, unix) = (self.present()?, self.clock.unix());
         let authority = find_authority(&all, authority)?;
         self.turn()?;
         let (name, identity) = (holder.name.as_str(), Some(&holder.identity));
@@ -378,10 +403,15 @@ impl Keeper {
     }
 
     fn state_any(&self, verdict: Verdict, turn: u32) -> Outcome {
+        let server = self.own_name()?;
+        self.state_as(server, verdict, turn)
+    }
+
+    /// Signs a statement of a server.
+    ///
+    /// The numbers of this issuer also count those of servers without a key.
+    fn state_as(&self, server: String, verdict: Verdict, turn: u32) -> Outcome {
         a_name(verdict.name())?;
-        let server = locked(&self.name).clone();
-        let server =
-            server.ok_or_else(|| Refused::new(Why::Right, "the signer does not know its server's name"))?;
         let present = self.present()?;
         self.turn()?;
         let number = {
@@ -392,9 +422,10 @@ impl Keeper {
             numbered.statements
         };
         let (word, name) = (verdict.as_str(), verdict.name().to_owned());
+        let of = server.clone();
         let statement = Statement { server, number, unix: self.clock.unix(), turn, verdict };
         let signed = present.signer().state(statement.body())?;
-        info!("signed statement {number}: {word} {name}");
+        info!("signed statement {number} of server {of}: {word} {name}");
         Ok(Done::Stated(vec![signed.bytes()]))
     }
 
@@ -441,6 +472,7 @@ impl Keeper {
                 signed("administrator", &name, "new", &issued);
                 Ok(Done::Issued(issued))
             }
+            Privileged::AdmitServer { name, ttl, from } => self.admit_server(&name, ttl, &from),
             Privileged::RevokeServer { name } => self.state_any(Verdict::RevokeServer { name }, 0),
             Privileged::Rotate(step) => {
                 let all = self.all()?;
@@ -538,6 +570,14 @@ fn find_authority<'a>(
     found.ok_or_else(|| Refused::new(Why::Request, "the authority is not one of this pool's present ones"))
 }
 
+fn role_word(role: Role) -> &'static str {
+    match role {
+        Role::Client => "client",
+        Role::Administrator => "administrator",
+        Role::Server => "server",
+    }
+}
+
 fn a_name(name: &str) -> Result<(), Refused> {
     let unfit = || Refused::new(Why::Request, format!("{name:?} is not a valid name"));
     if is_name(name) { Ok(()) } else { Err(unfit()) }
@@ -563,19 +603,19 @@ mod tests {
     use crate::clock::SystemRandom;
     use crate::clock::testing::TestClock;
 
-    fn csr() -> String {
+    pub(super) fn csr() -> String {
         let key = KeyPair::generate().unwrap();
         CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap()
     }
 
-    struct Site {
-        folder: tempfile::TempDir,
-        clock: Arc<TestClock>,
-        keeper: Keeper,
+    pub(super) struct Site {
+        pub(super) folder: tempfile::TempDir,
+        pub(super) clock: Arc<TestClock>,
+        pub(super) keeper: Keeper,
     }
 
     impl Site {
-        fn new() -> Self {
+        pub(super) fn new() -> Self {
             let folder = tempfile::tempdir().unwrap();
             let clock = Arc::new(TestClock::default());
             let site = Self { keeper: open(&folder, &clock), folder, clock };
@@ -584,20 +624,20 @@ mod tests {
             site
         }
 
-        fn root(&self, operation: Operation) -> Outcome {
+        pub(super) fn root(&self, operation: Operation) -> Outcome {
             self.keeper.perform(Caller::Root, operation)
         }
 
-        fn server(&self, operation: Operation) -> Outcome {
+        pub(super) fn server(&self, operation: Operation) -> Outcome {
             self.clock.advance(Duration::from_secs(1));
             self.keeper.perform(Caller::Server, operation)
         }
 
-        fn authority(&self) -> [u8; 32] {
+        pub(super) fn authority(&self) -> [u8; 32] {
             self.keeper.present().unwrap().signer().fingerprint()
         }
 
-        fn token(&self, pattern: &str, uses: u32) -> JoinToken {
+        pub(super) fn token(&self, pattern: &str, uses: u32) -> JoinToken {
             let terms = Terms { pattern: pattern.into(), uses, ttl: 60, from: Vec::new(), per_address: 0 };
             match self.server(Operation::TokenCreate(terms)) {
                 Ok(Done::Token { id, secret, authority, .. }) => JoinToken { authority, id, secret },
@@ -606,22 +646,22 @@ mod tests {
         }
     }
 
-    fn open(folder: &tempfile::TempDir, clock: &Arc<TestClock>) -> Keeper {
+    pub(super) fn open(folder: &tempfile::TempDir, clock: &Arc<TestClock>) -> Keeper {
         Keeper::open(Places::own(folder.path()), clock.clone(), Arc::new(SystemRandom)).unwrap()
     }
 
-    fn why(outcome: Outcome) -> Why {
+    pub(super) fn why(outcome: Outcome) -> Why {
         outcome.unwrap_err().why
     }
 
-    fn issued(outcome: Outcome) -> Issued {
+    pub(super) fn issued(outcome: Outcome) -> Issued {
         match outcome.unwrap() {
             Done::Issued(issued) => issued,
             other => panic!("{other:?}"),
         }
     }
 
-    fn der(issued: &Issued) -> Vec<u8> {
+    pub(super) fn der(issued: &Issued) -> Vec<u8> {
         CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap().to_vec()
     }
 
@@ -641,6 +681,7 @@ mod tests {
             Operation::Privileged(Privileged::Rotate(Step::Finish)),
             Operation::Privileged(Privileged::Rotate(Step::Abort)),
             Operation::Privileged(Privileged::RevokeServer { name: "gpu2".into() }),
+            Operation::Privileged(Privileged::AdmitServer { name: "gpu2".into(), ttl: 60, from: Vec::new() }),
             Operation::State { verdict: Verdict::RevokeServer { name: "gpu2".into() }, turn: 0 },
             Operation::AdoptTokens(Tokens::default()),
             Operation::Adopt { exported: String::new(), rotation: None },
@@ -722,7 +763,7 @@ mod tests {
         assert_eq!(why(site.server(elsewhere)), Why::Request);
     }
 
-    fn stated(outcome: Outcome) -> Vec<(Signed, Statement)> {
+    pub(super) fn stated(outcome: Outcome) -> Vec<(Signed, Statement)> {
         let Done::Stated(stated) = outcome.unwrap() else { panic!("statements") };
         stated.iter().map(|bytes| Signed::read(bytes).unwrap()).collect()
     }

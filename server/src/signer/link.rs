@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{JoinToken, ServerToken};
 use gpusession_proto::message;
 use gpusession_proto::statement::{Signed, Statement};
 
@@ -15,6 +15,7 @@ use super::ca::{AuthorityError, Issued};
 use super::checkpoints::Checkpoints;
 use super::keeper::{Caller, Keeper, Places};
 use super::lock::locked;
+use super::member::{self, Member};
 use super::operation::{Done, Operation, Outcome, Privileged, Refused, Step, UNREAD, USER, Why};
 use super::tokens::{Terms, TokenFacts, Tokens};
 use crate::checkpoint::{Checkpoint, Place, Verifier};
@@ -32,6 +33,8 @@ pub enum Link {
     Here(Box<Keeper>, Option<Lock>),
     /// Socket of the signer's own process.
     Socket(PathBuf),
+    /// The signer of a server without the authority's key, and its way to the pool's issuers.
+    Member(Box<Link>, Box<Member>),
 }
 
 /// Returns the folder of the signer whose socket is at `socket`.
@@ -61,6 +64,21 @@ impl Link {
     ///
     /// Without a socket, the caller holds the lock of the state directory.
     pub fn of_server(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
+        let link = Self::own_of_server(signer, state_dir, name)?.or_member(state_dir)?;
+        match link.member().map(Member::name).filter(|of_member| of_member != name) {
+            Some(of_member) => {
+                let text = format!(
+                    "name: the pool admitted this server as {of_member}, and not as {name}: set `name` back, or run \
+                     `gpuserver pool join` with a token for {name}"
+                );
+                Err(Refused::new(Why::Missing, text))
+            }
+            None => Ok(link),
+        }
+    }
+
+    /// Returns the server's link to its own signer.
+    fn own_of_server(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
         if let Some(socket) = signer {
             return Ok(Self::Socket(socket.into()));
         }
@@ -69,11 +87,42 @@ impl Link {
         Ok(link)
     }
 
+    fn or_member(self, state_dir: &Path) -> Result<Self, Refused> {
+        Ok(match Member::open(state_dir)? {
+            Some(member) => Self::Member(Box::new(self), Box::new(member)),
+            None => self,
+        })
+    }
+
+    /// Returns the membership of a server without the authority's key.
+    pub fn member(&self) -> Option<&Member> {
+        match self {
+            Self::Member(_, member) => Some(member),
+            Self::Here(..) | Self::Socket(_) => None,
+        }
+    }
+
+    /// Returns the refusal of this server if it holds no authority's key.
+    pub fn issues(&self) -> Result<(), Refused> {
+        self.member().map_or(Ok(()), |member| Err(member.no_issuer()))
+    }
+
     /// Returns the link of a command on this host.
     ///
     /// Where no signer listens yet, as after an installation, root opens its files.
     pub fn of_command(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
-        let Some(socket) = signer else { return Self::of_server(None, state_dir, name) };
+        let own = Self::own_of_command(signer, state_dir, name)?;
+        // Another user may not read the folder, and gets the signer's refusal.
+        let denied = |e: io::Error| e.kind() == io::ErrorKind::PermissionDenied;
+        match std::fs::File::open(member::file(state_dir)).is_err_and(denied) {
+            true => Ok(own),
+            false => own.or_member(state_dir),
+        }
+    }
+
+    /// Returns the link of a command to the signer of this host.
+    pub fn own_of_command(signer: Option<&Path>, state_dir: &Path, name: &str) -> Result<Self, Refused> {
+        let Some(socket) = signer else { return Self::own_of_server(None, state_dir, name) };
         let silent = matches!(
             UnixStream::connect(socket).map_err(|e| e.kind()),
             Err(io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
@@ -98,6 +147,7 @@ impl Link {
         match self {
             Self::Here(keeper, _) => keeper.perform(Caller::Root, operation),
             Self::Socket(path) => ask_any(path, &operation).unwrap_or_else(|e| Err(away(path, &e))),
+            Self::Member(own, member) => ask_member(own, member, operation),
         }
     }
 
@@ -120,6 +170,24 @@ impl Link {
     pub fn present(&self) -> Result<Present, Refused> {
         match self.ask(Operation::Present)? {
             Done::Present(described) => Ok(described.try_into()?),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Makes a token with which a server of this name joins the pool.
+    pub fn admit_server(&self, admit: Privileged) -> Result<(ServerToken, TokenFacts), Refused> {
+        match self.ask(Operation::Privileged(admit))? {
+            Done::Token { id, secret, authority, facts } => {
+                Ok((ServerToken(JoinToken { authority, id, secret }), facts))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Describes the authorities to servers that hold no key, as [`super::bundle`] encodes them.
+    pub fn bundle(&self) -> Result<Vec<u8>, Refused> {
+        match self.ask(Operation::Bundle)? {
+            Done::Bundle(bundle) => Ok(bundle),
             other => Err(unexpected(&other)),
         }
     }
@@ -242,6 +310,22 @@ fn ask_any(path: &Path, operation: &Operation) -> io::Result<Outcome> {
     })
 }
 
+/// Does an operation for a server without the key: alone, by its own signer, or by an issuer.
+fn ask_member(own: &Link, member: &Member, operation: Operation) -> Outcome {
+    match operation {
+        Operation::Present => Ok(Done::Present(member.described())),
+        Operation::Name(_) | Operation::Checkpoint(_) | Operation::Verifier => own.ask(operation),
+        Operation::Server { csr_pem, authority, .. } => member.renew(&csr_pem, authority),
+        Operation::Check { .. }
+        | Operation::Join { .. }
+        | Operation::Renew { .. }
+        | Operation::State { .. }
+        | Operation::StateAgain { .. } => member.forward(&operation),
+        Operation::Init { .. } | Operation::Import { .. } | Operation::Adopt { .. } => Err(member.has_pool()),
+        _ => Err(member.no_issuer()),
+    }
+}
+
 fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {
     let bytes = message::encode(operation);
     message::body_len([bytes[0], bytes[1], bytes[2], bytes[3]]).map_err(io::Error::other)?;
@@ -280,6 +364,16 @@ impl Signer {
     /// Returns the present authorities.
     pub fn present(&self) -> Arc<Present> {
         locked(&self.present).clone()
+    }
+
+    /// Asks the issuers for the present authorities; returns `true` if they have changed.
+    pub fn refresh(&self, peers: Vec<String>) -> Result<bool, Refused> {
+        let Some(member) = self.link.member() else { return Ok(false) };
+        let changed = member.refresh(peers)?;
+        if changed {
+            *locked(&self.present) = Arc::new(self.link.present()?);
+        }
+        Ok(changed)
     }
 
     /// Takes a step of a rotation; returns `false` if it was taken before.

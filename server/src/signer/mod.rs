@@ -7,12 +7,15 @@
 
 pub mod adopt;
 pub mod authorities;
+pub mod bundle;
 pub mod ca;
 pub mod checkpoints;
 mod earlier;
+pub mod issuers;
 pub mod keeper;
 pub mod link;
 mod lock;
+pub mod member;
 mod operation;
 pub mod socket;
 pub mod tokens;

@@ -4,11 +4,12 @@ use std::net::IpAddr;
 
 use gpusession_proto::join::JoinToken;
 use gpusession_proto::statement::Verdict;
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::authorities::{Described, NotRotated, Phase};
 use super::ca::{AuthorityError, Issued};
-use super::tokens::{EarlierFacts, EarlierTokens, Terms, TokenError, TokenFacts, Tokens};
+use super::tokens::{EarlierFacts, EarlierTokens, NotAdmitted, Terms, TokenError, TokenFacts, Tokens};
 use crate::checkpoint::{Checkpoint, Place, Verifier};
 use crate::store::StoreError;
 
@@ -163,6 +164,41 @@ pub enum Operation {
     Checkpoint(Place),
     /// Describe how to verify the audit trail.
     Verifier,
+    /// Sign the first certificate of a server that root has admitted.
+    JoinServer {
+        /// Id of the token.
+        id: [u8; 8],
+        /// Proof that the server has the token's secret, made of its name and its request.
+        proof: [u8; 32],
+        /// Name of the server.
+        name: String,
+        /// Certificate request (PEM).
+        csr_pem: String,
+        /// Address of the server, by the issuer's word.
+        from: Option<IpAddr>,
+    },
+    /// Sign a newer certificate of a server that holds no authority.
+    RenewServer {
+        /// Its present certificate (DER), which names it.
+        present: Vec<u8>,
+        /// Certificate request (PEM).
+        csr_pem: String,
+        /// SHA-256 of the authority that signs.
+        authority: [u8; 32],
+        /// Signature of the present certificate's key over request and authority.
+        proof: Vec<u8>,
+    },
+    /// [`Operation::State`] for a server that holds no authority.
+    StateFor {
+        /// Its present certificate (DER), which names it.
+        present: Vec<u8>,
+        /// Subject.
+        verdict: Verdict,
+        /// Its turn, by the server's word.
+        turn: u32,
+    },
+    /// Describe the authorities to servers that hold none.
+    Bundle,
 }
 
 /// Most statements that the signer signs again in one operation: a message holds as many.
@@ -184,6 +220,15 @@ pub enum Privileged {
     RevokeServer {
         /// Name of the server.
         name: String,
+    },
+    /// Make a token that admits a server to the pool.
+    AdmitServer {
+        /// Name of the server.
+        name: String,
+        /// Lifetime in seconds.
+        ttl: u64,
+        /// Networks from which the server joins; empty: from anywhere.
+        from: Vec<IpNet>,
     },
 }
 
@@ -235,7 +280,11 @@ impl Operation {
             | Self::State { .. }
             | Self::StateAgain { .. }
             | Self::Checkpoint(_)
-            | Self::Verifier => false,
+            | Self::Verifier
+            | Self::JoinServer { .. }
+            | Self::RenewServer { .. }
+            | Self::StateFor { .. }
+            | Self::Bundle => false,
             Self::Permit(_)
             | Self::Init { .. }
             | Self::Import { .. }
@@ -297,6 +346,8 @@ pub enum Done {
     Checkpoint(Checkpoint),
     /// Key and latest place of such signatures.
     Verifier(Verifier),
+    /// An encoded [`super::bundle::Bundle`].
+    Bundle(Vec<u8>),
 }
 
 /// The signer's answer to an operation.
@@ -325,6 +376,10 @@ pub enum Why {
     Failed,
     /// The signer does not answer.
     Away,
+    /// This server holds no authority, and no issuer of the pool answers.
+    Issuers,
+    /// This server holds no authority, and the operation is an issuer's.
+    NoIssuer,
 }
 
 /// Reason why an operation was not done.
@@ -380,6 +435,12 @@ impl From<StoreError> for Refused {
 
 impl From<TokenError> for Refused {
     fn from(e: TokenError) -> Self {
+        Self::new(Why::Token, e.to_string())
+    }
+}
+
+impl From<NotAdmitted> for Refused {
+    fn from(e: NotAdmitted) -> Self {
         Self::new(Why::Token, e.to_string())
     }
 }

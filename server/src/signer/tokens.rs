@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Bound;
 
 use data_encoding::HEXLOWER;
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{JoinToken, server_proof};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +18,10 @@ pub const MAX_BY_ADDRESS: u32 = 1500;
 /// Earlier releases ignore the bounds, and write the record without them. They cannot read such a
 /// hash, so they refuse the token, and a later release knows that the record lacks its bounds.
 const BOUNDED: &str = "bounded:";
+/// Begin of the hash of a token for a server, whose pattern is the one name of the server.
+///
+/// Earlier releases refuse it for the same reason, so that no release lets a client join with it.
+const FOR_SERVER: &str = "server:";
 /// Names in a record that are as long as a token.
 const NAMES_OF_A_TOKEN: usize = 5;
 
@@ -39,7 +43,7 @@ pub struct Terms {
 /// The server's record of a token: it recognises the token, but cannot use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
-    /// BLAKE3 of the secret, in hex; behind [`BOUNDED`] if addresses bound the token.
+    /// BLAKE3 of the secret, in hex; behind [`FOR_SERVER`], or [`BOUNDED`] if addresses bound it.
     hash: String,
     /// Pattern of acceptable names; `*` stands for any characters, `?` for one.
     pub pattern: String,
@@ -97,6 +101,9 @@ pub enum TokenError {
         "the join token has admitted as many clients at {0} as it may from one address; join from another one, or ask for a token without `--per-address`"
     )]
     AddressUsedUp(String),
+    /// It is for a server.
+    #[error("the token is for a server: `gpuserver pool join` takes it, and no client")]
+    ForServer,
     /// It is for clients with other names.
     #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
     WrongName {
@@ -105,6 +112,48 @@ pub enum TokenError {
         /// Name with which the client wanted to join.
         name: String,
     },
+}
+
+/// Reason why a server is not admitted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotAdmitted {
+    /// The token is not one of this issuer, or is for a client, or is not for this name and key.
+    #[error(
+        "the token admits no server of this name here: run `gpuserver pool admit {0}` on this issuer, and use its token \
+         once"
+    )]
+    Unknown(String),
+    /// It has admitted its server.
+    #[error("the token has admitted server {0} already; `gpuserver pool admit {0}` makes a new one")]
+    Used(String),
+    /// Its validity has ended.
+    #[error("the token for server {0} has expired; `gpuserver pool admit {0}` makes a new one")]
+    Expired(String),
+    /// It pins an authority that the pool has replaced.
+    #[error(
+        "the token for server {0} is of before the rotation of the pool's authority; `gpuserver pool admit {0}` makes a new \
+         one"
+    )]
+    Rotated(String),
+    /// It is for a server at other addresses.
+    #[error(
+        "the token for server {name} is not for a server at {from}; `gpuserver pool admit {name} --from NETWORK` makes \
+         another one"
+    )]
+    WrongAddress {
+        /// Name of the server.
+        name: String,
+        /// Address of the server.
+        from: String,
+    },
+}
+
+/// Outcome of the bounds that tokens of both kinds have.
+enum Exhausted {
+    Rotated,
+    Expired,
+    WrongAddress(String),
+    UsedUp,
 }
 
 /// A token as `gpuserver token list` shows it.
@@ -133,12 +182,48 @@ impl TokenFacts {
     pub fn new(id: &str, record: &TokenRecord) -> Self {
         Self {
             id: id.into(),
-            name_pattern: record.pattern.clone(),
+            name_pattern: match record.is_for_server() {
+                true => format!("server {}", record.pattern),
+                false => record.pattern.clone(),
+            },
             uses_left: record.uses_left,
             created_unix: record.created_unix,
             expires_unix: record.expires_unix,
             from: record.from.clone(),
             per_address: record.per_address,
+        }
+    }
+}
+
+impl TokenRecord {
+    fn is_for_server(&self) -> bool {
+        self.hash.starts_with(FOR_SERVER)
+    }
+
+    /// Checks the bounds that tokens of both kinds have.
+    fn bounds(&self, from: Option<IpAddr>, authority: &[u8; 32], unix: u64) -> Result<(), Exhausted> {
+        if self.authority != HEXLOWER.encode(authority) {
+            return Err(Exhausted::Rotated);
+        }
+        if unix >= self.expires_unix {
+            return Err(Exhausted::Expired);
+        }
+        let inside = |address: &IpAddr| self.from.iter().any(|network| network.contains(address));
+        if !self.from.is_empty() && !from.as_ref().is_some_and(inside) {
+            let address = from.map_or_else(|| "an unknown address".into(), |address| address.to_string());
+            return Err(Exhausted::WrongAddress(address));
+        }
+        if self.uses_left == 0 { Err(Exhausted::UsedUp) } else { Ok(()) }
+    }
+}
+
+impl From<Exhausted> for TokenError {
+    fn from(exhausted: Exhausted) -> Self {
+        match exhausted {
+            Exhausted::Rotated => Self::Rotated,
+            Exhausted::Expired => Self::Expired,
+            Exhausted::WrongAddress(address) => Self::WrongAddress(address),
+            Exhausted::UsedUp => Self::UsedUp,
         }
     }
 }
@@ -225,10 +310,33 @@ impl Tokens {
         unix: u64,
         random: &dyn Random,
     ) -> (JoinToken, TokenRecord) {
-        let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
         let bounded = if terms.from.is_empty() && terms.per_address == 0 { "" } else { BOUNDED };
+        self.create_of(bounded, authority, terms, unix, random)
+    }
+
+    /// Creates a token for one server of exactly this name; returns it and its record.
+    pub fn create_for_server(
+        &mut self,
+        authority: [u8; 32],
+        (name, ttl, from): (&str, u64, &[IpNet]),
+        unix: u64,
+        random: &dyn Random,
+    ) -> (JoinToken, TokenRecord) {
+        let terms = Terms { pattern: name.into(), uses: 1, ttl, from: from.to_vec(), per_address: 0 };
+        self.create_of(FOR_SERVER, authority, &terms, unix, random)
+    }
+
+    fn create_of(
+        &mut self,
+        kind: &str,
+        authority: [u8; 32],
+        terms: &Terms,
+        unix: u64,
+        random: &dyn Random,
+    ) -> (JoinToken, TokenRecord) {
+        let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
         let record = TokenRecord {
-            hash: format!("{bounded}{}", hash(&token.secret).to_hex()),
+            hash: format!("{kind}{}", hash(&token.secret).to_hex()),
             pattern: terms.pattern.clone(),
             uses_left: terms.uses,
             expires_unix: unix.saturating_add(terms.ttl),
@@ -313,27 +421,17 @@ impl Tokens {
     ) -> Result<(), TokenError> {
         let record = self.tokens.get(&HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
         let bounded = record.hash.strip_prefix(BOUNDED);
+        let plain = bounded.or(record.hash.strip_prefix(FOR_SERVER)).unwrap_or(&record.hash);
         // Compared in constant time.
-        let known =
-            blake3::Hash::from_hex(bounded.unwrap_or(&record.hash)).map_err(|_| TokenError::Unknown)?;
+        let known = blake3::Hash::from_hex(plain).map_err(|_| TokenError::Unknown)?;
         let lost = bounded.is_some() && record.from.is_empty() && record.per_address == 0;
         if hash(&token.secret) != known || lost {
             return Err(TokenError::Unknown);
         }
-        if record.authority != HEXLOWER.encode(authority) {
-            return Err(TokenError::Rotated);
+        if record.is_for_server() {
+            return Err(TokenError::ForServer);
         }
-        if unix >= record.expires_unix {
-            return Err(TokenError::Expired);
-        }
-        let inside = |address: &IpAddr| record.from.iter().any(|network| network.contains(address));
-        if !record.from.is_empty() && !from.as_ref().is_some_and(inside) {
-            let address = from.map_or_else(|| "an unknown address".into(), |address| address.to_string());
-            return Err(TokenError::WrongAddress(address));
-        }
-        if record.uses_left == 0 {
-            return Err(TokenError::UsedUp);
-        }
+        record.bounds(from, authority, unix)?;
         if record.per_address > 0 {
             let place =
                 from.map(place).ok_or_else(|| TokenError::WrongAddress("an unknown address".into()))?;
@@ -348,6 +446,42 @@ impl Tokens {
             return Err(TokenError::WrongName { pattern: record.pattern.clone(), name: name.into() });
         }
         Ok(())
+    }
+
+    /// Checks whether the server `name` at `from` has the token `id` for its certificate request.
+    ///
+    /// As [`Tokens::check`] does otherwise. `proof` is that of [`server_proof`].
+    pub fn check_server(
+        &self,
+        (id, proof): (&[u8; 8], &[u8; 32]),
+        (name, csr_pem): (&str, &str),
+        from: Option<IpAddr>,
+        authority: &[u8; 32],
+        unix: u64,
+    ) -> Result<(), NotAdmitted> {
+        let unknown = || NotAdmitted::Unknown(name.into());
+        let record = self.tokens.get(&HEXLOWER.encode(id)).ok_or_else(unknown)?;
+        let key = record.hash.strip_prefix(FOR_SERVER).ok_or_else(unknown)?;
+        let key = blake3::Hash::from_hex(key).map_err(|_| unknown())?;
+        // Compared in constant time.
+        let proven = blake3::Hash::from_bytes(server_proof(key.as_bytes(), name, csr_pem))
+            == blake3::Hash::from_bytes(*proof);
+        if !proven || record.pattern != name {
+            return Err(unknown());
+        }
+        record.bounds(from, authority, unix).map_err(|exhausted| match exhausted {
+            Exhausted::Rotated => NotAdmitted::Rotated(name.into()),
+            Exhausted::Expired => NotAdmitted::Expired(name.into()),
+            Exhausted::WrongAddress(from) => NotAdmitted::WrongAddress { name: name.into(), from },
+            Exhausted::UsedUp => NotAdmitted::Used(name.into()),
+        })
+    }
+
+    /// Uses up a token for a server that was checked.
+    pub fn consume_server(&mut self, id: &[u8; 8]) {
+        if let Some(record) = self.tokens.get_mut(&HEXLOWER.encode(id)) {
+            record.uses_left = record.uses_left.saturating_sub(1);
+        }
     }
 
     /// Uses up a token that was checked.
@@ -502,6 +636,45 @@ mod tests {
         assert_eq!(join(&mut tokens, "vm-3", Some("10.0.0.2")), Ok(()));
         assert_eq!(join(&mut tokens, "vm-3", Some("2001:db8:0:1::1")), Ok(()), "another /64");
         assert!(matches!(join(&mut tokens, "vm-4", None), Err(TokenError::WrongAddress(_))));
+    }
+
+    #[test]
+    fn a_token_for_a_server_admits_one_server_of_its_name_and_no_client() {
+        use gpusession_proto::join::ServerToken;
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let here: IpNet = "10.1.0.0/16".parse().unwrap();
+        let (token, record) = tokens.create_for_server([1; 32], ("gpu2", 60, &[here]), 1000, &random);
+        assert_eq!(TokenFacts::new("x", &record).name_pattern, "server gpu2");
+        assert!(blake3::Hash::from_hex(&record.hash).is_err(), "an earlier release refuses it");
+        let stored = serde_json::to_string(&tokens).unwrap();
+        let mut tokens: Tokens = serde_json::from_str(&stored).unwrap();
+        let inside = Some("10.1.0.1".parse().unwrap());
+        assert_eq!(tokens.check(&token, "gpu2", inside, &[1; 32], 1000), Err(TokenError::ForServer));
+        let of_server = ServerToken(token.clone());
+        let (id, unknown) = (&token.id, Err(NotAdmitted::Unknown("gpu2".into())));
+        let check = |tokens: &Tokens, from, authority: u8, unix| {
+            let proof = of_server.proof("gpu2", "csr");
+            tokens.check_server((id, &proof), ("gpu2", "csr"), from, &[authority; 32], unix)
+        };
+        assert_eq!(check(&tokens, inside, 1, 1000), Ok(()));
+        let proof = of_server.proof("gpu3", "csr");
+        let other = tokens.check_server((id, &proof), ("gpu3", "csr"), inside, &[1; 32], 1000);
+        assert_eq!(other, Err(NotAdmitted::Unknown("gpu3".into())));
+        let proof = of_server.proof("gpu2", "csr");
+        for (proof, csr) in [(proof, "another"), ([0; 32], "csr")] {
+            assert_eq!(tokens.check_server((id, &proof), ("gpu2", csr), inside, &[1; 32], 1000), unknown);
+        }
+        assert_eq!(check(&tokens, inside, 2, 1000), Err(NotAdmitted::Rotated("gpu2".into())));
+        assert_eq!(check(&tokens, inside, 1, 1060), Err(NotAdmitted::Expired("gpu2".into())));
+        for outside in [None, Some("10.2.0.1".parse().unwrap())] {
+            assert!(matches!(check(&tokens, outside, 1, 1000), Err(NotAdmitted::WrongAddress { .. })));
+        }
+        tokens.consume_server(id);
+        assert_eq!(check(&tokens, inside, 1, 1000), Err(NotAdmitted::Used("gpu2".into())));
+        // A client's token, whatever its pattern, admits no server.
+        let (client, _) = tokens.create([1; 32], &terms("gpu2", &[]), 1000, &random);
+        let proof = ServerToken(client.clone()).proof("gpu2", "csr");
+        assert_eq!(tokens.check_server((&client.id, &proof), ("gpu2", "csr"), None, &[1; 32], 1000), unknown);
     }
 
     #[test]

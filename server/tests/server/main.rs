@@ -8,6 +8,7 @@ mod fences;
 mod garbage;
 mod health;
 mod identities;
+mod issuers;
 mod limits;
 mod mps;
 mod netperf;

@@ -193,7 +193,11 @@ async fn a_process_of_the_servers_user_gets_from_the_signer_what_clients_need_al
     let gpuserver = server.command(&["pool", "export"]).uid_of_server().output().unwrap();
     let said = String::from_utf8_lossy(&gpuserver.stderr).into_owned();
     assert!(!gpuserver.status.success() && said.contains("for root alone"), "{said}");
-    for words in [&["admin", "create", "eve", "--out", "/dev/null/x"][..], &["pool", "rotate", "begin"]] {
+    for words in [
+        &["admin", "create", "eve", "--out", "/dev/null/x"][..],
+        &["pool", "rotate", "begin"],
+        &["pool", "admit", "gpu9"],
+    ] {
         let tried = server.command(words).uid_of_server().output().unwrap();
         assert!(String::from_utf8_lossy(&tried.stderr).contains("for root alone"), "{words:?}: {tried:?}");
     }

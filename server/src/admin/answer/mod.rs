@@ -30,10 +30,16 @@ pub fn unsigned(refused: &Refused) -> Refusal {
         Why::Phase => "wrong-phase",
         Why::Right => "not-allowed",
         Why::Exists => "exists",
-        Why::Busy | Why::Away => "not-reachable",
+        Why::Busy | Why::Away | Why::Issuers => "not-reachable",
+        Why::NoIssuer => "no-issuer",
         Why::Missing | Why::Token | Why::Failed => "internal",
     };
     Refusal::new(code, refused.to_string())
+}
+
+/// Creates the refusal of the name of a revoked server.
+pub fn no_more_a_name(name: &str) -> Refusal {
+    Refusal::new("usage", format!("server {name} is revoked for ever: a server joins under another `name`"))
 }
 
 /// Creates the refusal for a statement that was not made.

@@ -121,6 +121,7 @@ fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
     if !pool.audit().works() {
         warnings.push("the audit trail cannot be written; the journal has the reason".into());
     }
+    warnings.extend(pool.issuers_trouble());
     let server = pool.facts().config.name.as_str();
     if pool.statements(|all| all.server(server).is_some()) {
         warnings.push(format!(

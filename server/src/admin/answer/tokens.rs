@@ -4,14 +4,15 @@ use std::io::Write;
 use std::net::IpAddr;
 
 use gpusession_common::units::parse_duration;
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{JoinToken, ServerToken};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, show, unsigned};
+use super::{internal, no_more_a_name, show, unsigned};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::signer::Privileged;
 use crate::signer::tokens::{Terms, TokenFacts};
 use crate::text::{date, print_table, table};
 
@@ -49,6 +50,54 @@ impl TokenView {
             per_address: facts.per_address,
         }
     }
+}
+
+/// Answer to `gpuserver pool admit`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ServerTokenView {
+    /// Secret text of the token.
+    pub token: String,
+    /// Public id of the token.
+    pub id: String,
+    /// Name of the server that joins with it.
+    pub server: String,
+    /// Expiry, in seconds since 1970.
+    pub expires_unix: u64,
+    /// Networks from which the server joins; empty: from anywhere.
+    pub from: Vec<IpNet>,
+}
+
+impl ServerTokenView {
+    /// Describes a new token.
+    pub fn new(token: &ServerToken, server: &str, facts: &TokenFacts) -> Self {
+        let TokenFacts { id, expires_unix, from, .. } = facts.clone();
+        Self { token: token.to_text(), id, server: server.into(), expires_unix, from }
+    }
+}
+
+pub(in crate::admin) async fn admit_server(
+    pool: &Pool,
+    name: String,
+    ttl: u64,
+    from: Vec<IpNet>,
+) -> Result<Value, Refusal> {
+    if pool.statements(|all| all.server(&name).is_some()) {
+        return Err(no_more_a_name(&name));
+    }
+    let made = pool.admit_server(Privileged::AdmitServer { name: name.clone(), ttl, from }).await;
+    let (token, facts) = made.map_err(|e| unsigned(&e))?;
+    show(serde_json::to_value(ServerTokenView::new(&token, &name, &facts)))
+}
+
+/// Prints `gpuserver pool admit`, with only the token on standard output, for scripts.
+pub fn print_server_token(out: &mut dyn Write, t: ServerTokenView) -> anyhow::Result<()> {
+    writeln!(out, "{}", t.token)?;
+    eprintln!(
+        "for server {}, until {}; run `gpuserver pool join` with this server's address there, and paste it",
+        t.server,
+        date(t.expires_unix)
+    );
+    Ok(())
 }
 
 pub(in crate::admin) async fn create(pool: &Pool, terms: Terms) -> Result<Value, Refusal> {

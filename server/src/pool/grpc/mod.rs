@@ -3,6 +3,7 @@
 
 mod enrolment;
 mod identity;
+mod issuer;
 mod leases;
 mod measure;
 mod server;

@@ -40,7 +40,7 @@ impl Statements for Service {
 
 impl crate::pool::Pool {
     /// Returns the name of the server that calls, unless it is revoked.
-    fn calling_server(&self, holder: Option<&Holder>) -> Result<String, Status> {
+    pub(super) fn calling_server(&self, holder: Option<&Holder>) -> Result<String, Status> {
         let unix = self.clock.unix();
         let holder = holder.filter(|holder| holder.role == Role::Server && !holder.expired(unix));
         let name = holder.map(|holder| holder.name.clone());

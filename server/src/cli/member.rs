@@ -1,0 +1,140 @@
+//! `gpuserver pool admit` and `pool join`: servers that hold no authority's key.
+
+use gpusession_diagnosis::machine::Machine;
+use gpusession_proto::join::ServerToken;
+use serde_json::{Value, json};
+
+use super::pool::{own_link, unit_to_start};
+use super::target::{Target, offline, running};
+use crate::admin::answer::tokens::{ServerTokenView, print_server_token, terms};
+use crate::admin::answer::{no_more_a_name, unsigned};
+use crate::admin::{Ask, Refusal};
+use crate::audit;
+use crate::clock::{Clock as _, SystemClock};
+use crate::config::{Config, advertised};
+use crate::net::host_port;
+use crate::pool::Files;
+use crate::signer::Why;
+use crate::signer::link::Link;
+use crate::signer::member::{self, Member};
+use crate::statements::Statements;
+use crate::store;
+use crate::text::Output;
+
+/// Default port of the control service.
+const PORT: u16 = 7601;
+
+/// Makes a token with which a server of this name joins the pool.
+pub(super) fn admit(
+    out: &mut Output<'_>,
+    server: &Target,
+    name: &str,
+    ttl: &str,
+    from: &[String],
+) -> anyhow::Result<()> {
+    let bounds = terms(name.into(), 1, ttl, from, 0)?;
+    let ask = Ask::ServerAdmit { name: name.into(), ttl: bounds.ttl, from: bounds.from };
+    let config = server.config()?;
+    let value = match &config.signer {
+        // The signer itself answers root, so that the secret stays out of the server's process.
+        Some(_) => admit_here(config, &ask)?,
+        None => match running(server, &ask)? {
+            Some(value) => value,
+            None => {
+                let _lock = offline(config)?;
+                admit_here(config, &ask)?
+            }
+        },
+    };
+    out.answer("token", value, |out, token| print_server_token(out, token))
+}
+
+fn admit_here(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
+    let Ask::ServerAdmit { name, .. } = ask else { anyhow::bail!("internal error: not an admission") };
+    let revoked: Statements = store::read(&Files::below(&config.state_dir).statements)?;
+    if revoked.server(name).is_some() {
+        return Err(no_more_a_name(name).into());
+    }
+    let link = own_link(config)?;
+    link.issues().map_err(|e| unsigned(&e))?;
+    let order = ask.privileged().ok_or_else(|| anyhow::anyhow!("internal error: no order"))?;
+    let (token, facts) = link.admit_server(order).map_err(|e| unsigned(&e))?;
+    audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
+    Ok(serde_json::to_value(ServerTokenView::new(&token, name, &facts))?)
+}
+
+/// Reads a token from the command line or from standard input.
+fn token(text: Option<&str>) -> anyhow::Result<ServerToken> {
+    let text = match text.filter(|text| *text != "-") {
+        Some(text) => text.to_owned(),
+        None => {
+            if nix::unistd::isatty(std::io::stdin()) == Ok(true) {
+                eprint!("token for this server (`gpuserver pool admit` on an issuer prints it): ");
+            }
+            let mut line = String::new();
+            std::io::stdin().read_line(&mut line)?;
+            line
+        }
+    };
+    Ok(text.parse().map_err(|e| Refusal::new("usage", format!("{e}")))?)
+}
+
+/// Refuses a join where it would replace an authority, or a membership that works.
+fn may_join(config: &Config, token: &ServerToken) -> anyhow::Result<()> {
+    let own = Link::own_of_command(config.signer.as_deref(), &config.state_dir, &config.name)?;
+    match own.present() {
+        Ok(_) => {
+            let why = "this server holds the key of a pool's authority already: it is an issuer";
+            return Err(Refusal::new("exists", why).into());
+        }
+        Err(e) if e.why == Why::Missing => {}
+        Err(e) => return Err(unsigned(&e).into()),
+    }
+    let Some(member) = Member::open(&config.state_dir).map_err(|e| unsigned(&e))? else { return Ok(()) };
+    let standing = member.standing();
+    let works = standing.expires_unix > SystemClock.unix()
+        && standing.name == config.name
+        && standing.authorities.contains(&token.0.authority);
+    if works { Err(unsigned(&member.has_pool()).into()) } else { Ok(()) }
+}
+
+/// Joins a pool as a server without its authority's key.
+pub(super) fn join(
+    out: &mut Output<'_>,
+    config: &Config,
+    (address, text, now): (&str, Option<&str>, bool),
+) -> anyhow::Result<()> {
+    let machine = Machine::here();
+    // A token counts once, so that a reason against the start shows first.
+    let unit = unit_to_start(&machine, config.signer.as_deref(), now)?;
+    let to = advertised(address).map_err(|m| Refusal::new("usage", format!("{address:?}: {m}")))?;
+    let address = host_port(&to.host, to.port.unwrap_or(PORT));
+    let token = token(text)?;
+    let _lock = offline(config)?;
+    may_join(config, &token)?;
+    let authority = Member::join(&config.state_dir, &address, &token, &config.name).map_err(|e| {
+        let refusal = unsigned(&e);
+        if e.why == Why::Token { Refusal { code: "not-allowed".into(), ..refusal } } else { refusal }
+    })?;
+    audit::note_offline(&config.state_dir, &config.name, audit::own("pool-join"))?;
+    let file = member::file(&config.state_dir);
+    if let Some(unit) = &unit {
+        machine.enable_now(unit).map_err(|why| Refusal {
+            code: "failed".into(),
+            message: format!("the membership is in {}, but {why}", file.display()),
+            hint: format!("`journalctl -u {unit}` shows why; `systemctl enable --now {unit}` tries again"),
+        })?;
+    }
+    let fingerprint = data_encoding::HEXLOWER.encode(&authority);
+    let next = if unit.is_some() { "" } else { "start the server, and " };
+    let value = json!({ "authority_sha256": fingerprint, "file": file, "issuer": address });
+    out.answer("pool", value, |out, _: Value| {
+        writeln!(out, "Server {} is a member of the pool: {} has its key.", config.name, file.display())?;
+        writeln!(out, "The SHA-256 of the authority's certificate is {fingerprint}.")?;
+        writeln!(
+            out,
+            "Next: {next}add it to servers.toml of the pool's clients. Other issuers than {address} belong in `peers`."
+        )?;
+        Ok(())
+    })
+}

@@ -1,0 +1,265 @@
+//! Operations for servers that hold no authority's key.
+
+use std::net::IpAddr;
+
+use data_encoding::HEXLOWER;
+use ipnet::IpNet;
+use tracing::info;
+
+use super::super::bundle::Bundle;
+use super::super::ca::{Issued, proves_renewal, requested_key};
+use super::super::lock::locked;
+use super::super::operation::{Done, Outcome, Refused, Why};
+use super::super::tokens::{TokenFacts, Tokens};
+use super::{Keeper, MAX_NETWORKS, a_name, find_authority, signed};
+use crate::certificate::{Role, day};
+
+impl Keeper {
+    /// Returns the name of the server that has this certificate.
+    pub(super) fn shown_server(&self, present: &[u8]) -> Result<String, Refused> {
+        let holder = self.shown(present, Role::Server)?;
+        if holder.expired(self.clock.unix()) {
+            let text = format!(
+                "the certificate of server {0} expired on {1}: run `gpuserver pool admit {0}` on an issuer, and \
+                 `gpuserver pool join` on that server",
+                holder.name,
+                day(holder.expires_unix)
+            );
+            return Err(Refused::new(Why::Request, text));
+        }
+        Ok(holder.name)
+    }
+
+    /// Signs the first certificate of a server that root has admitted by a token.
+    pub(super) fn join_server(
+        &self,
+        (id, proof): (&[u8; 8], &[u8; 32]),
+        (name, csr_pem): (&str, &str),
+        from: Option<IpAddr>,
+    ) -> Result<Issued, Refused> {
+        self.a_new_server(name)?;
+        let present = self.present()?;
+        let authority = present.signer();
+        requested_key(csr_pem)?;
+        let check = |tokens: &Tokens| {
+            let (authority, unix) = (authority.fingerprint(), self.clock.unix());
+            tokens.check_server((id, proof), (name, csr_pem), from, &authority, unix)
+        };
+        check(&locked(&self.tokens))?;
+        self.turn()?;
+        self.change_tokens(|tokens| {
+            check(tokens)?;
+            tokens.consume_server(id);
+            Ok(())
+        })?;
+        let issued = authority.issue_server(name, csr_pem, self.clock.unix(), self.random.as_ref())?;
+        signed("server", name, &format!("join with token {}", HEXLOWER.encode(id)), &issued);
+        Ok(issued)
+    }
+
+    /// Signs the next certificate of a server for the name in its present one, whose key it has.
+    pub(super) fn renew_server(
+        &self,
+        present: &[u8],
+        csr_pem: &str,
+        authority: &[u8; 32],
+        proof: &[u8],
+    ) -> Result<Issued, Refused> {
+        let name = self.shown_server(present)?;
+        if !proves_renewal(present, csr_pem, authority, proof) {
+            let text = format!("the request is not signed with the key of the certificate of server {name}");
+            return Err(Refused::new(Why::Request, text));
+        }
+        let all = self.present()?;
+        let authority = find_authority(&all, authority)?;
+        self.turn()?;
+        let issued = authority.issue_server(&name, csr_pem, self.clock.unix(), self.random.as_ref())?;
+        signed("server", &name, "renewal", &issued);
+        Ok(issued)
+    }
+
+    /// Checks a name that another server shall get.
+    fn a_new_server(&self, name: &str) -> Result<(), Refused> {
+        a_name(name)?;
+        if locked(&self.name).as_deref() == Some(name) {
+            let text = format!("{name} is this server itself: another server needs another `name`");
+            return Err(Refused::new(Why::Request, text));
+        }
+        Ok(())
+    }
+
+    /// Describes the authorities for servers that hold none.
+    pub(super) fn bundle(&self) -> Result<Vec<u8>, Refused> {
+        let present = self.present()?;
+        self.turn()?;
+        let (server, unix) = (self.own_name()?, self.clock.unix());
+        Ok(Bundle { server, unix, described: present.describe() }.seal(&present)?)
+    }
+
+    /// Makes a token with which one server of this name joins.
+    pub(super) fn admit_server(&self, name: &str, ttl: u64, from: &[IpNet]) -> Outcome {
+        self.a_new_server(name)?;
+        if from.len() > MAX_NETWORKS {
+            let text = format!("token: the list of networks is too long: at most {MAX_NETWORKS}");
+            return Err(Refused::new(Why::Request, text));
+        }
+        let authority = self.present()?.signer().fingerprint();
+        let unix = self.clock.unix();
+        let (token, record) = self.change_tokens(|tokens| {
+            Ok(tokens.create_for_server(authority, (name, ttl, from), unix, self.random.as_ref()))
+        })?;
+        let facts = TokenFacts::new(&HEXLOWER.encode(&token.id), &record);
+        info!("token {}: created for server {name}", facts.id);
+        Ok(Done::Token { id: token.id, secret: token.secret, authority, facts })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use gpusession_proto::join::{JoinToken, ServerToken};
+    use gpusession_proto::statement::Verdict;
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::super::tests::{Site, csr, der, issued, open, stated, why};
+    use super::*;
+    use crate::certificate::{Holder, holder};
+    use crate::clock::Clock as _;
+    use crate::signer::ca::{SERVER_TTL, prove_renewal};
+    use crate::signer::{Operation, Privileged, Step};
+
+    fn admitted(site: &Site, name: &str) -> ServerToken {
+        let admit = Privileged::AdmitServer { name: name.into(), ttl: 60, from: Vec::new() };
+        match site.root(Operation::Privileged(admit)).unwrap() {
+            Done::Token { id, secret, authority, .. } => ServerToken(JoinToken { authority, id, secret }),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn key() -> (KeyPair, String) {
+        let key = KeyPair::generate().unwrap();
+        let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
+        (key, csr)
+    }
+
+    fn join(token: &ServerToken, name: &str, csr_pem: &str) -> Operation {
+        let (name, csr_pem) = (name.to_owned(), csr_pem.to_owned());
+        let proof = token.proof(&name, &csr_pem);
+        Operation::JoinServer { id: token.0.id, proof, name, csr_pem, from: None }
+    }
+
+    fn whose(der: &[u8]) -> Holder {
+        holder(der).unwrap()
+    }
+
+    #[test]
+    fn a_token_of_root_admits_one_server_of_its_name_and_no_client() {
+        let site = Site::new();
+        let token = admitted(&site, "gpu2");
+        assert_eq!(why(site.server(join(&token, "gpu3", &csr()))), Why::Token, "another name");
+        assert_eq!(why(site.server(join(&token, "gpu1", &csr()))), Why::Request, "the issuer's own");
+        assert_eq!(why(site.server(join(&token, "gpu2", "garbage"))), Why::Request, "uses up nothing");
+        // Neither kind of token serves for the other, and an altered request is no longer proven.
+        let as_client = Operation::join(&token.0, "gpu2", None, &csr(), true);
+        assert_eq!(why(site.server(as_client)), Why::Token);
+        let of_client = ServerToken(site.token("*", 9));
+        assert_eq!(why(site.server(join(&of_client, "gpu2", &csr()))), Why::Token);
+        let Operation::JoinServer { id, proof, name, from, .. } = join(&token, "gpu2", &csr()) else {
+            panic!()
+        };
+        let altered = Operation::JoinServer { id, proof, name, csr_pem: csr(), from };
+        assert_eq!(why(site.server(altered)), Why::Token, "a server on the way has the proof alone");
+
+        let late = admitted(&site, "gpu3");
+        let holder = whose(&der(&issued(site.server(join(&token, "gpu2", &csr())))));
+        assert_eq!((holder.role, holder.name.as_str()), (Role::Server, "gpu2"));
+        assert_eq!(holder.expires_unix, site.clock.unix() + SERVER_TTL.as_secs());
+        let site = Site { keeper: open(&site.folder, &site.clock), ..site };
+        assert_eq!(why(site.server(join(&token, "gpu2", &csr()))), Why::Token, "used, also after a restart");
+        site.clock.advance(Duration::from_secs(60));
+        assert_eq!(why(site.server(join(&late, "gpu3", &csr()))), Why::Token, "expired");
+        let void = admitted(&site, "gpu4");
+        for step in [Step::Begin(None), Step::Switch] {
+            site.root(Operation::Privileged(Privileged::Rotate(step))).unwrap();
+        }
+        assert_eq!(why(site.server(join(&void, "gpu4", &csr()))), Why::Token, "of the old authority");
+        let own = Privileged::AdmitServer { name: "gpu1".into(), ttl: 60, from: Vec::new() };
+        assert_eq!(why(site.root(Operation::Privileged(own))), Why::Request);
+    }
+
+    #[test]
+    fn root_permits_the_server_one_token_for_a_server() {
+        let site = Site::new();
+        let admit = |name: &str| Privileged::AdmitServer { name: name.into(), ttl: 60, from: Vec::new() };
+        assert_eq!(why(site.server(Operation::Privileged(admit("gpu2")))), Why::Right);
+        site.root(Operation::Permit(admit("gpu2"))).unwrap();
+        assert_eq!(why(site.server(Operation::Privileged(admit("gpu3")))), Why::Right);
+        assert!(matches!(site.server(Operation::Privileged(admit("gpu2"))), Ok(Done::Token { .. })));
+        assert_eq!(why(site.server(Operation::Privileged(admit("gpu2")))), Why::Right, "used up");
+        // No operation of the server makes a token for a server otherwise.
+        let pattern = site.token("server:gpu2", 1);
+        assert_eq!(why(site.server(join(&ServerToken(pattern), "gpu2", &csr()))), Why::Token);
+    }
+
+    #[test]
+    fn a_server_renews_its_own_name_with_its_own_key_alone() {
+        let (site, other) = (Site::new(), Site::new());
+        let authority = site.authority();
+        let (first_key, csr_pem) = key();
+        let first = der(&issued(site.server(join(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
+        let renew = |present: &[u8], key: &KeyPair| {
+            let csr_pem = csr();
+            let proof = prove_renewal(&key.serialize_pem(), &csr_pem, &authority).unwrap();
+            Operation::RenewServer { present: present.into(), csr_pem, authority, proof }
+        };
+        let second = whose(&der(&issued(site.server(renew(&first, &first_key)))));
+        assert_eq!((second.role, second.name.as_str()), (Role::Server, "gpu2"));
+        // A server that saw the certificate, as an issuer did, has no key for it.
+        assert_eq!(why(site.server(renew(&first, &KeyPair::generate().unwrap()))), Why::Request);
+        let Operation::RenewServer { present, proof, .. } = renew(&first, &first_key) else { panic!() };
+        let altered = Operation::RenewServer { present, csr_pem: csr(), authority, proof };
+        assert_eq!(why(site.server(altered)), Why::Request);
+        // Certificates of clients, administrators and other pools.
+        let (client_key, client_csr) = key();
+        let client = Operation::join(&site.token("*", 1), "gpu2", None, &client_csr, true);
+        let client = der(&issued(site.server(client)));
+        let (alice_key, csr_pem) = key();
+        let alice = Privileged::Administrator { name: "gpu2".into(), csr_pem };
+        let alice = der(&issued(site.root(Operation::Privileged(alice))));
+        let (foreign_key, csr_pem) = key();
+        let foreign = der(&issued(other.server(join(&admitted(&other, "gpu2"), "gpu2", &csr_pem))));
+        for (bad, key) in [(client, &client_key), (alice, &alice_key), (foreign, &foreign_key)] {
+            assert_eq!(why(site.server(renew(&bad, key))), Why::Request);
+        }
+        assert_eq!(why(site.server(renew(b"garbage", &first_key))), Why::Request);
+        let unknown = Operation::RenewServer {
+            present: first.clone(),
+            csr_pem: csr(),
+            authority: other.authority(),
+            proof: Vec::new(),
+        };
+        assert_eq!(why(site.server(unknown)), Why::Request);
+        site.clock.advance(SERVER_TTL);
+        assert_eq!(why(site.server(renew(&first, &first_key))), Why::Request, "expired");
+    }
+
+    #[test]
+    fn statements_for_a_server_have_its_name_and_revoke_no_server() {
+        let site = Site::new();
+        let csr_pem = csr();
+        let present = der(&issued(site.server(join(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
+        let state = |present: &[u8], verdict| {
+            site.server(Operation::StateFor { present: present.into(), verdict, turn: 1 })
+        };
+        let forget = || Verdict::ForgetClient { name: "vm-1".into(), identity: None };
+        let (_, statement) = stated(state(&present, forget())).remove(0);
+        assert_eq!((statement.server.as_str(), statement.number), ("gpu2", 1));
+        let own = stated(site.server(Operation::State { verdict: forget(), turn: 2 })).remove(0).1;
+        assert_eq!((own.server.as_str(), own.number), ("gpu1", 2));
+        assert_eq!(why(state(&present, Verdict::RevokeServer { name: "gpu3".into() })), Why::Right);
+        let client = Operation::join(&site.token("*", 1), "gpu2", None, &csr(), true);
+        let client = der(&issued(site.server(client)));
+        assert_eq!(why(state(&client, forget())), Why::Request);
+    }
+}
