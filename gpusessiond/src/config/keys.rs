@@ -55,7 +55,8 @@ keys! {
         /// Number of leases that a user may hold in addition to the configured ones.
         extra_leases: u32 = 0, any;
         /// Whether a user's programs wait in line when they start faster than 20 a second, while
-        /// other users start programs, too.
+        /// other users start programs, too. A worker of a lease for several users that comes free
+        /// is then for the waiting user who has fewer.
         fair_share: bool = true, any;
     }
 }
