@@ -123,7 +123,7 @@ fn main() {
         server.run_into("log").await;
         let pid = server.json(&["status"])["server"]["pid"].as_u64().expect("a process") as u32;
         let (_, empty) = used(pid);
-        let token = server.token(&["--uses", &count.to_string()]);
+        let token = server.token(&["--from", "127.0.0.0/8", "--uses", &count.to_string()]);
         let (late, begun) = (std::sync::Arc::default(), Instant::now());
         let server = std::sync::Arc::new(server);
         let (all_joined, joined_all) = watch::channel(false);

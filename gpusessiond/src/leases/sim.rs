@@ -66,7 +66,7 @@ pub struct SimState {
     pub protocol: Option<(u32, u32)>,
     /// Number of waiting processes of each call for workers.
     pub waiting: Vec<u32>,
-    /// Most workers at a time, of processes and in stock; further ones are refused as over the limit.
+    /// Most workers at a time, in stock and of processes; others are refused as over the limit.
     pub most_workers: Option<usize>,
     /// Calls for workers fail with this error.
     pub refuses_workers: Option<PoolError>,

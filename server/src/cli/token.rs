@@ -21,10 +21,10 @@ pub enum TokenVerb {
         /// Pattern of the clients' names, as in "vm-*"
         #[arg(long, value_name = "PATTERN", default_value = "*")]
         name: String,
-        /// Number of clients that can join with it
+        /// Number of clients that can join with it; several need --from or --per-address
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         uses: u32,
-        /// Lifetime of the token
+        /// Lifetime of the token, at most 30d
         #[arg(long, value_name = "TIME", default_value = "24h")]
         ttl: String,
         /// Networks or addresses from which clients join with it; without, from anywhere
@@ -60,13 +60,7 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
         None => token_offline(server.config()?, &ask)?,
     };
     match verb {
-        TokenVerb::Create { name, uses, from, per_address, .. } => {
-            if name.contains('*') && *uses > 1 && from.is_empty() && per_address.is_none() {
-                eprintln!(
-                    "gpuserver: note: one machine that has this token can join under {uses} names, each with limits of its \
-                     own; --from and --per-address bound that"
-                );
-            }
+        TokenVerb::Create { .. } => {
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
             let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
             out.answer("token", value, |out, token| print_token(out, token, &address))

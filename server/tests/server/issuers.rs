@@ -110,7 +110,7 @@ async fn a_server_without_the_key_serves_joins_clients_and_outlives_its_issuer()
     let line = key.lines().nth(1).unwrap();
     assert!(holds(one.folder.path(), line.as_bytes()) && !holds(two.folder.path(), line.as_bytes()));
 
-    let token = one.token(&["--uses", "3"]);
+    let token = one.token(&["--uses", "3", "--from", "127.0.0.0/8"]);
     let (certificate, key) = two.enrol(&token, "vm-1", "m1").await.unwrap();
     let vm = Identity::from_pem(certificate, key);
     let mut vm = gpusession_test_server::Client {

@@ -421,7 +421,7 @@ async fn refused(server: &Server, identity: Identity) -> bool {
 #[tokio::test]
 async fn join_tokens() {
     let server = Server::start().await;
-    let token = server.token(&["--name", "vm-*", "--uses", "2"]);
+    let token = server.token(&["--name", "vm-*", "--uses", "2", "--from", "127.0.0.1"]);
     let wrong_name = server.enrol(&token, "db-1", "m1").await.unwrap_err();
     assert_eq!(wrong_name.code(), Code::PermissionDenied);
     assert!(wrong_name.message().contains("vm-*"), "{wrong_name}");
@@ -461,6 +461,17 @@ async fn join_tokens() {
     assert!(unknown.message().contains("not one of this pool"), "{unknown}");
     assert_eq!(server.json(&["clients"])["clients"].as_array().unwrap().len(), 4);
     assert_eq!(server.verb(&["token", "create", "--ttl", "soon"]).status.code(), Some(1));
+    for (options, why) in [
+        (&["--ttl", "31d"][..], "30 days at most"),
+        (&["--name", "vm-*", "--uses", "2"], "--from NETWORK"),
+        (&["--name", "vm-?", "--uses", "2"], "--from NETWORK"),
+    ] {
+        let said = server.verb(&[&["token", "create"], options].concat());
+        assert_eq!(said.status.code(), Some(1), "{options:?}");
+        let said = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(said.contains(why), "{said}");
+    }
+    server.token(&["--ttl", "30d", "--name", "vm-9", "--uses", "2"]);
     assert_eq!(server.verb(&["token", "create", "--uses", "0"]).status.code(), Some(1));
 }
 

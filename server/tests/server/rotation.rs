@@ -103,7 +103,7 @@ async fn a_rotation_touches_no_lease_and_no_connection() {
     let server = Server::start().await;
     let alice = administrator(&server, "alice");
     let (one, two) = (Machine::joined(&server, "vm-1").await, Machine::joined(&server, "vm-2").await);
-    let early_token = server.token(&["--uses", "9"]);
+    let early_token = server.token(&["--uses", "9", "--from", "127.0.0.0/8"]);
     let daemon = one.daemon();
     let first = daemon.identity.facts();
     let remote = Arc::new(Remote::new(&server.control, &daemon.identity).unwrap());

@@ -104,7 +104,7 @@ async fn an_upgrade_moves_the_authority_to_the_signer_and_clients_stay_joined() 
     let mut server = Server::prepare("libcuda.so.1", "").await;
     server.run().await;
     let mut client = server.client("vm-1").await;
-    let token = server.token(&["--uses", "3"]);
+    let token = server.token(&["--uses", "3", "--from", "127.0.0.0/8"]);
     let before = server.authority();
     server.signal(nix::sys::signal::Signal::SIGTERM);
     upgrade(&mut server);

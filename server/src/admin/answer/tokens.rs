@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use gpusession_common::units::parse_duration;
 use gpusession_proto::join::{JoinToken, ServerToken};
@@ -137,6 +138,9 @@ pub fn no_token(id: &str) -> Refusal {
     )
 }
 
+/// Longest validity of a join token: a copy that stayed on a disk is of no use later.
+const MAX_TTL: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// Reads the bounds of a new token.
 pub fn terms(
     pattern: String,
@@ -148,6 +152,20 @@ pub fn terms(
     let life = parse_duration(ttl).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {ttl}: a duration like \"24h\" or \"30min\" is wanted"))
     })?;
+    if life > MAX_TTL {
+        let days = MAX_TTL.as_secs() / (24 * 3600);
+        let why = format!("--ttl {ttl}: a token is good for {days} days at most; make the next one then");
+        return Err(Refusal::new("usage", why));
+    }
+    if pattern.contains(['*', '?']) && uses > 1 && from.is_empty() && per_address == 0 {
+        return Err(Refusal::new(
+            "usage",
+            format!(
+                "--uses {uses}: one machine with this token could join under {uses} names, each with limits of its own; \
+                 add --from NETWORK (\"0.0.0.0/0,::/0\" is any), or --per-address N"
+            ),
+        ));
+    }
     let network = |text: &String| {
         let network = text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
         // The server sees a client's IPv4 address as such.
