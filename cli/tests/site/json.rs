@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Sections that other tests compare, each with a site of its own.
-const ELSEWHERE: [&str; 14] = [
+const ELSEWHERE: [&str; 16] = [
+    "gpuserver pool admit",
+    "gpuserver pool join",
     "gpuserver pool revoke",
     "gpuserver pool rotate status",
     "gpuserver statements import",
