@@ -169,7 +169,7 @@ async fn a_users_loop_of_programs_leaves_the_next_worker_to_another_user() {
         let before = sim.with(|s| s.taken.len());
         let granted = worker_for(&engine, 1001).await;
         let others = sim.with(|s| s.taken.len()) - before;
-        // Those that the server had started when bob came are alice's.
+        // Workers that the server had started when bob came are alice's.
         assert!(others <= 3 * MOST_WORKERS, "{others} programs of the loop came first");
         engine.ended(granted);
     }
