@@ -70,7 +70,7 @@ pub fn before_driver(files: &Files<'_>, landlock: ABI) -> Vec<String> {
     // One byte: zero would still start a collector that `core_pattern` names.
     let parts = [
         // Out of memory, the kernel kills this program before the server and others.
-        // A client that controls the worker can take this back, except where a unit sets it.
+        // A client that controls the worker can take this back.
         std::fs::write("/proc/self/oom_score_adj", "500").map_err(|e| said("oom_score_adj")(e.to_string())),
         at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
         at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
