@@ -60,7 +60,8 @@ const LIMIT_WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that a program waits for a worker of a held lease: a move of 64 GiB from or to a parked
 /// lease takes half of it.
 const WORKER_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause between tries of a request for a cold worker: each is a call to the server.
+/// Pause between tries of a request for a cold worker, since each is a call to the server; and of
+/// one behind others, who may give up without a sign.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
 const REPLY_GRACE: Duration = Duration::from_millis(100);

@@ -8,20 +8,19 @@ use std::sync::Arc;
 
 use gpusession_proto::control::{JoinReply, JoinRequest};
 use gpusession_proto::join::{self, JoinToken};
+use gpusession_proto::pinned::{self, sha256};
 use nix::fcntl::{Flock, FlockArg};
 use rcgen::PublicKeyData as _;
-use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::ClientConfig;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
 
 use tokio::sync::{Notify, watch};
 
 use crate::config::{ConfigError, ServerEntry, Servers};
 use crate::pool::PoolError;
-use crate::trust::{Authorities, Fingerprint, MAX_REVOKED, Revoked, dns_names, sha256};
+use crate::trust::{Authorities, Fingerprint, MAX_REVOKED, Revoked, dns_names};
 
 /// File names of an identity.
 const CERTIFICATE: &str = "client.pem";
@@ -541,73 +540,6 @@ fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
         .unwrap_or_else(|_| unreachable!("ring speaks TLS 1.3"))
 }
 
-/// Accepts a server whose certificate is signed by the authority that a join token pins.
-#[derive(Debug)]
-struct Pinned {
-    authority: Fingerprint,
-    /// The name by which the server finds the authority.
-    name: [DistinguishedName; 1],
-    provider: Arc<CryptoProvider>,
-}
-
-impl Pinned {
-    fn new(authority: Fingerprint) -> Self {
-        Self { authority, name: [join::pinned(&authority).into()], provider: provider() }
-    }
-}
-
-impl ServerCertVerifier for Pinned {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let unknown = || {
-            let why = "the server is not of the pool that the join token is for; if the pool has replaced its \
-                       authority since, ask for a new token";
-            rustls::Error::General(why.into())
-        };
-        let authority = intermediates.iter().find(|c| sha256(c) == self.authority).ok_or_else(unknown)?;
-        let mut roots = RootCertStore::empty();
-        roots.add(authority.clone().into_owned())?;
-        WebPkiServerVerifier::builder_with_provider(Arc::new(roots), self.provider.clone())
-            .build()
-            .map_err(|e| rustls::Error::General(e.to_string()))?
-            .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls12_signature(message, certificate, signature, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls13_signature(message, certificate, signature, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
-    }
-
-    fn root_hint_subjects(&self) -> Option<&[DistinguishedName]> {
-        Some(&self.name)
-    }
-}
-
 /// Result of joining.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Joined {
@@ -650,13 +582,9 @@ pub async fn join_pool(
     let key = home.joining_key()?;
     let csr_pem = request(&name, &key)?;
 
-    let pinned = Pinned::new(parsed.authority);
-    let mut tls =
-        builder().dangerous().with_custom_certificate_verifier(Arc::new(pinned)).with_no_client_auth();
-    tls.alpn_protocols = vec![b"h2".to_vec()];
     let reply = call(
         address,
-        Arc::new(tls),
+        Arc::new(pinned::tls(parsed.authority)),
         JoinRequest {
             token: token.trim().to_owned(),
             csr_pem,
@@ -733,9 +661,8 @@ mod tests {
             .with_cert_resolver(Arc::new(Shows(Arc::new(CertifiedKey::new(chain, shown)))));
         let mut server = ServerConnection::new(Arc::new(config)).unwrap();
 
-        let pinned = if pins_it { sha256(authority.der()) } else { [7; 32] };
-        let verifier = Arc::new(Pinned::new(pinned));
-        let config = builder().dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
+        let pins = if pins_it { sha256(authority.der()) } else { [7; 32] };
+        let config = pinned::tls(pins);
         let mut client = ClientConnection::new(Arc::new(config), server_name()).unwrap();
         while client.is_handshaking() {
             let mut wire = Vec::new();

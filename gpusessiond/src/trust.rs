@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::join;
+use gpusession_proto::pinned::sha256;
 use gpusession_proto::statement::{Signed, Verdict, signed_message};
 use pem::{EncodeConfig, LineEnding, Pem};
 use ring::signature::{ECDSA_P256_SHA256_ASN1, UnparsedPublicKey};
@@ -36,14 +37,6 @@ const MAX_LIST: usize = 16 << 10;
 
 /// SHA-256 of a certificate (DER).
 pub type Fingerprint = [u8; 32];
-
-/// Returns the SHA-256 of bytes.
-pub fn sha256(bytes: &[u8]) -> Fingerprint {
-    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
-    let mut out = [0; 32];
-    out.copy_from_slice(digest.as_ref());
-    out
-}
 
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())

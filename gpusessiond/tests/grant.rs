@@ -423,6 +423,20 @@ async fn a_program_gets_all_leases_that_it_names_in_their_order_or_none() {
     }
 }
 
+/// Returns a process of a user outside of sessions, containers and control groups.
+fn caller(uid: u32, user: Option<&str>, principal: Option<Principal>, access: bool) -> Caller {
+    Caller {
+        uid,
+        pid: 5,
+        user: user.map(str::to_owned),
+        principal,
+        access,
+        session: None,
+        control_groups: Vec::new(),
+        contained: false,
+    }
+}
+
 /// Returns the lease that a caller's program gets, or the reason of a refusal.
 async fn lease_for(engine: &Engine, caller: Caller, lease: Option<&str>) -> Result<String, String> {
     let wish = WorkerRequest { lease: lease.map(str::to_owned), ..WorkerRequest::default() };
@@ -444,16 +458,6 @@ async fn subordinate_uids_share_their_owners_lease_of_class_user() {
     let user = Spec { class: Class::User, ..Spec::configured(&config(&[1]).leases[0], 0) };
     engine.configure(vec![user]).await;
     let alice = Principal { uid: 1000, name: Some("alice".into()) };
-    let caller = |uid, user: Option<&str>, principal, access| Caller {
-        uid,
-        pid: 5,
-        user: user.map(str::to_owned),
-        principal,
-        access,
-        session: None,
-        control_groups: Vec::new(),
-        contained: false,
-    };
     let lease = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     let below = |uid, access| caller(uid, None, Some(alice.clone()), access);
     assert!(lease(below(100_000, false), None).await.is_err(), "without access");
@@ -536,14 +540,8 @@ async fn a_lease_of_a_jobs_control_group_serves_that_job_alone() {
     let id = |order: usize| engine.snapshot().borrow().leases[order].facts.id.clone();
     let (all, first, second) = (id(0), id(1), id(2));
     let caller = |uid, groups: &[&str]| Caller {
-        uid,
-        pid: 5,
-        user: None,
-        principal: None,
-        access: true,
-        session: None,
         control_groups: groups.iter().map(|group| (*group).to_owned()).collect(),
-        contained: false,
+        ..caller(uid, None, None, true)
     };
     let granted = async |caller, lease: Option<&str>| lease_for(&engine, caller, lease).await;
     // A job finds its lease without a variable; other processes get the machine's.

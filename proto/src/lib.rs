@@ -1,7 +1,7 @@
 //! Formats of gpusession that cross a wire; this crate does no I/O.
 //!
 //! * [`control`]: gRPC between client daemon and server (feature `control`).
-//! * `join`: names in certificates, and join tokens (feature `control`).
+//! * `join`: names in certificates, and join tokens; `pinned`: TLS of a join (feature `control`).
 //! * [`grant`]: requests of `libcuda.so.1` to the client daemon on its Unix socket.
 //! * [`login`]: requests of `pam_gpusession.so` to the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
@@ -30,6 +30,8 @@ pub mod launch;
 pub mod log_throttle;
 pub mod measure;
 pub mod message;
+#[cfg(feature = "control")]
+pub mod pinned;
 pub mod preface;
 pub mod readings;
 pub mod share;

@@ -23,6 +23,7 @@ use crate::certificate::day;
 use crate::checkpoint::{Checkpoint, Place};
 use crate::clock::wall;
 use crate::store;
+use crate::text::printable;
 
 pub mod verify;
 
@@ -167,10 +168,6 @@ fn hash(line: &[u8]) -> String {
     blake3::hash(line).to_hex().to_string()
 }
 
-fn plain(text: &str) -> String {
-    text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
 /// Returns the place of a line by its number and the hash of the line before.
 fn place(seq: u64, prev: &str) -> Option<Place> {
     let prev = data_encoding::HEXLOWER.decode(prev.as_bytes()).ok()?;
@@ -296,7 +293,7 @@ impl Trail {
         for mut event in events {
             let Event { actor, from, client, user, program, detail, .. } = &mut event;
             for text in [actor, from, client, user, program, detail] {
-                *text = plain(text);
+                *text = printable(text, MAX_TEXT);
             }
             seq += 1;
             let mut signature = String::new();

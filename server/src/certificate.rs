@@ -3,19 +3,12 @@
 use std::time::Duration;
 
 use gpusession_proto::join;
+pub use gpusession_proto::pinned::sha256 as fingerprint;
 
 /// Tolerated difference between the clocks of client and server.
 ///
 /// A certificate begins by this much before its issue.
 pub const CLOCK_SKEW_GRACE: Duration = Duration::from_secs(24 * 3600);
-
-/// Returns the SHA-256 of a certificate.
-pub fn fingerprint(der: &[u8]) -> [u8; 32] {
-    let digest = ring::digest::digest(&ring::digest::SHA256, der);
-    let mut out = [0; 32];
-    out.copy_from_slice(digest.as_ref());
-    out
-}
 
 /// Returns the holder of a certificate that TLS has verified.
 pub fn holder(der: &[u8]) -> Option<Holder> {

@@ -1,21 +1,56 @@
-//! The loop that accepts the connections of a port, and the text of addresses.
+//! The loop that accepts the connections of a port, calls to other servers, the text of addresses.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tracing::warn;
 
 use crate::log_throttle::LogThrottle;
 use crate::peer_slots::{PeerSlots, Place};
 
+/// Default port of the control service.
+pub const PORT: u16 = 7601;
+/// Time that a connection to another server may take, TLS included.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause after a failed accept: other connections may release descriptors or memory meanwhile.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Formats HOST:PORT, with brackets around an IPv6 address.
 pub fn host_port(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Connects to the server of the pool at `address` whose certificate has this DNS name.
+///
+/// `authorities` are those that this server trusts, in PEM; `answer` bounds each call. An error is
+/// the text of its innermost cause.
+pub async fn connect(
+    address: &str,
+    name: String,
+    (authorities, identity): (&str, Identity),
+    answer: Duration,
+) -> Result<Channel, String> {
+    let tls = ClientTlsConfig::new()
+        .ca_certificate(Certificate::from_pem(authorities))
+        .identity(identity)
+        .domain_name(name);
+    let connected = async {
+        let endpoint = Endpoint::from_shared(format!("https://{address}"))?.tls_config(tls)?;
+        endpoint.connect_timeout(CONNECT_TIMEOUT).timeout(answer).connect().await
+    };
+    connected.await.map_err(|e: tonic::transport::Error| root_cause(&e))
+}
+
+/// Returns the innermost cause of an error: tonic's own text is only "transport error".
+pub fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut deepest = error;
+    while let Some(next) = deepest.source() {
+        deepest = next;
+    }
+    deepest.to_string()
 }
 
 /// Accepts connections until `closed`, and serves each in a task once it has one of `slots`.

@@ -12,6 +12,7 @@ use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::issuer_server::IssuerServer;
 use gpusession_proto::control::pool_server::PoolServer;
 use gpusession_proto::control::statements_server::StatementsServer;
+use gpusession_proto::message;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -74,7 +75,7 @@ const DATA: &str = "data";
 const MAX_MESSAGE: usize = 64 << 10;
 
 /// Longest request to an issuer, in bytes: an encoded operation and its field.
-const MAX_ISSUER_MESSAGE: usize = (64 << 10) + 64;
+const MAX_ISSUER_MESSAGE: usize = message::MAX_MESSAGE + 64;
 
 /// The way in which the server ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,6 +6,11 @@ use comfy_table::{Table, presets};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+/// Returns a text of another party as one line for logs and terminals, at most `most` characters.
+pub fn printable(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
 /// Creates a table without lines.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();

@@ -12,10 +12,10 @@ use gpusessiond::grant::Limits;
 use gpusessiond::leases::engine::{Engine, EngineOptions};
 use gpusessiond::leases::machine::{Saved, SavedLease};
 use gpusessiond::leases::sim::SimServer;
-use gpusessiond::leases::{Answer, Caller, Granted, LeaseState, Leases as _, Spec, Waiter, WorkerRequest};
+use gpusessiond::leases::{Answer, Granted, LeaseState, Leases as _, Spec, Waiter, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
 
-use crate::{QUICK, quick};
+use crate::{QUICK, caller, quick};
 
 #[tokio::test]
 async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
@@ -125,16 +125,7 @@ const MOST_WORKERS: usize = 8;
 
 /// Asks as the grant socket does, until there is a worker.
 async fn worker_for(engine: &Engine, uid: u32) -> Vec<Granted> {
-    let caller = Caller {
-        uid,
-        pid: 5,
-        user: None,
-        principal: None,
-        access: true,
-        session: None,
-        control_groups: Vec::new(),
-        contained: false,
-    };
+    let caller = caller(uid, None, None, true);
     let wish = WorkerRequest { waiter: Some(Waiter::default()), ..WorkerRequest::default() };
     loop {
         match engine.grant(caller.clone(), wish.clone()).await {

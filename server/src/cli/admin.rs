@@ -20,6 +20,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
 use crate::signer::Operation;
+use crate::signer::ca::request;
 use crate::signer::link::Link;
 use crate::store;
 use crate::text::Output;
@@ -55,7 +56,7 @@ pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &Admin
                 return Err(Refusal::new("exists", message).into());
             }
             let key = rcgen::KeyPair::generate()?;
-            let csr_pem = rcgen::CertificateParams::default().serialize_request(&key)?.pem()?;
+            let csr_pem = request(&key)?;
             let value =
                 ask_administrators(server, &Ask::AdministratorCreate { name: name.clone(), csr_pem })?;
             let made: AdministratorView = serde_json::from_value(value)?;

@@ -12,7 +12,7 @@ use crate::admin::{Ask, Refusal};
 use crate::audit;
 use crate::clock::{Clock as _, SystemClock};
 use crate::config::{Config, advertised};
-use crate::net::host_port;
+use crate::net::{PORT, host_port};
 use crate::pool::Files;
 use crate::signer::Why;
 use crate::signer::link::Link;
@@ -20,9 +20,6 @@ use crate::signer::member::{self, Member};
 use crate::statements::Statements;
 use crate::store;
 use crate::text::Output;
-
-/// Default port of the control service.
-const PORT: u16 = 7601;
 
 /// Makes a token with which a server of this name joins the pool.
 pub(super) fn admit(

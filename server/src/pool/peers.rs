@@ -14,17 +14,16 @@ use gpusession_proto::statement::MAX_SIGNED;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tonic::Code;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::Channel;
 use tracing::{error, info, warn};
 
 use super::contact::Peer;
 use super::lock::locked;
 use super::state::Pool;
+use crate::net::{self, PORT, root_cause};
 use crate::signer::member::Member;
 use crate::statements::{MAX_STATEMENTS, PAGE};
 
-/// Time that a connection may take, TLS included.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that the answers of one server may take together.
 const PULL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Pause between warnings about one server.
@@ -33,8 +32,6 @@ const WARNING_INTERVAL: Duration = Duration::from_secs(3600);
 const MAX_REPLY: usize = PAGE * (MAX_SIGNED + 16) + 1024;
 /// Most answers in a row.
 const MAX_PAGES: usize = MAX_STATEMENTS / PAGE + 1;
-/// Default port of the control service.
-const PORT: u16 = 7601;
 
 /// Reason why a server hands over no statements.
 #[derive(Debug, thiserror::Error)]
@@ -78,8 +75,7 @@ impl Pool {
     fn peer_addresses(&self) -> Vec<String> {
         let config = self.config();
         let port = |port: Option<u16>| port.unwrap_or(PORT);
-        let mut all: Vec<_> =
-            config.peers.iter().map(|a| crate::net::host_port(&a.host, port(a.port))).collect();
+        let mut all: Vec<_> = config.peers.iter().map(|a| net::host_port(&a.host, port(a.port))).collect();
         let issuers = self.signer.link().member().map(Member::addresses).unwrap_or_default();
         for address in issuers {
             if !all.contains(&address) {
@@ -183,14 +179,9 @@ impl Pool {
 
     /// Connects to a server of the pool, with this server's certificate.
     async fn connect(&self, address: &str) -> Result<Channel, Trouble> {
-        let silent = |e: tonic::transport::Error| Trouble::Silent(root_cause(&e));
-        let tls = ClientTlsConfig::new()
-            .ca_certificate(Certificate::from_pem(self.signer.present().certificates()))
-            .identity(self.certificate.identity())
-            .domain_name(join::any_server());
-        let endpoint = Endpoint::from_shared(format!("https://{address}")).map_err(silent)?;
-        let endpoint = endpoint.tls_config(tls).map_err(silent)?;
-        endpoint.connect_timeout(CONNECT_TIMEOUT).timeout(PULL_TIMEOUT).connect().await.map_err(silent)
+        let authorities = self.signer.present().certificates();
+        let credentials = (authorities.as_str(), self.certificate.identity());
+        net::connect(address, join::any_server(), credentials, PULL_TIMEOUT).await.map_err(Trouble::Silent)
     }
 
     /// Notes the outcome of a try; warns at the first failure, and then at intervals.
@@ -240,13 +231,4 @@ impl Pool {
     pub fn peers(&self) -> Vec<Peer> {
         locked(&self.peers).clone()
     }
-}
-
-/// Returns the innermost cause of an error: tonic's own text is only "transport error".
-fn root_cause(error: &dyn std::error::Error) -> String {
-    let mut deepest = error;
-    while let Some(next) = deepest.source() {
-        deepest = next;
-    }
-    deepest.to_string()
 }

@@ -18,7 +18,7 @@ use tonic::transport::Identity;
 use super::lock::locked;
 use crate::certificate::expiry;
 use crate::clock::Clock;
-use crate::signer::ca::{Authority, AuthorityError, SERVER_TTL};
+use crate::signer::ca::{Authority, AuthorityError, SERVER_TTL, request};
 use crate::signer::link::Signer;
 use crate::signer::member::Held;
 use crate::signer::{Operation, Refused, Why};
@@ -61,8 +61,7 @@ impl Shown {
     /// Makes a key, and has the signer sign its certificate.
     fn new(signer: &Signer, authority: &Authority, name: &str, unix: u64) -> Result<Self, Refused> {
         let key = rcgen::KeyPair::generate().map_err(AuthorityError::from)?;
-        let request = rcgen::CertificateParams::default().serialize_request(&key);
-        let csr_pem = request.and_then(|request| request.pem()).map_err(AuthorityError::from)?;
+        let csr_pem = request(&key)?;
         let (name, fingerprint) = (name.to_owned(), authority.fingerprint());
         let issued = signer.link().sign(Operation::Server { name, csr_pem, authority: fingerprint })?;
         let held = Held {

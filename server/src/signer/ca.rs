@@ -69,6 +69,11 @@ pub enum AuthorityError {
     Request(String),
 }
 
+/// Returns a certificate request (PEM) without a name: the signer knows the name.
+pub fn request(key: &rcgen::KeyPair) -> Result<String, AuthorityError> {
+    Ok(rcgen::CertificateParams::default().serialize_request(key)?.pem()?)
+}
+
 /// SHA-256 of the public key that a certificate is asked for.
 pub fn requested_key(csr_pem: &str) -> Result<[u8; 32], AuthorityError> {
     let request = CertificateSigningRequestParams::from_pem(csr_pem)

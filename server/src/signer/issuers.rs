@@ -9,26 +9,22 @@ use std::time::Duration;
 
 use gpusession_proto::control::issuer_client::IssuerClient;
 use gpusession_proto::control::{IssuerRequest, ServerJoinReply, ServerJoinRequest};
-use gpusession_proto::{join, message};
+use gpusession_proto::{join, message, pinned};
 use hyper_util::rt::TokioIo;
-use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::CryptoProvider;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::codegen::Service;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
+use tonic::transport::{Channel, Endpoint, Identity, Uri};
 use tonic::{Code, Status};
 
 use super::operation::{Operation, Outcome};
-use crate::certificate::fingerprint;
+use crate::net::{self, CONNECT_TIMEOUT, root_cause};
+use crate::text::printable;
 
-/// Time that a connection may take, TLS included.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for an answer: a signature may wait some seconds for its turn.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Longest answer, in bytes.
@@ -106,11 +102,10 @@ pub fn join_pool(
 ) -> Result<ServerJoinReply, Trouble> {
     let address = address.to_owned();
     let joined = waited(async move {
-        let silent = |e: tonic::transport::Error| Trouble::Silent(root_cause(&e));
-        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(silent)?;
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|e| silent(&e))?;
         let endpoint = endpoint.connect_timeout(CONNECT_TIMEOUT).timeout(ANSWER_TIMEOUT);
-        let connector = Connector { address, tls: Arc::new(Pinned::tls(authority)) };
-        let channel = endpoint.connect_with_connector(connector).await.map_err(silent)?;
+        let connector = Connector { address, tls: Arc::new(pinned::tls(authority)) };
+        let channel = endpoint.connect_with_connector(connector).await.map_err(|e| silent(&e))?;
         let mut client = IssuerClient::new(channel).max_decoding_message_size(MAX_ANSWER);
         Ok(client.join(request).await.map_err(|status| trouble(&status))?.into_inner())
     });
@@ -163,15 +158,15 @@ async fn ask_with(
 }
 
 async fn connect(target: &Target, credentials: &Credentials) -> Result<Channel, Trouble> {
-    let silent = |e: tonic::transport::Error| Trouble::Silent(root_cause(&e));
     let name = if target.server.is_empty() { join::any_server() } else { join::server(&target.server) };
-    let tls = ClientTlsConfig::new()
-        .ca_certificate(Certificate::from_pem(&credentials.authorities))
-        .identity(Identity::from_pem(&credentials.certificate, &credentials.key))
-        .domain_name(name);
-    let endpoint = Endpoint::from_shared(format!("https://{}", target.address)).map_err(silent)?;
-    let endpoint = endpoint.tls_config(tls).map_err(silent)?;
-    endpoint.connect_timeout(CONNECT_TIMEOUT).timeout(ANSWER_TIMEOUT).connect().await.map_err(silent)
+    let identity = Identity::from_pem(&credentials.certificate, &credentials.key);
+    let credentials = (credentials.authorities.as_str(), identity);
+    let connected = net::connect(&target.address, name, credentials, ANSWER_TIMEOUT).await;
+    connected.map_err(|cause| Trouble::Silent(plain(&cause)))
+}
+
+fn silent(error: &dyn std::error::Error) -> Trouble {
+    Trouble::Silent(plain(&root_cause(error)))
 }
 
 fn trouble(status: &Status) -> Trouble {
@@ -186,25 +181,16 @@ fn trouble(status: &Status) -> Trouble {
         {
             Trouble::Refused(plain(status.message()))
         }
-        _ => Trouble::Silent(root_cause(status)),
+        _ => silent(status),
     }
 }
 
-/// Returns a text of another server as one line without control characters.
+/// Returns a text of another server as one line.
 pub fn plain(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(MAX_TEXT).collect()
+    printable(text, MAX_TEXT)
 }
 
-/// Returns the innermost cause of an error: tonic's own text is only "transport error".
-fn root_cause(error: &dyn std::error::Error) -> String {
-    let mut deepest = error;
-    while let Some(next) = deepest.source() {
-        deepest = next;
-    }
-    plain(&deepest.to_string())
-}
-
-/// Connects to a server that the [`Pinned`] authority has certified.
+/// Connects to a server that the pinned authority has certified.
 struct Connector {
     address: String,
     tls: Arc<ClientConfig>,
@@ -229,83 +215,5 @@ impl Service<Uri> for Connector {
             };
             tokio::time::timeout(CONNECT_TIMEOUT, connecting).await?
         })
-    }
-}
-
-/// Accepts a server whose certificate is signed by the authority that a token pins.
-#[derive(Debug)]
-struct Pinned {
-    authority: [u8; 32],
-    /// The name by which the server finds the authority.
-    name: [DistinguishedName; 1],
-    provider: Arc<CryptoProvider>,
-}
-
-impl Pinned {
-    fn tls(authority: [u8; 32]) -> ClientConfig {
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let name = [join::pinned(&authority).into()];
-        let pinned = Self { authority, name, provider: provider.clone() };
-        let mut tls = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .unwrap_or_else(|_| unreachable!("ring speaks TLS 1.3"))
-            .dangerous()
-            .with_custom_certificate_verifier(Arc::new(pinned))
-            .with_no_client_auth();
-        tls.alpn_protocols = vec![b"h2".to_vec()];
-        tls
-    }
-}
-
-impl ServerCertVerifier for Pinned {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let unknown = || {
-            let why = "the server is not of the pool that the token is for; if the pool has replaced its authority since, \
-                       ask for a new token";
-            rustls::Error::General(why.into())
-        };
-        let authority =
-            intermediates.iter().find(|c| fingerprint(c) == self.authority).ok_or_else(unknown)?;
-        let mut roots = RootCertStore::empty();
-        roots.add(authority.clone().into_owned())?;
-        WebPkiServerVerifier::builder_with_provider(Arc::new(roots), self.provider.clone())
-            .build()
-            .map_err(|e| rustls::Error::General(e.to_string()))?
-            .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls12_signature(message, certificate, signature, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls13_signature(message, certificate, signature, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
-    }
-
-    fn root_hint_subjects(&self) -> Option<&[DistinguishedName]> {
-        Some(&self.name)
     }
 }

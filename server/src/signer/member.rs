@@ -18,7 +18,7 @@ use tracing::warn;
 
 use super::authorities::{Described, Present};
 use super::bundle::Bundle;
-use super::ca::{AuthorityError, Issued, prove_renewal, requested_key};
+use super::ca::{AuthorityError, Issued, prove_renewal, request, requested_key};
 use super::issuers::{self, Credentials, Target, Trouble};
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Refused, Why};
@@ -144,8 +144,7 @@ impl Member {
         name: &str,
     ) -> Result<[u8; 32], Refused> {
         let key = rcgen::KeyPair::generate().map_err(AuthorityError::from)?;
-        let request = rcgen::CertificateParams::default().serialize_request(&key);
-        let csr_pem = request.and_then(|request| request.pem()).map_err(AuthorityError::from)?;
+        let csr_pem = request(&key)?;
         let request = ServerJoinRequest {
             token: token.0.id.to_vec(),
             proof: token.proof(name, &csr_pem).to_vec(),

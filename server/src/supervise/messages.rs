@@ -269,7 +269,7 @@ fn worked(passed: Duration, idle: Duration) -> Duration {
 
 /// Cuts and cleans text of a worker for a log or a terminal.
 pub(super) fn printable(text: &str) -> String {
-    text.chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    crate::text::printable(text, 200)
 }
 
 #[cfg(test)]

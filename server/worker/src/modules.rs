@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use crate::image_store::{Hash, ImageStore, MAX_IMAGE};
 
-/// Bytes of idle images that stay in memory. A program that compiles its kernels as it runs loads
-/// new ones without end.
-const MAX_IDLE: u64 = 64 << 20;
+/// Bytes of images in memory beyond which idle ones leave it.
+///
+/// A program that compiles its kernels as it runs loads new ones without end.
+const MAX_RESTING: u64 = 64 << 20;
 /// Time after its last use for which an image stays: the request that names it is on its way.
 const REST_WINDOW: Duration = Duration::from_secs(60);
 
@@ -41,7 +42,7 @@ impl Images {
         Self { store, memory, partial, limit, forgets: AtomicBool::new(false) }
     }
 
-    /// From now on, forgets idle images beyond [`MAX_IDLE`].
+    /// From now on, forgets idle images beyond [`MAX_RESTING`].
     pub fn forget_idle(&self) {
         self.forgets.store(true, Ordering::Relaxed);
     }
@@ -54,8 +55,8 @@ impl Images {
     fn keep(&self, hash: Hash, image: Arc<Vec<u8>>, unproven: bool, now: Instant) {
         let mut memory = self.memory();
         memory.insert(hash, Held { image, used: now, unproven });
-        let mut idle: u64 = memory.values().map(|held| held.image.len() as u64).sum();
-        if idle <= MAX_IDLE || !self.forgets.load(Ordering::Relaxed) {
+        let mut bytes: u64 = memory.values().map(|held| held.image.len() as u64).sum();
+        if bytes <= MAX_RESTING || !self.forgets.load(Ordering::Relaxed) {
             return;
         }
         let rested = |held: &Held| {
@@ -65,10 +66,10 @@ impl Images {
             memory.iter().filter(|(_, held)| rested(held)).map(|(hash, held)| (held.used, *hash)).collect();
         oldest.sort_unstable();
         for (_, hash) in oldest {
-            if idle <= MAX_IDLE {
+            if bytes <= MAX_RESTING {
                 break;
             }
-            idle -= memory.remove(&hash).map_or(0, |held| held.image.len() as u64);
+            bytes -= memory.remove(&hash).map_or(0, |held| held.image.len() as u64);
         }
     }
 

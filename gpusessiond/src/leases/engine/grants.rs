@@ -253,7 +253,7 @@ impl Actor {
             let lacking = held.iter().copied().filter(|slot| {
                 !wish.environment.is_empty() || self.machine.slot(*slot).is_none_or(|w| stock(w) == 0)
             });
-            self.line.waits(waiter, caller.account(), lacking);
+            self.line.waits(waiter, caller.account(), lacking.collect());
         }
     }
 

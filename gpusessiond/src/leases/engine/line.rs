@@ -13,42 +13,45 @@ use crate::leases::{Granted, Slot, Waiter};
 pub(super) struct Line {
     /// Workers of each user.
     held: HashMap<(Slot, u32), usize>,
-    waiting: Vec<Waiting>,
+    /// By the waiter's address, which stays its own as long as the entry exists.
+    waiting: HashMap<usize, Waiting>,
 }
 
 #[derive(Debug)]
 struct Waiting {
-    slot: Slot,
     user: u32,
+    /// Leases of which it has found no worker.
+    slots: Vec<Slot>,
     waiter: Weak<()>,
 }
 
 impl Line {
     /// Notes that a program of `user` has found no worker of these slots, and of no others.
-    pub(super) fn waits(&mut self, waiter: &Waiter, user: u32, slots: impl Iterator<Item = Slot>) {
-        self.leave(waiter);
-        let waiter = Arc::downgrade(&waiter.0);
-        self.waiting.extend(slots.map(|slot| Waiting { slot, user, waiter: waiter.clone() }));
-    }
-
-    /// Notes that a program waits no longer; also forgets those that gave up.
-    fn leave(&mut self, waiter: &Waiter) {
-        let own = Arc::as_ptr(&waiter.0);
-        self.waiting.retain(|one| one.waiter.strong_count() > 0 && one.waiter.as_ptr() != own);
+    pub(super) fn waits(&mut self, waiter: &Waiter, user: u32, slots: Vec<Slot>) {
+        let waiting = Waiting { user, slots, waiter: Arc::downgrade(&waiter.0) };
+        self.waiting.insert(Arc::as_ptr(&waiter.0).addr(), waiting);
     }
 
     /// Returns the number of waiting programs of users who have fewer workers than `user`.
     pub(super) fn ahead(&self, slot: Slot, user: u32) -> usize {
         let held = |user| self.held.get(&(slot, user)).copied().unwrap_or(0);
         let mine = held(user);
+        if mine == 0 {
+            return 0;
+        }
         let before = |one: &&Waiting| {
-            one.slot == slot && one.user != user && held(one.user) < mine && one.waiter.strong_count() > 0
+            one.user != user
+                && held(one.user) < mine
+                && one.slots.contains(&slot)
+                && one.waiter.strong_count() > 0
         };
-        self.waiting.iter().filter(before).count()
+        self.waiting.values().filter(before).count()
     }
 
-    /// Counts a worker of `user`.
+    /// Counts a worker of `user`. Forgets programs that gave up or were served: workers come
+    /// seldom, and tries often.
     pub(super) fn takes(&mut self, slot: Slot, user: u32) {
+        self.waiting.retain(|_, one| one.waiter.strong_count() > 0);
         *self.held.entry((slot, user)).or_default() += 1;
     }
 
@@ -80,13 +83,13 @@ mod tests {
         (0..3).for_each(|_| line.takes(7, ALICE));
         line.takes(7, BOB);
         let (bobs, alices) = (Waiter::default(), Waiter::default());
-        line.waits(&bobs, BOB, [7, 8].into_iter());
-        line.waits(&alices, ALICE, [7].into_iter());
+        line.waits(&bobs, BOB, vec![7, 8]);
+        line.waits(&alices, ALICE, vec![7]);
         assert_eq!([ALICE, BOB, CAROL].map(|user| line.ahead(7, user)), [1, 0, 0]);
         assert_eq!(line.ahead(8, ALICE), 0, "both have none of the other lease");
-        line.waits(&bobs, BOB, [8].into_iter());
+        line.waits(&bobs, BOB, vec![8]);
         assert_eq!(line.ahead(7, ALICE), 0, "it found a worker of this lease");
-        line.waits(&bobs, BOB, [7].into_iter());
+        line.waits(&bobs, BOB, vec![7]);
         let copy = bobs.clone();
         drop(bobs);
         assert_eq!(line.ahead(7, ALICE), 1);
@@ -99,7 +102,7 @@ mod tests {
         let mut line = Line::default();
         line.takes(7, ALICE);
         let waiter = Waiter::default();
-        line.waits(&waiter, BOB, [7].into_iter());
+        line.waits(&waiter, BOB, vec![7]);
         assert_eq!(line.ahead(7, ALICE), 1);
         let one = |user| Granted { slot: 7, lease: "a".into(), worker: [1; 16], user };
         line.ended(&[one(None)]);

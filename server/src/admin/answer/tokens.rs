@@ -154,7 +154,8 @@ pub fn terms(
     })?;
     if life > MAX_TTL {
         let days = MAX_TTL.as_secs() / (24 * 3600);
-        let why = format!("--ttl {ttl}: a token is good for {days} days at most; make the next one then");
+        let why =
+            format!("--ttl {ttl}: a token is valid for {days} days at most; create the next one after that");
         return Err(Refusal::new("usage", why));
     }
     if pattern.contains(['*', '?']) && uses > 1 && from.is_empty() && per_address == 0 {
