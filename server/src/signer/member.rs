@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use data_encoding::HEXLOWER;
 use gpusession_proto::control::ServerJoinRequest;
@@ -13,7 +14,6 @@ use gpusession_proto::statement::{Signed, Verdict};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
 use tracing::warn;
 
 use super::authorities::{Described, Present};

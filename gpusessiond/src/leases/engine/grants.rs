@@ -219,7 +219,7 @@ impl Actor {
             return;
         }
         if self.is_behind(&caller, &wish, &held) {
-            let reason = "the next worker is for a user who has fewer";
+            let reason = "the lease's next worker is for a waiting program of a user who has fewer ([access] fair_share)";
             let _ = reply.send(Answer::Behind(reason.into()));
             return;
         }
