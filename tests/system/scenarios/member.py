@@ -1,4 +1,4 @@
-"""A server without the authority's key: it joins the pool of another host, and outlives its issuer."""
+"""A server without the key of its pool: it joins, serves, and outlives its issuer."""
 import re
 
 from harness import expect
