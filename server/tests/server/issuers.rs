@@ -199,7 +199,7 @@ async fn a_token_for_a_server_admits_that_server_once_and_nothing_else() {
     // A server of another pool gets nothing of the token.
     let other = issuer().await;
     let foreign = refused(&three, &["pool", "join", &other.control, &admit(&one, "gpu3")]);
-    assert!(foreign.contains("not of the pool that the token is for"), "{foreign}");
+    assert!(foreign.contains("not of the pool that the join token is for"), "{foreign}");
     let own = refused(&one, &["pool", "admit", "gpu1"]);
     assert!(own.contains("is this server itself"), "{own}");
     let has_key = refused(&one, &["pool", "join", &other.control, &admit(&other, "gpu1x")]);
