@@ -107,13 +107,15 @@ pub(super) fn join(
     let to = advertised(address).map_err(|m| Refusal::new("usage", format!("{address:?}: {m}")))?;
     let address = host_port(&to.host, to.port.unwrap_or(PORT));
     let token = token(text)?;
-    let _lock = offline(config)?;
+    // The server that `--now` starts takes the lock of the state directory.
+    let lock = offline(config)?;
     may_join(config, &token)?;
     let authority = Member::join(&config.state_dir, &address, &token, &config.name).map_err(|e| {
         let refusal = unsigned(&e);
         if e.why == Why::Token { Refusal { code: "not-allowed".into(), ..refusal } } else { refusal }
     })?;
     audit::note_offline(&config.state_dir, &config.name, audit::own("pool-join"))?;
+    drop(lock);
     let file = member::file(&config.state_dir);
     if let Some(unit) = &unit {
         machine.enable_now(unit).map_err(|why| Refusal {
