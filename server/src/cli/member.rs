@@ -76,17 +76,21 @@ fn token(text: Option<&str>) -> anyhow::Result<ServerToken> {
     Ok(text.parse().map_err(|e| Refusal::new("usage", format!("{e}")))?)
 }
 
-/// Refuses a join where it would replace an authority, or a membership that works.
-fn may_join(config: &Config, token: &ServerToken) -> anyhow::Result<()> {
+/// Refuses a join that would replace an authority. The caller has locked the state directory.
+fn has_no_authority(config: &Config) -> anyhow::Result<()> {
     let own = Link::own_of_command(config.signer.as_deref(), &config.state_dir, &config.name)?;
     match own.present() {
         Ok(_) => {
             let why = "this server holds the key of a pool's authority already: it is an issuer";
-            return Err(Refusal::new("exists", why).into());
+            Err(Refusal::new("exists", why).into())
         }
-        Err(e) if e.why == Why::Missing => {}
-        Err(e) => return Err(unsigned(&e).into()),
+        Err(e) if e.why == Why::Missing => Ok(()),
+        Err(e) => Err(unsigned(&e).into()),
     }
+}
+
+/// Refuses a join that would replace a membership that works.
+fn has_no_pool(config: &Config, token: &ServerToken) -> anyhow::Result<()> {
     let Some(member) = Member::open(&config.state_dir).map_err(|e| unsigned(&e))? else { return Ok(()) };
     let standing = member.standing();
     let works = standing.expires_unix > SystemClock.unix()
@@ -107,9 +111,10 @@ pub(super) fn join(
     let to = advertised(address).map_err(|m| Refusal::new("usage", format!("{address:?}: {m}")))?;
     let address = host_port(&to.host, to.port.unwrap_or(PORT));
     let token = token(text)?;
+    has_no_pool(config, &token)?;
     // The server that `--now` starts takes the lock of the state directory.
     let lock = offline(config)?;
-    may_join(config, &token)?;
+    has_no_authority(config)?;
     let authority = Member::join(&config.state_dir, &address, &token, &config.name).map_err(|e| {
         let refusal = unsigned(&e);
         if e.why == Why::Token { Refusal { code: "not-allowed".into(), ..refusal } } else { refusal }

@@ -1,6 +1,7 @@
 //! The server that a verb addresses: its configuration, its socket, and requests to it.
 
 use std::collections::BTreeSet;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -156,6 +157,14 @@ pub(super) fn offline(config: &Config) -> anyhow::Result<store::Lock> {
     store::lock(&config.state_dir).map_err(|e| match e {
         StoreError::Io { path, error } if error.kind() == std::io::ErrorKind::PermissionDenied => {
             no_right(&path, &error).into()
+        }
+        // A verb that a running server does not do.
+        StoreError::Locked(_) if UnixStream::connect(config.admin_socket()).is_ok() => {
+            anyhow::Error::from(Refusal {
+                code: "usage".into(),
+                message: format!("a running gpuserver uses {}", config.state_dir.display()),
+                hint: "stop the server, and run this verb again".into(),
+            })
         }
         StoreError::Locked(_) => anyhow::Error::from(Refusal {
             code: "not-reachable".into(),

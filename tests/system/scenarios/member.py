@@ -31,6 +31,7 @@ def run(site, check):
         issuer.ok("journalctl -u gpuserver-ca | grep 'signed for server green'")
         expect(issuer.ok("gpuserver audit --event server-join"), "green")
         expect(host.run(f"{SERVER} pool join gpu1 2>&1", stdin=token).out, "member.json")
+        expect(issuer.run("gpuserver pool join gpu2 2>&1", stdin=token).out, "a running gpuserver uses /var/lib/gpuserver")
     with check("alice joins through it with a token of the issuer, and runs a program on it"):
         joined = join(issuer.ok("gpuserver token create --name alice 2>/dev/null"))
         assert not joined.code, joined.out
