@@ -150,8 +150,7 @@ impl Remote {
     }
 
     /// Asks for a newer certificate.
-    pub async fn renew_identity(&self, csr_pem: String) -> Result<String, PoolError> {
-        let request = control::RenewIdentityRequest { csr_pem };
+    pub async fn renew_identity(&self, request: control::RenewIdentityRequest) -> Result<String, PoolError> {
         let reply = self.call(SLOW_CALL_TIMEOUT, async |mut c| c.renew_identity(request).await).await?;
         Ok(reply.certificate_pem)
     }

@@ -6,11 +6,11 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gpusession_proto::control::{JoinReply, JoinRequest};
+use gpusession_proto::control::{JoinReply, JoinRequest, RenewIdentityRequest};
 use gpusession_proto::join::{self, JoinToken};
 use gpusession_proto::pinned::{self, sha256};
 use nix::fcntl::{Flock, FlockArg};
-use rcgen::PublicKeyData as _;
+use rcgen::{PublicKeyData as _, SigningKey as _};
 use rustls::ClientConfig;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
@@ -252,7 +252,7 @@ impl Home {
         &self,
         identity: &Identity,
         unix: u64,
-        ask: impl AsyncFnOnce(String) -> Result<String, PoolError>,
+        ask: impl AsyncFnOnce(RenewIdentityRequest) -> Result<String, PoolError>,
     ) -> Result<bool, IdentityError> {
         let failed = |path: &Path| {
             let path = path.to_owned();
@@ -267,13 +267,24 @@ impl Home {
         let path = self.identity.join(RENEWING);
         let key = self.lasting_key(&path)?;
         let csr_pem = request(&held.facts.name, &key)?;
-        let pem = ask(csr_pem).await?;
+        let proof = self.prove_renewal(&csr_pem)?;
+        let pem = ask(RenewIdentityRequest { csr_pem, proof }).await?;
         held.accepts(&pem, &key, unix)?;
         write(&self.identity.join(CERTIFICATE), &pem, 0o644)
             .and_then(|()| fs::rename(&path, self.identity.join(KEY)))
             .and_then(|()| fs::File::open(&self.identity)?.sync_all())
             .map_err(failed(&self.identity))?;
         self.reload(identity)
+    }
+
+    /// Signs a certificate request with the present key, so that no server renews the identity for
+    /// a key of its own.
+    fn prove_renewal(&self, csr_pem: &str) -> Result<Vec<u8>, IdentityError> {
+        let path = self.identity.join(KEY);
+        let pem =
+            fs::read_to_string(&path).map_err(|error| IdentityError::File { path: path.clone(), error })?;
+        let signed = rcgen::KeyPair::from_pem(&pem).and_then(|key| key.sign(&join::renewal(csr_pem)));
+        signed.map_err(|e| IdentityError::Bad { path, message: e.to_string() })
     }
 
     /// Returns `true` if this process writes the identity: it has the user who owns the folder.
@@ -784,14 +795,15 @@ mod tests {
             (&pool, "vm-2", 90, "it names"),
             (&pool, "vm-1", -1, "expired"),
         ] {
-            let ask = async |csr: String| Ok(issuer.issue(name, &requested(&csr), days));
+            let ask =
+                async |asked: RenewIdentityRequest| Ok(issuer.issue(name, &requested(&asked.csr_pem), days));
             let error = home.renew(&identity, NOW, ask).await.unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
         }
         assert_eq!((identity.facts(), home.load().unwrap().facts()), (first.clone(), first.clone()));
         assert_eq!(fs::read(folder.path().join(RENEWING)).unwrap(), asked, "the key of a lost reply");
 
-        let ask = async |csr: String| Ok(pool.issue("vm-1", &requested(&csr), 90));
+        let ask = async |asked: RenewIdentityRequest| Ok(pool.issue("vm-1", &requested(&asked.csr_pem), 90));
         assert!(home.renew(&identity, NOW, ask).await.unwrap());
         let second = identity.facts();
         assert_eq!(second.expires_unix, NOW + 90 * 24 * 3600);
@@ -803,7 +815,7 @@ mod tests {
         fs::write(folder.path().join(CERTIFICATE), pool.issue("vm-1", &third, 91)).unwrap();
         assert!(home.reload(&identity).unwrap());
         assert_ne!(identity.facts(), second);
-        let ask = async |csr: String| Ok(pool.issue("vm-1", &requested(&csr), 92));
+        let ask = async |asked: RenewIdentityRequest| Ok(pool.issue("vm-1", &requested(&asked.csr_pem), 92));
         assert!(home.renew(&identity, NOW, ask).await.unwrap());
         assert_eq!(home.load().unwrap().facts().expires_unix, NOW + 92 * 24 * 3600);
     }

@@ -237,7 +237,7 @@ impl Renewer {
             report().await;
         }
         for index in self.identity.authorities().renew_at(&answers, &own) {
-            let ask = async |csr_pem| remotes[index].renew_identity(csr_pem).await;
+            let ask = async |request| remotes[index].renew_identity(request).await;
             match self.home.renew(&self.identity, unix, ask).await {
                 Ok(renewed) => {
                     if renewed {
@@ -264,7 +264,7 @@ impl Renewer {
         }
         let mut last = "servers.toml names no server".to_owned();
         for remote in &remotes {
-            let ask = async |csr_pem| remote.renew_identity(csr_pem).await;
+            let ask = async |request| remote.renew_identity(request).await;
             match self.home.renew(&self.identity, unix, ask).await {
                 Ok(renewed) => return Ok(renewed),
                 Err(crate::identity::IdentityError::Pool(e)) if e.trouble == Trouble::Protocol => {

@@ -127,6 +127,8 @@ pub struct JoinToken {
 const PREFIX: &str = "gpsj-";
 /// Begin of the text of a [`ServerToken`].
 const SERVER_PREFIX: &str = "gpss-";
+/// Begin of the message that a client signs to renew its certificate.
+const CLIENT_RENEWAL: &[u8] = b"gpusession renewal of a client 1\n";
 /// Domain of [`server_proof`].
 const SERVER_PROOF: &[u8] = b"gpusession join of a server 1\n";
 
@@ -145,6 +147,11 @@ pub fn server_proof(key: &[u8; 32], name: &str, csr_pem: &str) -> [u8; 32] {
     // A name has no line feed, which thus separates the parts.
     hasher.update(SERVER_PROOF).update(name.as_bytes()).update(b"\n").update(csr_pem.as_bytes());
     *hasher.finalize().as_bytes()
+}
+
+/// Returns the message that a client signs with its present key to get its next certificate.
+pub fn renewal(csr_pem: &str) -> Vec<u8> {
+    [CLIENT_RENEWAL, csr_pem.as_bytes()].concat()
 }
 
 /// Error for a text that is not a join token.

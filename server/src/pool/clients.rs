@@ -56,6 +56,9 @@ pub struct ClientRecord {
     /// Latest call, a day less exact, in seconds since 1970; 0: unknown.
     #[serde(default)]
     pub seen_unix: u64,
+    /// Whether it joined through a server without the authority's key, and has never called here.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub elsewhere: bool,
     /// A renewed certificate that the client has not used yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<Dated>,
@@ -224,7 +227,8 @@ impl Clients {
         let certificate = data_encoding::HEXLOWER.encode(certificate);
         let Some(record) = self.records.get_mut(&holder.name) else { return false };
         // Once a day, since each change is written to disk.
-        let seen = unix >= record.seen_unix + SEEN_STEP;
+        let first = std::mem::take(&mut record.elsewhere);
+        let seen = first || unix >= record.seen_unix + SEEN_STEP;
         if seen {
             record.seen_unix = unix;
         }
@@ -413,6 +417,7 @@ impl Clients {
             authority: String::new(),
             trusts: Vec::new(),
             seen_unix: dated.issued_unix,
+            elsewhere: false,
             next: None,
             previous: None,
         };
@@ -422,6 +427,12 @@ impl Clients {
             }
         }
         self.by_certificate.insert(certificate, name.into());
+    }
+
+    /// Makes a certificate the only valid one of `name`, for a client of another server.
+    pub fn join_elsewhere(&mut self, name: &str, dated: Dated, key: &[u8; 32]) {
+        self.join(name, dated, key, "");
+        self.records.get_mut(name).into_iter().for_each(|record| record.elsewhere = true);
     }
 
     /// Records a client's call. `machine_id` is empty if the call does not carry it.
@@ -517,6 +528,7 @@ impl Clients {
             authority: String::new(),
             trusts: Vec::new(),
             seen_unix: unix,
+            elsewhere: false,
             next: None,
             previous: None,
         };

@@ -11,6 +11,7 @@ pub mod grpc;
 pub mod identities;
 pub mod idle_actions;
 mod lock;
+pub mod members;
 mod parked;
 pub mod parking;
 pub mod peers;
@@ -123,6 +124,7 @@ impl Pool {
         administrators.complete(&old);
         let clients = Clients::new(store::read(&files.clients)?);
         let statements = Mutex::new(store::read(&files.statements)?);
+        let members = Mutex::new(store::read(&files.members)?);
         let run = crate::clock::bytes(random.as_ref());
         let config = Mutex::new(Arc::new(facts.config.clone()));
         let starter = Starter::new(facts.config.starter.as_deref(), supervisor.program());
@@ -143,6 +145,8 @@ impl Pool {
             administrator_file: Shared::new(files.administrators),
             statements,
             statement_file: Shared::new(files.statements),
+            members,
+            member_file: Shared::new(files.members),
             peers: Mutex::default(),
             run,
             rates: Mutex::default(),

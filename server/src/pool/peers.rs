@@ -88,19 +88,17 @@ impl Pool {
     /// Takes the authorities from the issuers, and renews this server's certificates, if it is a
     /// server without the authority's key.
     async fn keep_membership(self: &Arc<Self>) {
-        if self.signer.link().member().is_none() {
-            return;
-        }
+        let Some(report) = self.signer.link().member().map(|member| self.report(member)) else { return };
         let (peers, certificate, unix) = (self.peer_addresses(), self.certificate.clone(), self.unix());
         let kept = self.signer.aside(move |signer| {
-            let changed = signer.refresh(peers)?;
+            let changed = signer.refresh(peers, report)?;
             Ok((changed, certificate.keep(unix)))
         });
         match kept.await {
             Ok((changed, kept)) => {
                 self.note_renewal(kept);
                 if changed {
-                    self.rotated(&self.signer.present());
+                    self.follow_rotation().await;
                 }
             }
             Err(e) => error!("the pool's authorities: not taken from an issuer: {e}; trying again"),

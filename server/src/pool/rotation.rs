@@ -4,19 +4,19 @@ use std::sync::Arc;
 
 use data_encoding::HEXLOWER;
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
-use gpusession_proto::control::{self as wire, PoolEvent};
+use gpusession_proto::control::{self as wire, AwaitedClient, PoolEvent, ServerReport};
 use gpusession_proto::journal::Event as Said;
 use tracing::{error, info};
 
 use super::clients::ClientView;
+use super::members::{self, LIVE_WINDOW, Standing};
 use super::statements::NotStated;
 use super::{Pool, locked};
 use crate::signer::authorities::{Phase, Present};
+use crate::signer::member::Member;
 use crate::signer::{Refused as NotRotated, Step};
-use crate::store::StoreError;
+use crate::store::{self, StoreError};
 
-/// Time since its latest call for which a rotation waits for a client, in seconds.
-pub const LIVE_WINDOW: u64 = 30 * 24 * 3600;
 /// Most names in the text of a refusal.
 const MAX_NAMED: usize = 10;
 
@@ -32,10 +32,20 @@ pub enum Refused {
     /// Revocations would end with the authority that signed them.
     #[error("the pool's statements: {0}")]
     Statements(#[from] NotStated),
+    /// Servers without the authority's key, and their clients, would lose the pool.
+    #[error(
+        "servers {}: called in the last 30 days, and have no certificate of the new authority, or have not reported since \
+         this server started; wait until `gpuserver pool rotate status` lists no server, `gpuserver pool revoke` those that \
+         are gone, or shut them out with --force", listed(.servers)
+    )]
+    Behind {
+        /// Names of the servers.
+        servers: Vec<String>,
+    },
     /// Clients would lose the pool.
     #[error(
-        "{}: called in the last 30 days, and {lack}; wait until `gpuserver pool rotate status` lists no client, \
-         `gpuserver clients forget` those that are gone, or shut them out with --force", names(.clients)
+        "clients {}: called in the last 30 days, and {lack}; wait until `gpuserver pool rotate status` lists no client, \
+         `gpuserver clients forget` those that are gone, or shut them out with --force", listed(.clients)
     )]
     Lacking {
         /// Names of the clients.
@@ -45,11 +55,11 @@ pub enum Refused {
     },
 }
 
-fn names(clients: &[String]) -> String {
-    let shown = clients.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join(", ");
-    match clients.len().saturating_sub(MAX_NAMED) {
-        0 => format!("clients {shown}"),
-        more => format!("clients {shown} and {more} more"),
+fn listed(names: &[String]) -> String {
+    let shown = names.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(MAX_NAMED) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
     }
 }
 
@@ -66,6 +76,15 @@ pub struct Holder {
     pub seen_unix: u64,
     /// Whether the rotation waits for it.
     pub live: bool,
+    /// Server without the authority's key that reports it; `None`: it calls this server.
+    pub server: Option<String>,
+}
+
+impl Holder {
+    fn named(&self) -> String {
+        let of = self.server.as_ref().map(|server| format!(" of server {server}"));
+        format!("{}{}", self.name, of.unwrap_or_default())
+    }
 }
 
 /// Status of a rotation.
@@ -83,6 +102,9 @@ pub struct Status {
     pub clients: Vec<Holder>,
     /// Administrators whose certificates end with the rotation; empty without one.
     pub administrators: Vec<String>,
+    /// Servers without the authority's key that are not ready for the next step; empty without a
+    /// rotation.
+    pub servers: Vec<Standing>,
 }
 
 fn holders(clients: Vec<ClientView>, new: &str, unix: u64) -> Vec<Holder> {
@@ -96,9 +118,26 @@ fn holders(clients: Vec<ClientView>, new: &str, unix: u64) -> Vec<Holder> {
             seen_unix: record.seen_unix,
             // Unknown calls count from the begin of the rotation.
             live: client.alive || unix < record.seen_unix + LIVE_WINDOW,
+            server: None,
         }
     };
-    clients.into_iter().filter(|client| !client.record.revoked).map(holder).collect()
+    // The server that a client calls reports it.
+    let counts = |client: &ClientView| !client.record.revoked && !client.record.elsewhere;
+    clients.into_iter().filter(counts).map(holder).collect()
+}
+
+/// Clients that a server reports: it has left out those for which it does not wait.
+fn reported(server: &Standing, trusts: bool) -> impl Iterator<Item = Holder> {
+    let (name, live) = (server.name.clone(), server.live);
+    let holder = move |client: &AwaitedClient| Holder {
+        name: client.name.clone(),
+        trusts,
+        holds: false,
+        seen_unix: client.seen_unix,
+        live,
+        server: Some(name.clone()),
+    };
+    server.clients.iter().map(holder)
 }
 
 impl Pool {
@@ -112,6 +151,7 @@ impl Pool {
             new: None,
             clients: Vec::new(),
             administrators: Vec::new(),
+            servers: Vec::new(),
         };
         let Some((phase, _)) = present.rotation() else { return status };
         status.old = Some(present.old().fingerprint());
@@ -120,7 +160,36 @@ impl Pool {
         let lacks = |client: &Holder| if phase == Phase::Begun { !client.trusts } else { !client.holds };
         status.clients = holders(self.clients(), &new, self.unix()).into_iter().filter(lacks).collect();
         status.administrators = locked(&self.administrators).of_others(&new);
+        let members = locked(&self.members).standing(phase, &status.new.unwrap_or_default(), self.unix());
+        let revoked = |name: &str| self.statements(|all| all.server(name).is_some());
+        for server in members.into_iter().filter(|server| !revoked(&server.name)) {
+            status.clients.extend(reported(&server, phase != Phase::Begun));
+            if !server.ready || server.more > 0 {
+                status.servers.push(server);
+            }
+        }
         status
+    }
+
+    /// Notes the call of a server without the authority's key, and its progress in a rotation.
+    pub(super) async fn heard(&self, server: &str, report: Option<ServerReport>) -> Result<(), StoreError> {
+        {
+            let mut members = locked(&self.members);
+            if members.heard(server, report, self.unix()) {
+                self.member_file.changed();
+            }
+        }
+        self.member_file.store(|| store::text(&*locked(&self.members))).await
+    }
+
+    /// Returns the report of this server, which holds no authority's key, to the issuers.
+    pub(super) fn report(&self, member: &Member) -> ServerReport {
+        let status = self.rotation();
+        let live = status.clients.into_iter().filter(|client| client.live);
+        let clients = live.map(|client| AwaitedClient { name: client.name, seen_unix: client.seen_unix });
+        let held: Vec<_> = member.kept().into_iter().map(|held| held.authority).collect();
+        let rotation = status.rotation.map(|(phase, _)| phase).zip(status.new);
+        members::report(rotation, &held, clients.collect())
     }
 
     /// Takes a step of a rotation; returns `false` if it was taken before.
@@ -131,18 +200,22 @@ impl Pool {
         self.signer.link().issues()?;
         let lacking = |lack, phase| {
             let status = self.rotation();
-            let right = status.rotation.is_some_and(|(now, _)| now == phase);
-            let clients: Vec<_> = status.clients.into_iter().filter(|c| c.live).map(|c| c.name).collect();
-            if right && !clients.is_empty() { Err(Refused::Lacking { clients, lack }) } else { Ok(()) }
+            if status.rotation.is_none_or(|(now, _)| now != phase) {
+                return Ok(());
+            }
+            let servers = status.servers.into_iter().filter(|server| server.live);
+            let servers: Vec<_> = servers.map(|server| server.name).collect();
+            if !servers.is_empty() {
+                return Err(Refused::Behind { servers });
+            }
+            let clients = status.clients.into_iter().filter(|client| client.live);
+            let clients: Vec<_> = clients.map(|client| client.named()).collect();
+            if clients.is_empty() { Ok(()) } else { Err(Refused::Lacking { clients, lack }) }
         };
         match &step {
             Step::Switch if !force => lacking("do not trust the new authority", Phase::Begun)?,
             Step::Finish if !force => lacking("have no certificate of the new authority", Phase::Switched)?,
-            Step::Begin(_) => {
-                locked(&self.clients).assume_seen(self.unix());
-                self.client_file.changed();
-                self.store_clients().await?;
-            }
+            Step::Begin(_) => self.assume_seen().await?,
             Step::Switch | Step::Finish | Step::Abort => {}
         }
         let finished = step == Step::Finish;
@@ -167,6 +240,24 @@ impl Pool {
             self.rotated(&self.signer.present());
         }
         Ok(changed)
+    }
+
+    /// Counts clients of which no call is known as seen now, when a rotation begins.
+    async fn assume_seen(&self) -> Result<(), StoreError> {
+        locked(&self.clients).assume_seen(self.unix());
+        self.client_file.changed();
+        self.store_clients().await
+    }
+
+    /// Takes the authorities that an issuer has changed.
+    pub(super) async fn follow_rotation(&self) {
+        let present = self.signer.present();
+        if present.rotation().is_some_and(|(phase, _)| phase == Phase::Begun)
+            && let Err(e) = self.assume_seen().await
+        {
+            error!("the clients' file: not written: {e}");
+        }
+        self.rotated(&present);
     }
 
     /// Tells clients of the present authorities.
@@ -234,7 +325,7 @@ mod tests {
         ];
         assert_eq!(facts, expected);
         let many: Vec<_> = (0..12).map(|n| format!("vm-{n}")).collect();
-        assert!(names(&many).ends_with("vm-9 and 2 more"));
-        assert_eq!(names(&many[..2]), "clients vm-0, vm-1");
+        assert!(listed(&many).ends_with("vm-9 and 2 more"));
+        assert_eq!(listed(&many[..2]), "vm-0, vm-1");
     }
 }

@@ -13,6 +13,7 @@ use super::allowance::Allowance;
 use super::clients::Clients;
 use super::contact::Peer;
 use super::endings::Warned;
+use super::members::Members;
 use super::parked::Parking;
 use super::tls::ServerCertificate;
 use super::watch::Watches;
@@ -57,6 +58,8 @@ pub struct Files {
     pub administrators: PathBuf,
     /// File of the pool's statements.
     pub statements: PathBuf,
+    /// File of the servers without the authority's key.
+    pub members: PathBuf,
 }
 
 impl Files {
@@ -64,7 +67,8 @@ impl Files {
     pub fn below(state_dir: &std::path::Path) -> Self {
         let file = |name| state_dir.join(name);
         let [clients, administrators] = ["clients.json", "administrators.json"].map(file);
-        Self { clients, administrators, statements: file("statements.json") }
+        let [statements, members] = ["statements.json", "members.json"].map(file);
+        Self { clients, administrators, statements, members }
     }
 }
 
@@ -91,6 +95,8 @@ pub struct Pool {
     pub(super) administrator_file: Shared,
     pub(super) statements: Mutex<Statements>,
     pub(super) statement_file: Shared,
+    pub(super) members: Mutex<Members>,
+    pub(super) member_file: Shared,
     /// Other servers of the pool that this one asks for statements.
     pub(super) peers: Mutex<Vec<Peer>>,
     /// Random number of this run, in which places of statements count.

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use gpusession_proto::join;
-use gpusession_proto::statement::{Signed, signed_message};
+use gpusession_proto::statement::{Signed, Verdict, signed_message};
+use gpusession_proto::{join, message};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
@@ -236,7 +236,7 @@ impl Authority {
 }
 
 /// Returns `true` if the key of a certificate (DER) has signed the message.
-fn has_signed(der: &[u8], message: &[u8], signature: &[u8]) -> bool {
+pub fn has_signed(der: &[u8], message: &[u8], signature: &[u8]) -> bool {
     let Ok((_, parsed)) = x509_parser::parse_x509_certificate(der) else { return false };
     let point = &*parsed.public_key().subject_public_key.data;
     UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, point).verify(message, signature).is_ok()
@@ -260,6 +260,21 @@ pub fn prove_renewal(key_pem: &str, csr_pem: &str, authority: &[u8; 32]) -> Resu
 /// Returns `true` if the key of the present certificate (DER) has signed the request for the next.
 pub fn proves_renewal(present: &[u8], csr_pem: &str, authority: &[u8; 32], proof: &[u8]) -> bool {
     has_signed(present, &renewal_message(csr_pem, authority), proof)
+}
+
+/// Returns the message that a server signs to have a statement made in its name.
+fn order_message(verdict: &Verdict, turn: u32) -> Vec<u8> {
+    [b"gpusession order of a statement 1\n".to_vec(), message::encode(&(verdict, turn))].concat()
+}
+
+/// Signs the order of a statement with the present key of the server in whose name it is made.
+pub fn order_statement(key_pem: &str, verdict: &Verdict, turn: u32) -> Result<Vec<u8>, AuthorityError> {
+    Ok(KeyPair::from_pem(key_pem)?.sign(&order_message(verdict, turn))?)
+}
+
+/// Returns `true` if the key of a server's certificate (DER) has signed the order of a statement.
+pub fn orders_statement(present: &[u8], verdict: &Verdict, turn: u32, proof: &[u8]) -> bool {
+    has_signed(present, &order_message(verdict, turn), proof)
 }
 
 /// Creates the folder of the authorities unless it exists.

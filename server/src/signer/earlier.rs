@@ -23,6 +23,10 @@ impl Operation {
             }
             Self::Tokens { after } => Self::EarlierTokens { after },
             Self::AdoptTokens(tokens) => Self::EarlierAdoptTokens(tokens.earlier()?),
+            // Such a signer takes the server's word that the client has the key.
+            Self::RenewProven { present, csr_pem, authority, .. } => {
+                Self::Renew { present, csr_pem, authority }
+            }
             _ => return None,
         })
     }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use gpusession_proto::control::issuer_client::IssuerClient;
-use gpusession_proto::control::{IssuerRequest, ServerJoinReply, ServerJoinRequest};
+use gpusession_proto::control::{IssuerRequest, ServerJoinReply, ServerJoinRequest, ServerReport};
 use gpusession_proto::{join, message, pinned};
 use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
@@ -69,29 +69,35 @@ pub struct Target {
 /// Has an issuer's signer do an operation. Waits, whatever the calling thread is.
 pub fn ask(target: &Target, credentials: &[Credentials], operation: &Operation) -> Result<Outcome, Trouble> {
     let (target, credentials) = (target.clone(), credentials.to_vec());
-    let bytes = message::encode(operation).split_off(4);
-    waited(async move { ask_one(&target, &credentials, bytes).await }).unwrap_or_else(|e| Err(internal(&e)))
+    let request = ordered(operation);
+    waited(async move { ask_one(&target, &credentials, request).await }).unwrap_or_else(|e| Err(internal(&e)))
 }
 
-/// Asks several servers at a time, and returns their answers in the same order.
-pub fn ask_all(
+/// Asks several servers for the pool's authorities at a time, with a report of this server.
+///
+/// Returns their answers in the same order.
+pub fn authorities(
     targets: &[Target],
     credentials: &[Credentials],
-    operation: &Operation,
+    report: &ServerReport,
 ) -> Vec<Result<Outcome, Trouble>> {
-    let bytes = message::encode(operation).split_off(4);
+    let request = IssuerRequest { report: Some(report.clone()), ..ordered(&Operation::Bundle) };
     let asked: Vec<_> =
-        targets.iter().map(|target| (target.clone(), credentials.to_vec(), bytes.clone())).collect();
+        targets.iter().map(|target| (target.clone(), credentials.to_vec(), request.clone())).collect();
     let answers = waited(async move {
         let mut asking = JoinSet::new();
-        for (number, (target, credentials, bytes)) in asked.into_iter().enumerate() {
-            asking.spawn(async move { (number, ask_one(&target, &credentials, bytes).await) });
+        for (number, (target, credentials, request)) in asked.into_iter().enumerate() {
+            asking.spawn(async move { (number, ask_one(&target, &credentials, request).await) });
         }
         let mut answers = asking.join_all().await;
         answers.sort_by_key(|(number, _)| *number);
         answers.into_iter().map(|(_, answer)| answer).collect()
     });
     answers.unwrap_or_else(|e| targets.iter().map(|_| Err(internal(&e))).collect())
+}
+
+fn ordered(operation: &Operation) -> IssuerRequest {
+    IssuerRequest { operation: message::encode(operation).split_off(4), report: None }
 }
 
 /// Joins a pool through the issuer at `address`, which has to be of the pool of this authority.
@@ -133,11 +139,11 @@ fn internal(e: &io::Error) -> Trouble {
 async fn ask_one(
     target: &Target,
     credentials: &[Credentials],
-    operation: Vec<u8>,
+    request: IssuerRequest,
 ) -> Result<Outcome, Trouble> {
     let mut answer = Err(Trouble::Silent("this server has no certificate".into()));
     for credentials in credentials {
-        answer = ask_with(target, credentials, operation.clone()).await;
+        answer = ask_with(target, credentials, request.clone()).await;
         if !matches!(answer, Err(Trouble::Silent(_))) {
             break;
         }
@@ -148,11 +154,11 @@ async fn ask_one(
 async fn ask_with(
     target: &Target,
     credentials: &Credentials,
-    operation: Vec<u8>,
+    request: IssuerRequest,
 ) -> Result<Outcome, Trouble> {
     let mut client =
         IssuerClient::new(connect(target, credentials).await?).max_decoding_message_size(MAX_ANSWER);
-    let reply = client.ask(IssuerRequest { operation }).await.map_err(|status| trouble(&status))?;
+    let reply = client.ask(request).await.map_err(|status| trouble(&status))?;
     let outcome = message::decode(&reply.into_inner().outcome);
     outcome.map_err(|_| Trouble::Refused("its answer is of another version of gpuserver".into()))
 }

@@ -253,12 +253,11 @@ impl Keeper {
             Operation::RenewServer { present, csr_pem, authority, proof } => {
                 self.renew_server(&present, &csr_pem, &authority, &proof).map(Done::Issued)
             }
-            Operation::StateFor { present, verdict, turn } => {
-                if matches!(verdict, Verdict::RevokeServer { .. }) {
-                    return Err(no_right());
-                }
-                let server = self.shown_server(&present)?;
-                self.state_as(server, verdict, turn)
+            Operation::StateFor { present, verdict, turn, proof } => {
+                self.state_for(&present, verdict, turn, &proof)
+            }
+            Operation::RenewProven { present, csr_pem, authority, proof } => {
+                self.renew_proven(&present, &csr_pem, &authority, &proof).map(Done::Issued)
             }
             Operation::Bundle => self.bundle().map(Done::Bundle),
             Operation::EarlierCheck { .. }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use gpusession_proto::control::ServerReport;
 use gpusession_proto::join::{JoinToken, ServerToken};
 use gpusession_proto::message;
 use gpusession_proto::statement::{Signed, Statement};
@@ -318,9 +319,10 @@ fn ask_member(own: &Link, member: &Member, operation: Operation) -> Outcome {
         Operation::Server { csr_pem, authority, .. } => member.renew(&csr_pem, authority),
         Operation::Check { .. }
         | Operation::Join { .. }
-        | Operation::Renew { .. }
-        | Operation::State { .. }
+        | Operation::RenewProven { .. }
         | Operation::StateAgain { .. } => member.forward(&operation),
+        Operation::State { verdict, turn } => member.state(&verdict, turn),
+        Operation::Renew { .. } => Err(member.unproven()),
         Operation::Init { .. } | Operation::Import { .. } | Operation::Adopt { .. } => Err(member.has_pool()),
         _ => Err(member.no_issuer()),
     }
@@ -366,10 +368,12 @@ impl Signer {
         locked(&self.present).clone()
     }
 
-    /// Asks the issuers for the present authorities; returns `true` if they have changed.
-    pub fn refresh(&self, peers: Vec<String>) -> Result<bool, Refused> {
+    /// Reports to the issuers, and asks them for the present authorities.
+    ///
+    /// Returns `true` if they have changed.
+    pub fn refresh(&self, peers: Vec<String>, report: ServerReport) -> Result<bool, Refused> {
         let Some(member) = self.link.member() else { return Ok(false) };
-        let changed = member.refresh(peers)?;
+        let changed = member.refresh(peers, report)?;
         if changed {
             *locked(&self.present) = Arc::new(self.link.present()?);
         }

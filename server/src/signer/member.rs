@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
-use gpusession_proto::control::ServerJoinRequest;
+use gpusession_proto::control::{ServerJoinRequest, ServerReport};
 use gpusession_proto::join::ServerToken;
 use gpusession_proto::statement::{Signed, Verdict};
 use rustls::pki_types::pem::PemObject as _;
@@ -18,7 +18,7 @@ use tracing::warn;
 
 use super::authorities::{Described, Present};
 use super::bundle::Bundle;
-use super::ca::{AuthorityError, Issued, prove_renewal, request, requested_key};
+use super::ca::{AuthorityError, Issued, order_statement, prove_renewal, request, requested_key};
 use super::issuers::{self, Credentials, Target, Trouble};
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Refused, Why};
@@ -223,6 +223,15 @@ impl Member {
         Refused::new(Why::NoIssuer, text)
     }
 
+    /// Returns the refusal of a renewal that the client has not signed.
+    ///
+    /// An issuer would have to take this server's word that the client has the key.
+    pub fn unproven(&self) -> Refused {
+        let text = "this server holds no authority's key, and the client's gpusessiond is of an earlier release, which \
+                    signs no renewal: update it, or name an issuer in its servers.toml";
+        Refused::new(Why::NoIssuer, text)
+    }
+
     /// Returns the refusal of an authority, which this server needs not.
     pub fn has_pool(&self) -> Refused {
         let Standing { issuers, .. } = self.standing();
@@ -306,14 +315,14 @@ impl Member {
             (Operation::Join { name, csr_pem, .. }, Done::Issued(issued)) => {
                 certified(issued, (Role::Client, name), csr_pem)?;
             }
-            (Operation::Renew { present, csr_pem, .. }, Done::Issued(issued)) => {
+            (Operation::RenewProven { present, csr_pem, .. }, Done::Issued(issued)) => {
                 let name = holder(present).map(|holder| holder.name).unwrap_or_default();
                 certified(issued, (Role::Client, &name), csr_pem)?;
             }
             (Operation::RenewServer { csr_pem, .. }, Done::Issued(issued)) => {
                 certified(issued, (Role::Server, &self.name()), csr_pem)?;
             }
-            (Operation::State { verdict, .. }, Done::Stated(all)) => stated(all, &|v| v == verdict)?,
+            (Operation::StateFor { verdict, .. }, Done::Stated(all)) => stated(all, &|v| v == verdict)?,
             (Operation::StateAgain { .. }, Done::Stated(all)) => stated(all, &|_| true)?,
             _ => return Err(wrong("it answers another question".into())),
         }
@@ -322,13 +331,29 @@ impl Member {
 
     /// Has an issuer sign the next certificate of this server.
     pub fn renew(&self, csr_pem: &str, authority: [u8; 32]) -> Outcome {
+        self.proven(|present, key| {
+            let proof = prove_renewal(key, csr_pem, &authority)?;
+            Ok(Operation::RenewServer { present, csr_pem: csr_pem.to_owned(), authority, proof })
+        })
+    }
+
+    /// Has an issuer sign a statement with the name of this server.
+    pub fn state(&self, verdict: &Verdict, turn: u32) -> Outcome {
+        self.proven(|present, key| {
+            let proof = order_statement(key, verdict, turn)?;
+            Ok(Operation::StateFor { present, verdict: verdict.clone(), turn, proof })
+        })
+    }
+
+    /// Has an issuer do an operation that a key of this server has to sign.
+    ///
+    /// `sign` makes it of a certificate (DER) and its key. The connection shows that certificate.
+    fn proven(&self, sign: impl Fn(Vec<u8>, &str) -> Result<Operation, Refused>) -> Outcome {
         let mut outcome = Err(failed(&self.file.display().to_string(), &"it has no certificate"));
-        // The key of the certificate that the connection shows proves the request.
         for held in self.shown() {
             let present = CertificateDer::from_pem_slice(held.certificate.as_bytes());
             let present = present.map_err(|e| failed(&self.file.display().to_string(), &e))?.to_vec();
-            let proof = prove_renewal(&held.key, csr_pem, &authority)?;
-            let order = Operation::RenewServer { present, csr_pem: csr_pem.to_owned(), authority, proof };
+            let order = sign(present, &held.key)?;
             outcome = self.forward_as(&[held], &order);
             if !outcome.as_ref().is_err_and(|refused| refused.why == Why::Issuers) {
                 break;
@@ -352,10 +377,11 @@ impl Member {
         Ok(())
     }
 
-    /// Asks the issuers for the present authorities, and looks for issuers among the `peers`.
+    /// Reports to the issuers, asks them for the present authorities, and looks for issuers among
+    /// the `peers`.
     ///
     /// Returns `true` if the authorities have changed. The first issuer that answers decides.
-    pub fn refresh(&self, peers: Vec<String>) -> Result<bool, Refused> {
+    pub fn refresh(&self, peers: Vec<String>, report: ServerReport) -> Result<bool, Refused> {
         let mut targets = self.issuers();
         let known = targets.len();
         for address in peers {
@@ -363,7 +389,7 @@ impl Member {
                 targets.push(Target { address, server: String::new() });
             }
         }
-        let answers = issuers::ask_all(&targets, &self.credentials(&self.shown()), &Operation::Bundle);
+        let answers = issuers::authorities(&targets, &self.credentials(&self.shown()), &report);
         let (mut first, mut silent) = (None, Vec::new());
         for (number, (target, answer)) in targets.into_iter().zip(answers).enumerate() {
             match self.opened(&target, answer) {
@@ -583,8 +609,9 @@ mod tests {
 
         let state = |site: &Site, name: &str| {
             let verdict = Verdict::RevokeClient { name: name.into(), identity: None };
-            let order = Operation::State { verdict, turn: 1 };
-            (order.clone(), site.keeper.perform(Caller::Server, order).unwrap())
+            let made = Operation::State { verdict: verdict.clone(), turn: 1 };
+            let order = Operation::StateFor { present: Vec::new(), verdict, turn: 1, proof: Vec::new() };
+            (order, site.keeper.perform(Caller::Server, made).unwrap())
         };
         let (order, done) = state(&site, "vm-1");
         assert!(site.member.checked(&order, done).is_ok());

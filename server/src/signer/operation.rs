@@ -196,9 +196,22 @@ pub enum Operation {
         verdict: Verdict,
         /// Its turn, by the server's word.
         turn: u32,
+        /// Signature of the present certificate's key over subject and turn.
+        proof: Vec<u8>,
     },
     /// Describe the authorities to servers that hold none.
     Bundle,
+    /// [`Operation::Renew`] for a client that has signed its request.
+    RenewProven {
+        /// Its present certificate (DER).
+        present: Vec<u8>,
+        /// Certificate request (PEM).
+        csr_pem: String,
+        /// SHA-256 of the authority that signs.
+        authority: [u8; 32],
+        /// Signature of the present certificate's key over the request.
+        proof: Vec<u8>,
+    },
 }
 
 /// Most statements that the signer signs again in one operation: a message holds as many.
@@ -284,7 +297,8 @@ impl Operation {
             | Self::JoinServer { .. }
             | Self::RenewServer { .. }
             | Self::StateFor { .. }
-            | Self::Bundle => false,
+            | Self::Bundle
+            | Self::RenewProven { .. } => false,
             Self::Permit(_)
             | Self::Init { .. }
             | Self::Import { .. }

@@ -53,7 +53,7 @@ async fn renewed(
     pool: &mut PoolClient<Channel>,
 ) -> Result<(PoolClient<Channel>, String), Status> {
     let (key, csr_pem) = wish();
-    let reply = pool.renew_identity(RenewIdentityRequest { csr_pem }).await?;
+    let reply = pool.renew_identity(RenewIdentityRequest { csr_pem, proof: Vec::new() }).await?;
     let certificate = reply.into_inner().certificate_pem;
     Ok((connected(server, &certificate, &key).await, certificate))
 }

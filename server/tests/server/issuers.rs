@@ -5,13 +5,15 @@ use std::process::Output;
 
 use gpuserver::signer::{Done, Operation, Outcome, Privileged, Step};
 use gpusession_proto::control::issuer_client::IssuerClient;
+use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{DescribeRequest, IssuerRequest, RenewIdentityRequest, ServerJoinRequest};
-use gpusession_proto::message;
 use gpusession_proto::statement::Verdict;
+use gpusession_proto::{join, message};
 use gpusession_test_server::{Server, eventually};
 use gpusession_test_support::json_table;
-use nix::sys::signal::Signal;
-use rcgen::{CertificateParams, KeyPair};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rcgen::{CertificateParams, KeyPair, SigningKey as _};
 use serde_json::Value;
 use tonic::transport::Identity;
 use tonic::{Code, Status};
@@ -78,7 +80,7 @@ fn identity(server: &Server) -> Identity {
 
 async fn ask(issuer: &Server, identity: Option<Identity>, operation: Vec<u8>) -> Result<Outcome, Status> {
     let mut client = IssuerClient::new(issuer.connect(identity).await.unwrap());
-    let reply = client.ask(IssuerRequest { operation }).await?.into_inner();
+    let reply = client.ask(IssuerRequest { operation, report: None }).await?.into_inner();
     Ok(message::decode(&reply.outcome).unwrap())
 }
 
@@ -112,16 +114,22 @@ async fn a_server_without_the_key_serves_joins_clients_and_outlives_its_issuer()
 
     let token = one.token(&["--uses", "3", "--from", "127.0.0.0/8"]);
     let (certificate, key) = two.enrol(&token, "vm-1", "m1").await.unwrap();
-    let vm = Identity::from_pem(certificate, key);
+    let vm = Identity::from_pem(certificate, &key);
     let mut vm = gpusession_test_server::Client {
         name: "vm-1".into(),
-        pool: gpusession_proto::control::pool_client::PoolClient::new(
-            two.connect(Some(vm.clone())).await.unwrap(),
-        ),
+        pool: PoolClient::new(two.connect(Some(vm.clone())).await.unwrap()),
         identity: vm,
     };
     let lease = vm.allocate(50.0).await.unwrap();
-    vm.pool.renew_identity(RenewIdentityRequest { csr_pem: csr() }).await.unwrap();
+    // A server that took over the member, and saw the certificate, has no signature of its key.
+    for (proof, code) in [(Vec::new(), Code::FailedPrecondition), (vec![7; 70], Code::InvalidArgument)] {
+        let request = RenewIdentityRequest { csr_pem: csr(), proof };
+        let refused = vm.pool.renew_identity(request).await.unwrap_err();
+        assert_eq!(refused.code(), code, "{refused}");
+    }
+    let csr_pem = csr();
+    let proof = KeyPair::from_pem(&key).unwrap().sign(&join::renewal(&csr_pem)).unwrap();
+    vm.pool.renew_identity(RenewIdentityRequest { csr_pem, proof }).await.unwrap();
     one.again(&vm).await.pool.describe(DescribeRequest::default()).await.unwrap();
     // A name that joined through one server is taken at each of them.
     let taken = one.enrol(&token, "vm-1", "m2").await.unwrap_err();
@@ -253,6 +261,9 @@ async fn an_issuer_does_for_a_server_of_the_pool_what_members_need_alone() {
         Operation::Server { name: "gpu1".into(), csr_pem: csr(), authority: [0; 32] },
         Operation::Tokens { after: String::new() },
         Operation::Verifier,
+        // Without a signature of the server or the client that it is for.
+        state(Verdict::ForgetClient { name: "vm-1".into(), identity: None }),
+        Operation::Renew { present: Vec::new(), csr_pem: csr(), authority: [0; 32] },
         Operation::Init { name: "gpu2".into() },
     ] {
         let refused = ask(&one, gpu2(), encoded(&operation)).await.unwrap_err();
@@ -261,8 +272,13 @@ async fn an_issuer_does_for_a_server_of_the_pool_what_members_need_alone() {
     for garbage in [vec![0xff; 3], vec![0; 70 << 10]] {
         assert!(ask(&one, gpu2(), garbage).await.is_err());
     }
-    let revoke = encoded(&state(Verdict::RevokeServer { name: "gpu1".into() }));
-    assert!(ask(&one, gpu2(), revoke).await.unwrap().is_err());
+    for verdict in [
+        Verdict::RevokeServer { name: "gpu1".into() },
+        Verdict::ForgetClient { name: "vm-1".into(), identity: None },
+    ] {
+        let order = Operation::StateFor { present: Vec::new(), verdict, turn: 0, proof: vec![7; 70] };
+        assert!(ask(&one, gpu2(), encoded(&order)).await.unwrap().is_err());
+    }
     // A member is no issuer of others.
     assert_eq!(ask(&two, gpu2(), bundle()).await.unwrap_err().code(), Code::FailedPrecondition);
 
@@ -280,24 +296,77 @@ async fn an_issuer_does_for_a_server_of_the_pool_what_members_need_alone() {
 }
 
 #[tokio::test]
-async fn a_rotation_reaches_a_server_without_the_key() {
+async fn a_rotation_reaches_a_server_without_the_key_and_waits_for_its_clients() {
     let one = issuer().await;
     let two = member(&one, "gpu2").await;
+    let (certificate, key) = two.enrol(&one.token(&[]), "vm-1", "m1").await.unwrap();
+    let connected = async |certificate: &str, key: &str| {
+        PoolClient::new(two.connect(Some(Identity::from_pem(certificate, key))).await.unwrap())
+    };
+    let mut vm = connected(&certificate, &key).await;
+    vm.describe(DescribeRequest::default()).await.unwrap();
+    assert!(
+        one.verb(&["admin", "create", "eve", "--out", one.path("eve.pem").to_str().unwrap()])
+            .status
+            .success()
+    );
+    let whole = || one.json(&["pool", "rotate", "status"]);
+    let status = || whole()["rotation"].clone();
     let authority = |server: &Server| server.json(&["status"])["server"]["authority_sha256"].clone();
     let before = authority(&one);
     let certificates = || {
         let text = std::fs::read_to_string(two.path("state/member.json")).unwrap();
         serde_json::from_str::<Value>(&text).unwrap()["certificates"].as_array().unwrap().len()
     };
+    let pid = two.json(&["status"])["server"]["pid"].as_i64().unwrap();
+    let send = |signal| kill(Pid::from_raw(pid.try_into().unwrap()), signal).unwrap();
+    send(Signal::SIGSTOP);
     assert!(one.verb(&["pool", "rotate", "begin"]).status.success());
+    let begun = whole();
+    assert_eq!(begun["rotation"]["servers"][0]["name"], "gpu2", "it has not reported yet: {begun}");
+    let said = refused(&one, &["pool", "rotate", "switch"]);
+    assert!(said.contains("servers gpu2: called in the last 30 days"), "{said}");
+    send(Signal::SIGCONT);
     eventually("the member has a certificate of each authority", async || certificates() == 2).await;
     assert_eq!(authority(&two), before);
-    assert!(one.verb(&["pool", "rotate", "switch"]).status.success());
+    eventually("the issuer waits for the member's client", async || {
+        let status = status();
+        let client = &status["clients"][0];
+        status["servers"] == serde_json::json!([])
+            && (&client["name"], &client["server"]) == (&"vm-1".into(), &"gpu2".into())
+    })
+    .await;
+    json_table::documented_together("gpuserver pool rotate status", &[begun, whole()]);
+    let said = refused(&one, &["pool", "rotate", "switch"]);
+    assert!(said.contains("clients vm-1 of server gpu2: called in the last 30 days"), "{said}");
+    let new = data_encoding::HEXLOWER.decode(status()["new_sha256"].as_str().unwrap().as_bytes()).unwrap();
+    let trusts = DescribeRequest { authorities: vec![new], ..DescribeRequest::default() };
+    vm.describe(trusts).await.unwrap();
+    eventually("the member reports the client's trust", async || {
+        one.verb(&["pool", "rotate", "switch"]).status.success()
+    })
+    .await;
+    // The member has to report for this phase again, whatever it said of the one before.
+    let said = refused(&one, &["pool", "rotate", "finish"]);
+    assert!(said.contains("servers gpu2: ") || said.contains("vm-1 of server gpu2"), "{said}");
     eventually("the member has the new authority", async || authority(&two) == authority(&one)).await;
     assert_ne!(authority(&two), before);
-    assert!(one.verb(&["pool", "rotate", "finish"]).status.success());
+    eventually("the issuer waits for the client's certificate", async || {
+        refused(&one, &["pool", "rotate", "finish"]).contains("clients vm-1 of server gpu2")
+    })
+    .await;
+    let own = KeyPair::generate().unwrap();
+    let csr_pem = CertificateParams::new(vec![]).unwrap().serialize_request(&own).unwrap().pem().unwrap();
+    let proof = KeyPair::from_pem(&key).unwrap().sign(&join::renewal(&csr_pem)).unwrap();
+    let renewed = vm.renew_identity(RenewIdentityRequest { csr_pem, proof }).await.unwrap().into_inner();
+    let mut vm = connected(&renewed.certificate_pem, &own.serialize_pem()).await;
+    vm.describe(DescribeRequest::default()).await.unwrap();
+    eventually("the member reports the client's certificate", async || {
+        one.verb(&["pool", "rotate", "finish"]).status.success()
+    })
+    .await;
     let rotation = || two.json(&["pool", "rotate", "status"])["rotation"]["phase"].clone();
     eventually("the member dropped the old authority", async || rotation() == "none").await;
     std::fs::write(two.path("pool/authority.pem"), one.authority()).unwrap();
-    two.enrol(&one.token(&[]), "vm-1", "m1").await.unwrap();
+    two.enrol(&one.token(&[]), "vm-2", "m2").await.unwrap();
 }

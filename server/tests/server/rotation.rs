@@ -138,8 +138,6 @@ async fn a_rotation_touches_no_lease_and_no_connection() {
     })
     .await;
     assert_eq!((one.authorities(), two.authorities()), (2, 1));
-    let status = server.json(&["pool", "rotate", "status"]);
-    gpusession_test_support::json_table::documented("gpuserver pool rotate status", &status);
     assert_eq!(refused(&server, &["switch"]), "clients-lack-authority");
     assert_eq!(refused(&server, &["finish"]), "wrong-phase");
     let shown = text(&server.verb(&["pool", "rotate", "status"]));
@@ -218,7 +216,7 @@ async fn a_client_that_was_off_until_after_the_switch_comes_back() {
     rotate(&server, &["switch", "--force"]);
     // A client of an earlier version, which reports nothing, renews with the old authority.
     let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&KeyPair::generate().unwrap());
-    let request = RenewIdentityRequest { csr_pem: csr.unwrap().pem().unwrap() };
+    let request = RenewIdentityRequest { csr_pem: csr.unwrap().pem().unwrap(), proof: Vec::new() };
     let renewed = earlier.pool.renew_identity(request).await.unwrap().into_inner().certificate_pem;
     let [renewed, old] = [renewed, server.authority()].map(|pem| der(&pem));
     assert_eq!(issuer(&renewed), subject(&old));

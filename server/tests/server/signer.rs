@@ -122,7 +122,7 @@ async fn an_upgrade_moves_the_authority_to_the_signer_and_clients_stay_joined() 
     // The earlier certificate serves and renews, and the earlier token admits.
     let channel = server.connect(Some(client.identity.clone())).await.unwrap();
     client.pool = gpusession_proto::control::pool_client::PoolClient::new(channel);
-    client.pool.renew_identity(RenewIdentityRequest { csr_pem: csr() }).await.unwrap();
+    client.pool.renew_identity(RenewIdentityRequest { csr_pem: csr(), proof: Vec::new() }).await.unwrap();
     server.enrol(&token, "vm-2", "m2").await.unwrap();
     let ids = server.json(&["token", "list"])["tokens"].as_array().unwrap().len();
     assert_eq!(ids, 2, "vm-1's used-up one, and this");

@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::{internal, show, unsigned};
 use crate::certificate::day;
 use crate::pool::Pool;
+use crate::pool::members::Standing;
 use crate::pool::rotation::Refused;
 use crate::refusal::Refusal;
 use crate::signer::Step;
@@ -34,6 +35,22 @@ pub struct RotationView {
     pub clients: Vec<RotationClient>,
     /// Administrators whose certificates end with the rotation.
     pub administrators: Vec<String>,
+    /// Servers without the authority's key that are not ready for the next step.
+    #[serde(default)]
+    pub servers: Vec<RotationServer>,
+}
+
+/// A server without the authority's key that is not ready for the next step.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RotationServer {
+    /// Name of the server.
+    pub name: String,
+    /// Latest call, a day less exact, in seconds since 1970.
+    pub seen_unix: u64,
+    /// Whether the next step waits for it: it has called in the last 30 days.
+    pub awaited: bool,
+    /// Number of clients for which it waits, and which this answer does not name.
+    pub clients_unnamed: u32,
 }
 
 /// A client that is not ready for the next step.
@@ -47,6 +64,9 @@ pub struct RotationClient {
     pub seen_unix: Option<u64>,
     /// Whether the next step waits for it: it has called in the last 30 days.
     pub awaited: bool,
+    /// Server without the authority's key that reports the client; `None`: it calls this server.
+    #[serde(default)]
+    pub server: Option<String>,
 }
 
 fn view(pool: &Pool, changed: bool) -> Result<Value, Refusal> {
@@ -56,6 +76,13 @@ fn view(pool: &Pool, changed: bool) -> Result<Value, Refusal> {
         trusts_new: c.trusts,
         seen_unix: Some(c.seen_unix).filter(|seen| *seen != 0),
         awaited: c.live,
+        server: c.server,
+    };
+    let server = |server: Standing| RotationServer {
+        name: server.name,
+        seen_unix: server.seen_unix,
+        awaited: server.live,
+        clients_unnamed: server.more,
     };
     show(serde_json::to_value(RotationView {
         phase: status.rotation.map_or("none", |(phase, _)| phase.as_str()).into(),
@@ -66,6 +93,7 @@ fn view(pool: &Pool, changed: bool) -> Result<Value, Refusal> {
         new_sha256: status.new.map(|f| HEXLOWER.encode(&f)),
         clients: status.clients.into_iter().map(client).collect(),
         administrators: status.administrators,
+        servers: status.servers.into_iter().map(server).collect(),
     }))
 }
 
@@ -76,6 +104,7 @@ pub(in crate::admin) fn status(pool: &Pool) -> Result<Value, Refusal> {
 pub(in crate::admin) async fn step(pool: &Arc<Pool>, step: Step, force: bool) -> Result<Value, Refusal> {
     let changed = pool.rotate(step, force).await.map_err(|e| match &e {
         Refused::Lacking { .. } => Refusal::new("clients-lack-authority", e.to_string()),
+        Refused::Behind { .. } => Refusal::new("servers-lack-authority", e.to_string()),
         Refused::Step(refused) => unsigned(refused),
         Refused::Store(_) | Refused::Statements(_) => internal(&e),
     })?;
@@ -102,13 +131,23 @@ pub fn print_rotation(out: &mut dyn Write, rotation: RotationView) -> anyhow::Re
         writeln!(out, "{which} authority: {}", fingerprint.as_deref().unwrap_or("-"))?;
     }
     let awaited = rotation.clients.iter().filter(|client| client.awaited).count();
+    let servers = rotation.servers.iter().filter(|server| server.awaited).count();
+    let yes = |awaited: bool| if awaited { "yes" } else { "no" };
+    if !rotation.servers.is_empty() {
+        writeln!(out, "These servers have not reported that they and their clients are ready:")?;
+        let mut rows = table(&["SERVER", "LATEST CALL", "AWAITED"]);
+        for server in &rotation.servers {
+            rows.add_row([server.name.as_str(), &day(server.seen_unix), yes(server.awaited)]);
+        }
+        writeln!(out, "{rows}")?;
+    }
     if !rotation.clients.is_empty() {
         writeln!(out, "These clients {lack}:")?;
-        let mut rows = table(&["CLIENT", "LATEST CALL", "AWAITED"]);
+        let mut rows = table(&["CLIENT", "SERVER", "LATEST CALL", "AWAITED"]);
         for client in &rotation.clients {
             let seen = client.seen_unix.map_or_else(|| "-".into(), day);
-            let awaited = if client.awaited { "yes" } else { "no" };
-            rows.add_row([client.name.as_str(), &seen, awaited]);
+            let server = client.server.as_deref().unwrap_or("this one");
+            rows.add_row([client.name.as_str(), server, &seen, yes(client.awaited)]);
         }
         writeln!(out, "{rows}")?;
     }
@@ -118,6 +157,10 @@ pub fn print_rotation(out: &mut dyn Write, rotation: RotationView) -> anyhow::Re
             "The certificates of these administrators end with the rotation: {}.",
             rotation.administrators.join(", ")
         )?;
+    }
+    if servers > 0 {
+        writeln!(out, "Next: wait for {servers} servers, which report every `peer_interval`.")?;
+        return Ok(());
     }
     match awaited {
         0 => writeln!(out, "Next: once every server of the pool is as far, `gpuserver pool rotate {next}`.")?,

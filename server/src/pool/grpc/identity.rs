@@ -29,7 +29,7 @@ pub(super) async fn renew(
     if !locked(&pool.rates).allow(&format!("{client} renewals"), MAX_RENEWALS_PER_S, pool.clock.now()) {
         return Err(Status::resource_exhausted("too many renewals of this client; try again later"));
     }
-    let csr_pem = request.into_inner().csr_pem;
+    let wire::RenewIdentityRequest { csr_pem, proof } = request.into_inner();
     let (pem, expires_unix) = {
         let _signing = pool.signing.lock().await;
         let authority = {
@@ -38,7 +38,10 @@ pub(super) async fn renew(
             let all = pool.signer.present();
             all.signer_for(|authority| clients.knows(&client, authority)).fingerprint()
         };
-        let order = Operation::Renew { present: der, csr_pem, authority };
+        let order = match proof.is_empty() {
+            true => Operation::Renew { present: der, csr_pem, authority },
+            false => Operation::RenewProven { present: der, csr_pem, authority, proof },
+        };
         let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
         let issued = issued.map_err(|e| unsigned(&format!("renewal of {client}"), &e))?;
         let mut clients = locked(&pool.clients);

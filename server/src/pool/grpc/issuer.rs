@@ -14,7 +14,7 @@ use crate::audit;
 use crate::connections::Certificate;
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::clients::Dated;
-use crate::pool::status::{bounded, refused, unsigned};
+use crate::pool::status::{bounded, refused, stored, unsigned};
 use crate::pool::{Pool, locked};
 use crate::signer::ca::requested_key;
 use crate::signer::{Done, Operation, Outcome, Refused, Why};
@@ -116,6 +116,9 @@ impl Issuer for Service {
         if !locked(&pool.rates).allow(&format!("server {name} {kind}"), most, pool.clock.now()) {
             return Err(Status::resource_exhausted("this server asks too often; try again after a second"));
         }
+        if matches!(order, Operation::Bundle) {
+            pool.heard(&name, request.into_inner().report).await.map_err(stored)?;
+        }
         let outcome = answer(pool, &name, &from, order).await?;
         let outcome = message::encode(&outcome).split_off(4);
         Ok(Response::new(wire::IssuerReply { outcome }))
@@ -129,11 +132,11 @@ fn allowed(operation: Operation, shown: &Certificate) -> Option<Operation> {
     Some(match operation {
         Operation::Check { .. }
         | Operation::Join { .. }
-        | Operation::Renew { .. }
+        | Operation::RenewProven { .. }
         | Operation::StateAgain { .. }
         | Operation::Bundle => operation,
-        Operation::State { verdict, turn } => {
-            Operation::StateFor { present: shown.der.clone(), verdict, turn }
+        Operation::StateFor { verdict, turn, proof, .. } => {
+            Operation::StateFor { present: shown.der.clone(), verdict, turn, proof }
         }
         Operation::RenewServer { csr_pem, authority, proof, .. } => {
             Operation::RenewServer { present: shown.der.clone(), csr_pem, authority, proof }
@@ -167,9 +170,9 @@ async fn answer(pool: &Arc<Pool>, server: &str, from: &str, order: Operation) ->
     match (&outcome, joining) {
         (Ok(Done::Issued(issued)), Some((name, key))) => {
             let dated = Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix);
-            locked(&pool.clients).join(&name, dated, &key, "");
+            locked(&pool.clients).join_elsewhere(&name, dated, &key);
             pool.client_file.changed();
-            pool.store_clients().await.map_err(crate::pool::status::stored)?;
+            pool.store_clients().await.map_err(stored)?;
             info!(gpusession_client = name, "client {name}: joined through server {server}");
         }
         (Ok(Done::Issued(issued)), None) if renews => {
@@ -183,7 +186,7 @@ async fn answer(pool: &Arc<Pool>, server: &str, from: &str, order: Operation) ->
         }
         (Ok(Done::Stated(stated)), None) if states => {
             let taken = pool.take(stated.clone(), &format!("server {server}")).await;
-            taken.map_err(crate::pool::status::stored)?;
+            taken.map_err(stored)?;
         }
         _ => {}
     }

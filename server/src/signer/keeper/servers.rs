@@ -3,15 +3,17 @@
 use std::net::IpAddr;
 
 use data_encoding::HEXLOWER;
+use gpusession_proto::join;
+use gpusession_proto::statement::Verdict;
 use ipnet::IpNet;
 use tracing::info;
 
 use super::super::bundle::Bundle;
-use super::super::ca::{Issued, proves_renewal, requested_key};
+use super::super::ca::{Issued, has_signed, orders_statement, proves_renewal, requested_key};
 use super::super::lock::locked;
 use super::super::operation::{Done, Outcome, Refused, Why};
 use super::super::tokens::{TokenFacts, Tokens};
-use super::{Keeper, MAX_NETWORKS, a_name, find_authority, signed};
+use super::{Keeper, MAX_NETWORKS, a_name, find_authority, no_right, signed};
 use crate::certificate::{Role, day};
 
 impl Keeper {
@@ -78,6 +80,36 @@ impl Keeper {
         Ok(issued)
     }
 
+    /// Signs the next certificate of a client whose present key has signed the request.
+    ///
+    /// A server that saw the certificate has no such signature for a key of its own.
+    pub(super) fn renew_proven(
+        &self,
+        present: &[u8],
+        csr_pem: &str,
+        authority: &[u8; 32],
+        proof: &[u8],
+    ) -> Result<Issued, Refused> {
+        if !has_signed(present, &join::renewal(csr_pem), proof) {
+            let text = "the request is not signed with the key of the client's certificate";
+            return Err(Refused::new(Why::Request, text));
+        }
+        self.renew(present, csr_pem, authority)
+    }
+
+    /// Signs a statement with the name of a server whose key has signed the order.
+    pub(super) fn state_for(&self, present: &[u8], verdict: Verdict, turn: u32, proof: &[u8]) -> Outcome {
+        if matches!(verdict, Verdict::RevokeServer { .. }) {
+            return Err(no_right());
+        }
+        let server = self.shown_server(present)?;
+        if !orders_statement(present, &verdict, turn, proof) {
+            let text = format!("the order is not signed with the key of the certificate of server {server}");
+            return Err(Refused::new(Why::Request, text));
+        }
+        self.state_as(server, verdict, turn)
+    }
+
     /// Checks a name that another server shall get.
     fn a_new_server(&self, name: &str) -> Result<(), Refused> {
         a_name(name)?;
@@ -120,13 +152,13 @@ mod tests {
 
     use gpusession_proto::join::{JoinToken, ServerToken};
     use gpusession_proto::statement::Verdict;
-    use rcgen::{CertificateParams, KeyPair};
+    use rcgen::{CertificateParams, KeyPair, SigningKey as _};
 
     use super::super::tests::{Site, csr, der, issued, open, stated, why};
     use super::*;
     use crate::certificate::{Holder, holder};
     use crate::clock::Clock as _;
-    use crate::signer::ca::{SERVER_TTL, prove_renewal};
+    use crate::signer::ca::{SERVER_TTL, order_statement, prove_renewal};
     use crate::signer::{Operation, Privileged, Step};
 
     fn admitted(site: &Site, name: &str) -> ServerToken {
@@ -143,7 +175,7 @@ mod tests {
         (key, csr)
     }
 
-    fn join(token: &ServerToken, name: &str, csr_pem: &str) -> Operation {
+    fn admission(token: &ServerToken, name: &str, csr_pem: &str) -> Operation {
         let (name, csr_pem) = (name.to_owned(), csr_pem.to_owned());
         let proof = token.proof(&name, &csr_pem);
         Operation::JoinServer { id: token.0.id, proof, name, csr_pem, from: None }
@@ -157,33 +189,37 @@ mod tests {
     fn a_token_of_root_admits_one_server_of_its_name_and_no_client() {
         let site = Site::new();
         let token = admitted(&site, "gpu2");
-        assert_eq!(why(site.server(join(&token, "gpu3", &csr()))), Why::Token, "another name");
-        assert_eq!(why(site.server(join(&token, "gpu1", &csr()))), Why::Request, "the issuer's own");
-        assert_eq!(why(site.server(join(&token, "gpu2", "garbage"))), Why::Request, "uses up nothing");
+        assert_eq!(why(site.server(admission(&token, "gpu3", &csr()))), Why::Token, "another name");
+        assert_eq!(why(site.server(admission(&token, "gpu1", &csr()))), Why::Request, "the issuer's own");
+        assert_eq!(why(site.server(admission(&token, "gpu2", "garbage"))), Why::Request, "uses up nothing");
         // Neither kind of token serves for the other, and an altered request is no longer proven.
         let as_client = Operation::join(&token.0, "gpu2", None, &csr(), true);
         assert_eq!(why(site.server(as_client)), Why::Token);
         let of_client = ServerToken(site.token("*", 9));
-        assert_eq!(why(site.server(join(&of_client, "gpu2", &csr()))), Why::Token);
-        let Operation::JoinServer { id, proof, name, from, .. } = join(&token, "gpu2", &csr()) else {
+        assert_eq!(why(site.server(admission(&of_client, "gpu2", &csr()))), Why::Token);
+        let Operation::JoinServer { id, proof, name, from, .. } = admission(&token, "gpu2", &csr()) else {
             panic!()
         };
         let altered = Operation::JoinServer { id, proof, name, csr_pem: csr(), from };
         assert_eq!(why(site.server(altered)), Why::Token, "a server on the way has the proof alone");
 
         let late = admitted(&site, "gpu3");
-        let holder = whose(&der(&issued(site.server(join(&token, "gpu2", &csr())))));
+        let holder = whose(&der(&issued(site.server(admission(&token, "gpu2", &csr())))));
         assert_eq!((holder.role, holder.name.as_str()), (Role::Server, "gpu2"));
         assert_eq!(holder.expires_unix, site.clock.unix() + SERVER_TTL.as_secs());
         let site = Site { keeper: open(&site.folder, &site.clock), ..site };
-        assert_eq!(why(site.server(join(&token, "gpu2", &csr()))), Why::Token, "used, also after a restart");
+        assert_eq!(
+            why(site.server(admission(&token, "gpu2", &csr()))),
+            Why::Token,
+            "used, also after a restart"
+        );
         site.clock.advance(Duration::from_secs(60));
-        assert_eq!(why(site.server(join(&late, "gpu3", &csr()))), Why::Token, "expired");
+        assert_eq!(why(site.server(admission(&late, "gpu3", &csr()))), Why::Token, "expired");
         let void = admitted(&site, "gpu4");
         for step in [Step::Begin(None), Step::Switch] {
             site.root(Operation::Privileged(Privileged::Rotate(step))).unwrap();
         }
-        assert_eq!(why(site.server(join(&void, "gpu4", &csr()))), Why::Token, "of the old authority");
+        assert_eq!(why(site.server(admission(&void, "gpu4", &csr()))), Why::Token, "of the old authority");
         let own = Privileged::AdmitServer { name: "gpu1".into(), ttl: 60, from: Vec::new() };
         assert_eq!(why(site.root(Operation::Privileged(own))), Why::Request);
     }
@@ -199,7 +235,7 @@ mod tests {
         assert_eq!(why(site.server(Operation::Privileged(admit("gpu2")))), Why::Right, "used up");
         // No operation of the server makes a token for a server otherwise.
         let pattern = site.token("server:gpu2", 1);
-        assert_eq!(why(site.server(join(&ServerToken(pattern), "gpu2", &csr()))), Why::Token);
+        assert_eq!(why(site.server(admission(&ServerToken(pattern), "gpu2", &csr()))), Why::Token);
     }
 
     #[test]
@@ -207,7 +243,7 @@ mod tests {
         let (site, other) = (Site::new(), Site::new());
         let authority = site.authority();
         let (first_key, csr_pem) = key();
-        let first = der(&issued(site.server(join(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
+        let first = der(&issued(site.server(admission(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
         let renew = |present: &[u8], key: &KeyPair| {
             let csr_pem = csr();
             let proof = prove_renewal(&key.serialize_pem(), &csr_pem, &authority).unwrap();
@@ -228,7 +264,7 @@ mod tests {
         let alice = Privileged::Administrator { name: "gpu2".into(), csr_pem };
         let alice = der(&issued(site.root(Operation::Privileged(alice))));
         let (foreign_key, csr_pem) = key();
-        let foreign = der(&issued(other.server(join(&admitted(&other, "gpu2"), "gpu2", &csr_pem))));
+        let foreign = der(&issued(other.server(admission(&admitted(&other, "gpu2"), "gpu2", &csr_pem))));
         for (bad, key) in [(client, &client_key), (alice, &alice_key), (foreign, &foreign_key)] {
             assert_eq!(why(site.server(renew(&bad, key))), Why::Request);
         }
@@ -247,19 +283,50 @@ mod tests {
     #[test]
     fn statements_for_a_server_have_its_name_and_revoke_no_server() {
         let site = Site::new();
-        let csr_pem = csr();
-        let present = der(&issued(site.server(join(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
-        let state = |present: &[u8], verdict| {
-            site.server(Operation::StateFor { present: present.into(), verdict, turn: 1 })
+        let (key, csr_pem) = key();
+        let present = der(&issued(site.server(admission(&admitted(&site, "gpu2"), "gpu2", &csr_pem))));
+        let order = |present: &[u8], key: &KeyPair, verdict: Verdict, turn| {
+            let proof = order_statement(&key.serialize_pem(), &verdict, turn).unwrap();
+            Operation::StateFor { present: present.into(), verdict, turn, proof }
         };
+        let state = |present: &[u8], verdict| site.server(order(present, &key, verdict, 1));
         let forget = || Verdict::ForgetClient { name: "vm-1".into(), identity: None };
         let (_, statement) = stated(state(&present, forget())).remove(0);
         assert_eq!((statement.server.as_str(), statement.number), ("gpu2", 1));
         let own = stated(site.server(Operation::State { verdict: forget(), turn: 2 })).remove(0).1;
         assert_eq!((own.server.as_str(), own.number), ("gpu1", 2));
+        // The issuer's process saw the certificate, and has no key for it.
+        let stolen = order(&present, &KeyPair::generate().unwrap(), forget(), 1);
+        assert_eq!(why(site.server(stolen)), Why::Request);
+        let Operation::StateFor { present: of, verdict, proof, .. } = order(&present, &key, forget(), 1)
+        else {
+            panic!()
+        };
+        let altered = Operation::StateFor { present: of, verdict, turn: 9, proof };
+        assert_eq!(why(site.server(altered)), Why::Request);
         assert_eq!(why(state(&present, Verdict::RevokeServer { name: "gpu3".into() })), Why::Right);
-        let client = Operation::join(&site.token("*", 1), "gpu2", None, &csr(), true);
+        let (client_key, client_csr) = self::key();
+        let client = Operation::join(&site.token("*", 1), "gpu2", None, &client_csr, true);
         let client = der(&issued(site.server(client)));
-        assert_eq!(why(state(&client, forget())), Why::Request);
+        assert_eq!(why(site.server(order(&client, &client_key, forget(), 1))), Why::Request);
+    }
+
+    #[test]
+    fn a_client_that_signs_its_renewal_is_renewed_for_no_other_key() {
+        let site = Site::new();
+        let authority = site.authority();
+        let (key, first) = key();
+        let joined = Operation::join(&site.token("*", 1), "vm-1", None, &first, true);
+        let present = der(&issued(site.server(joined)));
+        let renew = |key: &KeyPair, signed: &str, csr_pem: &str| {
+            let proof = key.sign(&join::renewal(signed)).unwrap();
+            let (present, csr_pem) = (present.clone(), csr_pem.to_owned());
+            Operation::RenewProven { present, csr_pem, authority, proof }
+        };
+        let (next, other) = (csr(), csr());
+        assert_eq!(why(site.server(renew(&key, &next, &other))), Why::Request, "another request");
+        let thief = KeyPair::generate().unwrap();
+        assert_eq!(why(site.server(renew(&thief, &next, &next))), Why::Request, "another key");
+        assert_eq!(whose(&der(&issued(site.server(renew(&key, &next, &next))))).name, "vm-1");
     }
 }
