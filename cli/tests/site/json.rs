@@ -12,6 +12,7 @@ use super::*;
 const ELSEWHERE: [&str; 16] = [
     "gpuserver pool admit",
     "gpuserver pool join",
+    "gpuserver pool yield",
     "gpuserver pool revoke",
     "gpuserver pool rotate status",
     "gpuserver statements import",

@@ -1,4 +1,4 @@
-//! `gpuserver pool admit` and `pool join`: servers that hold no authority's key.
+//! `gpuserver pool admit`, `pool join` and `pool yield`: servers that hold no authority's key.
 
 use gpusession_diagnosis::machine::Machine;
 use gpusession_proto::join::ServerToken;
@@ -14,9 +14,9 @@ use crate::clock::{Clock as _, SystemClock};
 use crate::config::{Config, advertised};
 use crate::net::{PORT, host_port};
 use crate::pool::Files;
-use crate::signer::Why;
 use crate::signer::link::Link;
 use crate::signer::member::{self, Member};
+use crate::signer::{Operation, Why};
 use crate::statements::Statements;
 use crate::store;
 use crate::text::Output;
@@ -89,14 +89,30 @@ fn has_no_authority(config: &Config) -> anyhow::Result<()> {
     }
 }
 
-/// Refuses a join that would replace a membership that works.
-fn has_no_pool(config: &Config, token: &ServerToken) -> anyhow::Result<()> {
-    let Some(member) = Member::open(&config.state_dir).map_err(|e| unsigned(&e))? else { return Ok(()) };
-    let standing = member.standing();
-    let works = standing.expires_unix > SystemClock.unix()
-        && standing.name == config.name
-        && standing.authorities.contains(&token.0.authority);
-    if works { Err(unsigned(&member.has_pool()).into()) } else { Ok(()) }
+/// Returns the membership of this server if it works, in the pool of one of these authorities.
+fn membership(config: &Config, of: impl Fn(&[u8; 32]) -> bool) -> anyhow::Result<Option<Member>> {
+    let member = Member::open(&config.state_dir).map_err(|e| unsigned(&e))?;
+    Ok(member.filter(|member| {
+        let standing = member.standing();
+        standing.expires_unix > SystemClock.unix()
+            && standing.name == config.name
+            && standing.authorities.iter().any(of)
+    }))
+}
+
+/// Reads the address of an issuer.
+fn control(address: &str) -> anyhow::Result<String> {
+    let to = advertised(address).map_err(|m| Refusal::new("usage", format!("{address:?}: {m}")))?;
+    Ok(host_port(&to.host, to.port.unwrap_or(PORT)))
+}
+
+/// Has an issuer make this server a member; returns the authority's fingerprint.
+fn become_member(config: &Config, address: &str, token: &ServerToken) -> anyhow::Result<[u8; 32]> {
+    let joined = Member::join(&config.state_dir, address, token, &config.name);
+    Ok(joined.map_err(|e| {
+        let refusal = unsigned(&e);
+        if e.why == Why::Token { Refusal { code: "not-allowed".into(), ..refusal } } else { refusal }
+    })?)
 }
 
 /// Joins a pool as a server without its authority's key.
@@ -108,17 +124,14 @@ pub(super) fn join(
     let machine = Machine::here();
     // A token counts once, so that a reason against the start shows first.
     let unit = unit_to_start(&machine, config.signer.as_deref(), now)?;
-    let to = advertised(address).map_err(|m| Refusal::new("usage", format!("{address:?}: {m}")))?;
-    let address = host_port(&to.host, to.port.unwrap_or(PORT));
-    let token = token(text)?;
-    has_no_pool(config, &token)?;
+    let (address, token) = (control(address)?, token(text)?);
+    if let Some(member) = membership(config, |authority| *authority == token.0.authority)? {
+        return Err(unsigned(&member.has_pool()).into());
+    }
     // The server that `--now` starts takes the lock of the state directory.
     let lock = offline(config)?;
     has_no_authority(config)?;
-    let authority = Member::join(&config.state_dir, &address, &token, &config.name).map_err(|e| {
-        let refusal = unsigned(&e);
-        if e.why == Why::Token { Refusal { code: "not-allowed".into(), ..refusal } } else { refusal }
-    })?;
+    let authority = become_member(config, &address, &token)?;
     audit::note_offline(&config.state_dir, &config.name, audit::own("pool-join"))?;
     drop(lock);
     let file = member::file(&config.state_dir);
@@ -138,6 +151,50 @@ pub(super) fn join(
         writeln!(
             out,
             "Next: {next}add it to servers.toml of the pool's clients. Other issuers than {address} belong in `peers`."
+        )?;
+        Ok(())
+    })
+}
+
+/// Makes a server that holds the authority's key a member of its pool, and removes the key.
+pub(super) fn give_up(
+    out: &mut Output<'_>,
+    config: &Config,
+    (address, text): (&str, Option<&str>),
+) -> anyhow::Result<()> {
+    let address = control(address)?;
+    let _lock = offline(config)?;
+    let own = Link::own_of_command(config.signer.as_deref(), &config.state_dir, &config.name)?;
+    let present = match own.present() {
+        Ok(present) => Some(present),
+        Err(e) if e.why == Why::Missing => None,
+        Err(e) => return Err(unsigned(&e).into()),
+    };
+    // The membership stands where an earlier call was interrupted.
+    let ours = |authority: &[u8; 32]| present.as_ref().is_none_or(|all| all.find(authority).is_some());
+    if membership(config, ours)?.is_none() {
+        if present.is_none() {
+            let why = "this server holds no authority's key: `gpuserver pool join` makes it a member";
+            return Err(Refusal::new("usage", why).into());
+        }
+        let token = token(text)?;
+        if !ours(&token.0.authority) {
+            let why = "the token is of another pool, or of before the rotation of this pool's authority: run \
+                       `gpuserver pool admit` on another issuer of this pool";
+            return Err(Refusal::new("usage", why).into());
+        }
+        become_member(config, &address, &token)?;
+    }
+    own.ask(Operation::GiveUp).map_err(|e| unsigned(&e))?;
+    audit::note_offline(&config.state_dir, &config.name, audit::own("pool-yield"))?;
+    let file = member::file(&config.state_dir);
+    let value = json!({ "file": file, "issuer": address });
+    out.answer("pool", value, |out, _: Value| {
+        writeln!(out, "Server {} is a member of its pool: {} has its key.", config.name, file.display())?;
+        writeln!(out, "No key of the authority is left here, and the join tokens that were made here are void.")?;
+        writeln!(
+            out,
+            "Next: start the server, and remove the key from its backups. Other issuers than {address} belong in `peers`."
         )?;
         Ok(())
     })

@@ -61,6 +61,15 @@ pub enum PoolVerb {
         #[arg(long)]
         now: bool,
     },
+    /// Give the authority's key up: this server becomes a member, for which issuers sign
+    ///
+    /// The server must not run. Its leases and clients stay; join tokens that it made are void.
+    Yield {
+        /// Address of another server with the authority's key, HOST or HOST:PORT
+        address: String,
+        /// Token from `pool admit` there; - or none for standard input
+        token: Option<String>,
+    },
     /// Revoke a server for ever: clients and the other servers refuse it
     ///
     /// The server can serve again under another `name`. If it has the authority's key, also replace
@@ -161,7 +170,8 @@ pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> an
         PoolVerb::Rotate { .. }
         | PoolVerb::Revoke { .. }
         | PoolVerb::Admit { .. }
-        | PoolVerb::Join { .. } => {
+        | PoolVerb::Join { .. }
+        | PoolVerb::Yield { .. } => {
             anyhow::bail!("internal error: not a verb of this function")
         }
         PoolVerb::Init { .. } => {

@@ -294,6 +294,9 @@ impl Verb {
             Self::Pool { verb: PoolVerb::Join { address, token, now } } => {
                 member::join(out, server.config()?, (address, token.as_deref(), *now))
             }
+            Self::Pool { verb: PoolVerb::Yield { address, token } } => {
+                member::give_up(out, server.config()?, (address, token.as_deref()))
+            }
             Self::Statements { verb } => statements(out, server, verb.as_ref()),
             Self::Pool { verb } => pool(out, server.config()?, verb),
             Self::Token { verb } => token(out, server, verb),

@@ -322,6 +322,16 @@ impl Authorities {
         Ok(Self { folder: folder.into(), random, present, steps: Mutex::default() })
     }
 
+    /// Removes the authorities with their keys; the caller has closed them.
+    pub fn remove(folder: &Path) -> Result<(), StoreError> {
+        // The keys first, so that no interruption leaves one behind a missing certificate.
+        let mut files: Vec<_> = [Place::Next, Place::Present].iter().flat_map(|p| p.files(folder)).collect();
+        files.sort_by_key(|file| file.extension().is_none_or(|kind| kind != "key"));
+        files.push(document(folder));
+        let removed = unless_missing(files.iter().try_for_each(|file| remove(file)));
+        removed.map_err(|error| StoreError::Io { path: folder.into(), error })
+    }
+
     /// Reads the authorities, also those of a running server.
     pub fn read(
         folder: &Path,

@@ -260,6 +260,7 @@ impl Keeper {
                 self.renew_proven(&present, &csr_pem, &authority, &proof).map(Done::Issued)
             }
             Operation::Bundle => self.bundle().map(Done::Bundle),
+            Operation::GiveUp => self.give_up(),
             Operation::EarlierCheck { .. }
             | Operation::EarlierJoin { .. }
             | Operation::EarlierTokenCreate { .. }

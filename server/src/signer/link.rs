@@ -315,7 +315,9 @@ fn ask_any(path: &Path, operation: &Operation) -> io::Result<Outcome> {
 fn ask_member(own: &Link, member: &Member, operation: Operation) -> Outcome {
     match operation {
         Operation::Present => Ok(Done::Present(member.described())),
-        Operation::Name(_) | Operation::Checkpoint(_) | Operation::Verifier => own.ask(operation),
+        Operation::Name(_) | Operation::Checkpoint(_) | Operation::Verifier | Operation::GiveUp => {
+            own.ask(operation)
+        }
         Operation::Server { csr_pem, authority, .. } => member.renew(&csr_pem, authority),
         Operation::Check { .. }
         | Operation::Join { .. }

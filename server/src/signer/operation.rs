@@ -212,6 +212,9 @@ pub enum Operation {
         /// Signature of the present certificate's key over the request.
         proof: Vec<u8>,
     },
+    /// Remove the authorities with their keys, and the join tokens, of a server that has become a
+    /// member.
+    GiveUp,
 }
 
 /// Most statements that the signer signs again in one operation: a message holds as many.
@@ -306,7 +309,8 @@ impl Operation {
             | Self::Name(_)
             | Self::EarlierAdoptTokens(_)
             | Self::AdoptTokens(_)
-            | Self::Adopt { .. } => true,
+            | Self::Adopt { .. }
+            | Self::GiveUp => true,
         }
     }
 }

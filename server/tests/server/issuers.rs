@@ -296,6 +296,51 @@ async fn an_issuer_does_for_a_server_of_the_pool_what_members_need_alone() {
 }
 
 #[tokio::test]
+async fn an_issuer_gives_its_key_up_and_keeps_its_clients() {
+    let (one, other) = (issuer().await, issuer().await);
+    let mut two = host("gpu2").await;
+    let exported = two.path("exported");
+    std::fs::write(&exported, one.verb(&["pool", "export"]).stdout).unwrap();
+    assert!(two.verb(&["pool", "import", exported.to_str().unwrap()]).status.success());
+    std::fs::remove_file(exported).unwrap();
+    two.run().await;
+    let mut vm = two.client("vm-1").await;
+    let lease = vm.allocate(50.0).await.unwrap();
+    let own = two.token(&[]);
+    let key = std::fs::read_to_string(two.path("state/ca/authority.key")).unwrap();
+    let line = key.lines().nth(1).unwrap().as_bytes();
+
+    let token = admit(&one, "gpu2");
+    let running = refused(&two, &["pool", "yield", &one.control, &token]);
+    assert!(running.contains("a running gpuserver uses"), "{running}");
+    two.signal(Signal::SIGTERM);
+    let foreign = refused(&two, &["pool", "yield", &other.control, &admit(&other, "gpu2")]);
+    assert!(foreign.contains("the token is of another pool") && holds(two.folder.path(), line), "{foreign}");
+    let yielded = two.json(&["pool", "yield", &one.control, &token]);
+    json_table::documented("gpuserver pool yield", &yielded);
+    assert!(!holds(two.folder.path(), line));
+    // A repetition, as after a loss of power, needs no other token.
+    two.json(&["pool", "yield", &one.control]);
+
+    two.authority_folder = "pool";
+    std::fs::create_dir_all(two.path("pool")).unwrap();
+    std::fs::write(two.path("pool/authority.pem"), one.authority()).unwrap();
+    two.run().await;
+    let mut vm = two.again(&vm).await;
+    let renewed = vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner();
+    assert!(!renewed.leases[0].lost, "{renewed:?}");
+    let export = refused(&two, &["pool", "export"]);
+    assert!(export.contains("this server is no issuer: run it on gpu1"), "{export}");
+    let void = two.enrol(&own, "vm-2", "m2").await.unwrap_err();
+    assert!(void.message().contains("not one of this pool"), "{void}");
+    two.enrol(&one.token(&[]), "vm-2", "m2").await.unwrap();
+    two.signal(Signal::SIGTERM);
+    let server = host("gpu3").await;
+    let keyless = refused(&server, &["pool", "yield", &one.control, &admit(&one, "gpu3")]);
+    assert!(keyless.contains("this server holds no authority's key"), "{keyless}");
+}
+
+#[tokio::test]
 async fn a_rotation_reaches_a_server_without_the_key_and_waits_for_its_clients() {
     let one = issuer().await;
     let two = member(&one, "gpu2").await;

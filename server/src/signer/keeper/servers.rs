@@ -8,6 +8,7 @@ use gpusession_proto::statement::Verdict;
 use ipnet::IpNet;
 use tracing::info;
 
+use super::super::authorities::Authorities;
 use super::super::bundle::Bundle;
 use super::super::ca::{Issued, has_signed, orders_statement, proves_renewal, requested_key};
 use super::super::lock::locked;
@@ -126,6 +127,24 @@ impl Keeper {
         self.turn()?;
         let (server, unix) = (self.own_name()?, self.clock.unix());
         Ok(Bundle { server, unix, described: present.describe() }.seal(&present)?)
+    }
+
+    /// Removes the authorities with their keys, and the tokens that they would sign for.
+    ///
+    /// A caller whose host lost its power meanwhile asks again.
+    pub(super) fn give_up(&self) -> Outcome {
+        let mut all = locked(&self.authorities);
+        let count = locked(&self.tokens).count();
+        self.change_tokens(|tokens| {
+            *tokens = Tokens::default();
+            Ok(())
+        })?;
+        Authorities::remove(&self.places.folder)?;
+        *all = None;
+        info!(
+            "the authorities with their keys, and {count} join tokens: removed; this server is a member now"
+        );
+        Ok(Done::Nothing)
     }
 
     /// Makes a token with which one server of this name joins.
