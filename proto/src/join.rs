@@ -1,4 +1,4 @@
-//! Identities in a pool: the names in certificates, and the join token of a new client.
+//! Identities in a pool: the names in certificates, and the join tokens of new clients and servers.
 //!
 //! A certificate names the server or client *in the pool*, never its address, so that addresses may
 //! change:
@@ -111,7 +111,7 @@ pub fn is_name(name: &str) -> bool {
     name.len() <= 64 && name.split('.').all(label)
 }
 
-/// Token that `gpuserver token create` prints and `gpusession join` takes.
+/// Token that `gpuserver token create` or `fleet token` prints and `gpusession join` takes.
 ///
 /// Its text is `gpsj-` and 86 characters of base64url.
 #[derive(Clone, PartialEq, Eq)]
@@ -131,6 +131,10 @@ const SERVER_PREFIX: &str = "gpss-";
 const CLIENT_RENEWAL: &[u8] = b"gpusession renewal of a client 1\n";
 /// Domain of [`server_proof`].
 const SERVER_PROOF: &[u8] = b"gpusession join of a server 1\n";
+/// Begin of the text of a [`FleetKey`].
+const FLEET_PREFIX: &str = "gpsf-";
+/// Domain of [`fleet_secret`].
+const FLEET_SECRET: &[u8] = b"gpusession token of a fleet 1\n";
 
 /// Token that `gpuserver pool admit` prints and `gpuserver pool join` takes.
 ///
@@ -154,6 +158,30 @@ pub fn renewal(csr_pem: &str) -> Vec<u8> {
     [CLIENT_RENEWAL, csr_pem.as_bytes()].concat()
 }
 
+/// Key that `gpuserver fleet create` prints: it derives a join token for each name of a fleet.
+///
+/// Its text is `gpsf-` and base64url of a token's bytes and the pattern. The pattern is for the
+/// derivation's messages; the signer checks the one that it stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FleetKey {
+    /// Authority, id and secret, of which tokens have the first two.
+    pub of_tokens: JoinToken,
+    /// Pattern of the clients' names.
+    pub pattern: String,
+}
+
+/// Returns the secret of the join token that a fleet key gives to the client `name`.
+///
+/// `key` is the BLAKE3 of the fleet key's secret. A token's secret thus tells nothing about the key
+/// and the other tokens.
+pub fn fleet_secret(key: &[u8; 32], name: &str) -> [u8; 24] {
+    let mut hasher = blake3::Hasher::new_keyed(key);
+    hasher.update(FLEET_SECRET).update(name.as_bytes());
+    let mut secret = [0; 24];
+    hasher.finalize_xof().fill(&mut secret);
+    secret
+}
+
 /// Error for a text that is not a join token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotAToken;
@@ -161,6 +189,18 @@ pub struct NotAToken;
 /// Error for a text that is not a token for a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotAServerToken;
+
+/// Error for a text that is not a fleet key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotAFleetKey;
+
+impl fmt::Display for NotAFleetKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not a fleet key: `gpuserver fleet create` makes one, which starts with {FLEET_PREFIX}")
+    }
+}
+
+impl std::error::Error for NotAFleetKey {}
 
 impl fmt::Display for NotAServerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -195,28 +235,27 @@ impl JoinToken {
     }
 
     fn text_behind(&self, prefix: &str) -> String {
-        let mut bytes = Vec::with_capacity(64);
-        bytes.extend_from_slice(&self.authority);
-        bytes.extend_from_slice(&self.id);
-        bytes.extend_from_slice(&self.secret);
-        format!("{prefix}{}", BASE64URL_NOPAD.encode(&bytes))
+        format!("{prefix}{}", BASE64URL_NOPAD.encode(&self.bytes()))
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        [&self.authority[..], &self.id, &self.secret].concat()
+    }
+
+    /// Splits bytes into a token and the rest.
+    fn split(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (authority, rest) = bytes.split_first_chunk()?;
+        let (id, rest) = rest.split_first_chunk()?;
+        let (secret, rest) = rest.split_first_chunk()?;
+        Some((Self { authority: *authority, id: *id, secret: *secret }, rest))
     }
 
     fn from_body(body: &str) -> Result<Self, NotAToken> {
-        if body.len() != 86 {
-            return Err(NotAToken);
-        }
         let bytes = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| NotAToken)?;
-        let mut token = Self { authority: [0; 32], id: [0; 8], secret: [0; 24] };
-        let (authority, rest) = bytes.split_at_checked(32).ok_or(NotAToken)?;
-        let (id, secret) = rest.split_at_checked(8).ok_or(NotAToken)?;
-        if secret.len() != token.secret.len() {
-            return Err(NotAToken);
+        match Self::split(&bytes) {
+            Some((token, [])) => Ok(token),
+            _ => Err(NotAToken),
         }
-        token.authority.copy_from_slice(authority);
-        token.id.copy_from_slice(id);
-        token.secret.copy_from_slice(secret);
-        Ok(token)
     }
 }
 
@@ -249,6 +288,32 @@ impl FromStr for ServerToken {
     }
 }
 
+impl FleetKey {
+    /// Returns the text that a person stores.
+    pub fn to_text(&self) -> String {
+        let bytes = [&self.of_tokens.bytes(), self.pattern.as_bytes()].concat();
+        format!("{FLEET_PREFIX}{}", BASE64URL_NOPAD.encode(&bytes))
+    }
+
+    /// Derives the token that is good for the client `name` alone.
+    pub fn token(&self, name: &str) -> JoinToken {
+        let JoinToken { authority, id, secret } = self.of_tokens;
+        JoinToken { authority, id, secret: fleet_secret(blake3::hash(&secret).as_bytes(), name) }
+    }
+}
+
+impl FromStr for FleetKey {
+    type Err = NotAFleetKey;
+
+    fn from_str(text: &str) -> Result<Self, NotAFleetKey> {
+        let body = text.trim().strip_prefix(FLEET_PREFIX).ok_or(NotAFleetKey)?;
+        let bytes = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| NotAFleetKey)?;
+        let (of_tokens, pattern) = JoinToken::split(&bytes).ok_or(NotAFleetKey)?;
+        let pattern = str::from_utf8(pattern).map_err(|_| NotAFleetKey)?;
+        Ok(Self { of_tokens, pattern: pattern.into() })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -278,6 +343,38 @@ mod tests {
         let other = ServerToken(JoinToken { secret: [4; 24], ..token.0.clone() });
         for another in [token.proof("gpu3", "csr"), token.proof("gpu2", "csr2"), other.proof("gpu2", "csr")] {
             assert_ne!(proof, another);
+        }
+    }
+
+    #[test]
+    fn a_fleet_key_survives_text_and_is_no_token() {
+        let of_tokens = JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] };
+        let key = FleetKey { of_tokens: of_tokens.clone(), pattern: "vm-*".into() };
+        let text = key.to_text();
+        assert_eq!((text.parse(), format!("{text}\n").parse()), (Ok(key.clone()), Ok(key.clone())));
+        assert!(text.parse::<JoinToken>().is_err() && text.parse::<ServerToken>().is_err());
+        assert!(!format!("{key:?}").contains("3, 3"), "{key:?}");
+        let cut = &text[..80];
+        let no_text = format!("gpsf-{}", BASE64URL_NOPAD.encode(&[0xff; 65]));
+        for bad in ["", "gpsf-", cut, &no_text, &of_tokens.to_text(), &text.replace("gpsf-", "gpsj-")] {
+            assert_eq!(bad.parse::<FleetKey>(), Err(NotAFleetKey), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_fleet_key_gives_each_name_a_token_of_its_own() {
+        let of_tokens = JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] };
+        let key = FleetKey { of_tokens: of_tokens.clone(), pattern: "vm-*".into() };
+        let token = key.token("vm-7");
+        // The bytes of all releases: tokens outlive an upgrade.
+        assert_eq!(
+            data_encoding::HEXLOWER.encode(&token.secret),
+            "23f5c9425d2d2f1e5c38dc25ae9ac48de236761cd78d5001"
+        );
+        assert_eq!((token.authority, token.id), (of_tokens.authority, of_tokens.id));
+        let other = FleetKey { of_tokens: JoinToken { secret: [4; 24], ..of_tokens.clone() }, ..key.clone() };
+        for another in [key.token("vm-8"), key.token("vm-70"), other.token("vm-7"), of_tokens] {
+            assert_ne!(token.secret, another.secret);
         }
     }
 
