@@ -237,9 +237,10 @@ mod tests {
         assert!(nothing(link.ask(Operation::TokenCreate(terms.clone()))));
         // Such a signer would forget the bounds.
         let networks = vec!["10.0.0.0/8".parse().unwrap()];
-        for wider in [Terms { from: networks, ..terms.clone() }, Terms { per_address: 1, ..terms }] {
+        for wider in [Terms { from: networks, ..terms.clone() }, Terms { per_address: 1, ..terms.clone() }] {
             assert_eq!(link.ask(Operation::TokenCreate(wider)).unwrap_err().why, Why::Request);
         }
+        assert_eq!(link.ask(Operation::FleetCreate(terms)).unwrap_err().why, Why::Request);
         let listed = link.ask(Operation::Tokens { after: String::new() });
         let Ok(Done::Tokens(listed)) = listed else { panic!("{listed:?}") };
         assert_eq!((listed[0].id.as_str(), listed[0].expires_unix), ("ab", 1060));

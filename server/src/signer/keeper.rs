@@ -21,7 +21,7 @@ use super::ca::{
 use super::checkpoints::Checkpoints;
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, Why};
-use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, Tokens};
+use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, TokenKind, Tokens};
 use crate::certificate::{Holder, Role, day, holder};
 use crate::clock::{Clock, Moment, Random};
 use crate::store::{self, StoreError};
@@ -209,7 +209,8 @@ impl Keeper {
                 *locked(&self.permitted) = Some((operation, self.clock.now()));
                 Ok(Done::Nothing)
             }
-            Operation::TokenCreate(terms) => self.create_token(&terms),
+            Operation::TokenCreate(terms) => self.create_token(TokenKind::Client, &terms),
+            Operation::FleetCreate(terms) => self.create_token(TokenKind::Fleet, &terms),
             Operation::Tokens { after } => {
                 Ok(Done::Tokens(locked(&self.tokens).list(&after, TOKENS_AT_ONCE)))
             }
@@ -492,7 +493,7 @@ impl Keeper {
         }
     }
 
-    fn create_token(&self, terms: &Terms) -> Outcome {
+    fn create_token(&self, kind: TokenKind, terms: &Terms) -> Outcome {
         let Terms { pattern, uses, from, per_address, .. } = terms;
         if *per_address > 0 && *uses > MAX_BY_ADDRESS {
             let text = format!(
@@ -508,10 +509,10 @@ impl Keeper {
         }
         let authority = self.present()?.signer().fingerprint();
         let unix = self.clock.unix();
-        let (token, record) =
-            self.change_tokens(|tokens| Ok(tokens.create(authority, terms, unix, self.random.as_ref())))?;
+        let (token, record) = self
+            .change_tokens(|tokens| Ok(tokens.create(kind, authority, terms, unix, self.random.as_ref())))?;
         let facts = TokenFacts::new(&HEXLOWER.encode(&token.id), &record);
-        info!("token {}: created for {uses} clients named {pattern}", facts.id);
+        info!("token {}: created for {}; uses: {uses}", facts.id, facts.name_pattern);
         Ok(Done::Token { id: token.id, secret: token.secret, authority, facts })
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use gpusession_proto::control::ServerReport;
-use gpusession_proto::join::{JoinToken, ServerToken};
+use gpusession_proto::join::{FleetKey, JoinToken, ServerToken};
 use gpusession_proto::message;
 use gpusession_proto::statement::{Signed, Statement};
 
@@ -177,12 +177,8 @@ impl Link {
 
     /// Makes a token with which a server of this name joins the pool.
     pub fn admit_server(&self, admit: Privileged) -> Result<(ServerToken, TokenFacts), Refused> {
-        match self.ask(Operation::Privileged(admit))? {
-            Done::Token { id, secret, authority, facts } => {
-                Ok((ServerToken(JoinToken { authority, id, secret }), facts))
-            }
-            other => Err(unexpected(&other)),
-        }
+        let (token, facts) = self.new_token(Operation::Privileged(admit))?;
+        Ok((ServerToken(token), facts))
     }
 
     /// Describes the authorities to servers that hold no key, as [`super::bundle`] encodes them.
@@ -195,7 +191,18 @@ impl Link {
 
     /// Creates a join token.
     pub fn create_token(&self, terms: Terms) -> Result<(JoinToken, TokenFacts), Refused> {
-        match self.ask(Operation::TokenCreate(terms))? {
+        self.new_token(Operation::TokenCreate(terms))
+    }
+
+    /// Creates a fleet key.
+    pub fn create_fleet(&self, terms: Terms) -> Result<(FleetKey, TokenFacts), Refused> {
+        let pattern = terms.pattern.clone();
+        let (of_tokens, facts) = self.new_token(Operation::FleetCreate(terms))?;
+        Ok((FleetKey { of_tokens, pattern }, facts))
+    }
+
+    fn new_token(&self, operation: Operation) -> Result<(JoinToken, TokenFacts), Refused> {
+        match self.ask(operation)? {
             Done::Token { id, secret, authority, facts } => Ok((JoinToken { authority, id, secret }, facts)),
             other => Err(unexpected(&other)),
         }

@@ -11,6 +11,7 @@ pub mod bundle;
 pub mod ca;
 pub mod checkpoints;
 mod earlier;
+pub mod fleet;
 pub mod issuers;
 pub mod keeper;
 pub mod link;

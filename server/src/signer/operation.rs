@@ -215,6 +215,8 @@ pub enum Operation {
     /// Remove the authorities with their keys, and the join tokens, of a server that has become a
     /// member.
     GiveUp,
+    /// Create a fleet key.
+    FleetCreate(Terms),
 }
 
 /// Most statements that the signer signs again in one operation: a message holds as many.
@@ -301,7 +303,8 @@ impl Operation {
             | Self::RenewServer { .. }
             | Self::StateFor { .. }
             | Self::Bundle
-            | Self::RenewProven { .. } => false,
+            | Self::RenewProven { .. }
+            | Self::FleetCreate(_) => false,
             Self::Permit(_)
             | Self::Init { .. }
             | Self::Import { .. }
@@ -345,7 +348,7 @@ pub enum Done {
     Exported(String),
     /// SHA-256 of the authority.
     Authority([u8; 32]),
-    /// A new token, with its facts.
+    /// A new token or fleet key, with its facts.
     Token {
         /// Public id.
         id: [u8; 8],

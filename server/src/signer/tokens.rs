@@ -1,14 +1,15 @@
-//! Join tokens, with which a new client may ask for a certificate.
+//! Join tokens, with which a new client or server may ask for a certificate.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Bound;
 
 use data_encoding::HEXLOWER;
-use gpusession_proto::join::{JoinToken, server_proof};
+use gpusession_proto::join::{JoinToken, fleet_secret, server_proof};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+use super::fleet::FleetError;
 use crate::clock::{self, Random};
 
 /// Most clients of a token that bounds them by address: one message holds their addresses.
@@ -18,12 +19,43 @@ pub const MAX_BY_ADDRESS: u32 = 1500;
 /// Earlier releases ignore the bounds, and write the record without them. They cannot read such a
 /// hash, so they refuse the token, and a later release knows that the record lacks its bounds.
 const BOUNDED: &str = "bounded:";
-/// Begin of the hash of a token for a server, whose pattern is the one name of the server.
-///
-/// Earlier releases refuse it for the same reason, so that no release lets a client join with it.
-const FOR_SERVER: &str = "server:";
+/// Hash of a revoked token. Earlier releases cannot read it either.
+const REVOKED: &str = "revoked";
 /// Names in a record that are as long as a token.
 const NAMES_OF_A_TOKEN: usize = 5;
+
+/// Kind of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenKind {
+    /// A join token, with which clients join.
+    Client,
+    /// A token for a server, whose pattern is the one name of the server.
+    Server,
+    /// A fleet key, from which a join token derives for each name.
+    Fleet,
+}
+
+impl TokenKind {
+    /// Returns the begin of a record's hash.
+    ///
+    /// Earlier releases refuse a kind that they do not know, as they do [`BOUNDED`].
+    fn begin(self) -> &'static str {
+        match self {
+            Self::Client => "",
+            Self::Server => "server:",
+            Self::Fleet => "fleet:",
+        }
+    }
+
+    /// Returns the begin of the pattern in lists.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Client => "",
+            Self::Server => "server ",
+            Self::Fleet => "fleet ",
+        }
+    }
+}
 
 /// Bounds of a new token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,10 +72,13 @@ pub struct Terms {
     pub per_address: u32,
 }
 
-/// The server's record of a token: it recognises the token, but cannot use it.
+/// The server's record of a token: it recognises a client's token, but cannot use it.
+///
+/// The records of a fleet key and of a server's token serve as the secret does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
-    /// BLAKE3 of the secret, in hex; behind [`FOR_SERVER`], or [`BOUNDED`] if addresses bound it.
+    /// BLAKE3 of the secret, in hex; behind the begin of the kind, and [`BOUNDED`] if addresses
+    /// bound the token. Or [`REVOKED`].
     hash: String,
     /// Pattern of acceptable names; `*` stands for any characters, `?` for one.
     pub pattern: String,
@@ -76,6 +111,12 @@ pub enum TokenError {
         "the join token is not one of this pool; ask for one made by `gpuserver token create` on this server"
     )]
     Unknown,
+    /// An administrator has revoked it.
+    #[error("the join token is revoked, or the fleet key that it is of; ask for a new one")]
+    Revoked,
+    /// It is of a fleet key, which is not accepted.
+    #[error(transparent)]
+    Fleet(#[from] FleetError),
     /// Its number of uses is exhausted.
     #[error(
         "the join token is used up; ask for a new one (`gpuserver token create --uses N` makes one for N clients)"
@@ -148,7 +189,7 @@ pub enum NotAdmitted {
     },
 }
 
-/// Outcome of the bounds that tokens of both kinds have.
+/// Outcome of the bounds that tokens of all kinds have.
 enum Exhausted {
     Rotated,
     Expired,
@@ -182,10 +223,7 @@ impl TokenFacts {
     pub fn new(id: &str, record: &TokenRecord) -> Self {
         Self {
             id: id.into(),
-            name_pattern: match record.is_for_server() {
-                true => format!("server {}", record.pattern),
-                false => record.pattern.clone(),
-            },
+            name_pattern: format!("{}{}", record.kind().0.word(), record.pattern),
             uses_left: record.uses_left,
             created_unix: record.created_unix,
             expires_unix: record.expires_unix,
@@ -196,11 +234,22 @@ impl TokenFacts {
 }
 
 impl TokenRecord {
-    fn is_for_server(&self) -> bool {
-        self.hash.starts_with(FOR_SERVER)
+    /// Returns the kind, and the rest of the hash.
+    fn kind(&self) -> (TokenKind, &str) {
+        let of = |kind: TokenKind| Some((kind, self.hash.strip_prefix(kind.begin())?));
+        of(TokenKind::Server).or_else(|| of(TokenKind::Fleet)).unwrap_or((TokenKind::Client, &self.hash))
     }
 
-    /// Checks the bounds that tokens of both kinds have.
+    /// Returns the kind and the BLAKE3 of the secret, unless the record lost its bounds.
+    fn key(&self) -> Option<(TokenKind, blake3::Hash)> {
+        let (kind, rest) = self.kind();
+        let bounded = rest.strip_prefix(BOUNDED);
+        let lost = bounded.is_some() && self.from.is_empty() && self.per_address == 0;
+        let key = blake3::Hash::from_hex(bounded.unwrap_or(rest)).ok()?;
+        (!lost).then_some((kind, key))
+    }
+
+    /// Checks the bounds that tokens of all kinds have.
     fn bounds(&self, from: Option<IpAddr>, authority: &[u8; 32], unix: u64) -> Result<(), Exhausted> {
         if self.authority != HEXLOWER.encode(authority) {
             return Err(Exhausted::Rotated);
@@ -217,13 +266,27 @@ impl TokenRecord {
     }
 }
 
-impl From<Exhausted> for TokenError {
-    fn from(exhausted: Exhausted) -> Self {
-        match exhausted {
-            Exhausted::Rotated => Self::Rotated,
-            Exhausted::Expired => Self::Expired,
-            Exhausted::WrongAddress(address) => Self::WrongAddress(address),
-            Exhausted::UsedUp => Self::UsedUp,
+impl Exhausted {
+    fn of_token(self, kind: TokenKind) -> TokenError {
+        match (kind, self) {
+            (TokenKind::Fleet, Self::Rotated) => FleetError::Rotated.into(),
+            (TokenKind::Fleet, Self::Expired) => FleetError::Expired.into(),
+            (TokenKind::Fleet, Self::WrongAddress(from)) => FleetError::WrongAddress(from).into(),
+            (TokenKind::Fleet, Self::UsedUp) => FleetError::UsedUp.into(),
+            (_, Self::Rotated) => TokenError::Rotated,
+            (_, Self::Expired) => TokenError::Expired,
+            (_, Self::WrongAddress(from)) => TokenError::WrongAddress(from),
+            (_, Self::UsedUp) => TokenError::UsedUp,
+        }
+    }
+
+    fn of_server(self, name: &str) -> NotAdmitted {
+        let name = name.into();
+        match self {
+            Self::Rotated => NotAdmitted::Rotated(name),
+            Self::Expired => NotAdmitted::Expired(name),
+            Self::WrongAddress(from) => NotAdmitted::WrongAddress { name, from },
+            Self::UsedUp => NotAdmitted::Used(name),
         }
     }
 }
@@ -312,38 +375,17 @@ impl Tokens {
     /// Creates a token; returns it and its record.
     pub fn create(
         &mut self,
+        kind: TokenKind,
         authority: [u8; 32],
         terms: &Terms,
         unix: u64,
         random: &dyn Random,
     ) -> (JoinToken, TokenRecord) {
-        let bounded = if terms.from.is_empty() && terms.per_address == 0 { "" } else { BOUNDED };
-        self.create_of(bounded, authority, terms, unix, random)
-    }
-
-    /// Creates a token for one server of exactly this name; returns it and its record.
-    pub fn create_for_server(
-        &mut self,
-        authority: [u8; 32],
-        (name, ttl, from): (&str, u64, &[IpNet]),
-        unix: u64,
-        random: &dyn Random,
-    ) -> (JoinToken, TokenRecord) {
-        let terms = Terms { pattern: name.into(), uses: 1, ttl, from: from.to_vec(), per_address: 0 };
-        self.create_of(FOR_SERVER, authority, &terms, unix, random)
-    }
-
-    fn create_of(
-        &mut self,
-        kind: &str,
-        authority: [u8; 32],
-        terms: &Terms,
-        unix: u64,
-        random: &dyn Random,
-    ) -> (JoinToken, TokenRecord) {
+        let (begin, unbounded) = (kind.begin(), terms.from.is_empty() && terms.per_address == 0);
+        let bounded = if unbounded { "" } else { BOUNDED };
         let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
         let record = TokenRecord {
-            hash: format!("{kind}{}", hash(&token.secret).to_hex()),
+            hash: format!("{begin}{bounded}{}", hash(&token.secret).to_hex()),
             pattern: terms.pattern.clone(),
             uses_left: terms.uses,
             expires_unix: unix.saturating_add(terms.ttl),
@@ -362,7 +404,8 @@ impl Tokens {
     /// Returns at most `most` tokens by id, those after an id.
     pub fn list(&self, after: &str, most: usize) -> Vec<TokenFacts> {
         let rest = self.tokens.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
-        rest.take(most).map(|(id, record)| TokenFacts::new(id, record)).collect()
+        let present = rest.filter(|(_, record)| record.hash != REVOKED);
+        present.take(most).map(|(id, record)| TokenFacts::new(id, record)).collect()
     }
 
     /// Takes over tokens of another folder.
@@ -398,13 +441,17 @@ impl Tokens {
         self.tokens.into_iter().map(|(id, record)| Some((id, earlier(record)?))).collect()
     }
 
-    /// Deletes the token whose id begins with `prefix`, and returns its id. `None`: no token does,
+    /// Revokes the token whose id begins with `prefix`, and returns its id. `None`: no token does,
     /// or several do.
+    ///
+    /// Its record stays without the secret, so that a refusal can give the reason.
     pub fn revoke(&mut self, prefix: &str) -> Option<String> {
-        let mut fit = self.tokens.keys().filter(|id| !prefix.is_empty() && id.starts_with(prefix));
-        let (Some(id), None) = (fit.next().cloned(), fit.next()) else { return None };
-        self.tokens.remove(&id);
-        Some(id)
+        let fits = |id: &str| !prefix.is_empty() && id.starts_with(prefix);
+        let mut fit = self.tokens.iter_mut().filter(|(id, record)| fits(id) && record.hash != REVOKED);
+        let (Some((id, record)), None) = (fit.next(), fit.next()) else { return None };
+        record.hash = REVOKED.into();
+        (record.uses_left, record.joined) = (0, BTreeMap::new());
+        Some(id.clone())
     }
 
     /// Completes records of earlier versions by the authority of that time.
@@ -427,18 +474,25 @@ impl Tokens {
         unix: u64,
     ) -> Result<(), TokenError> {
         let record = self.tokens.get(&HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
-        let bounded = record.hash.strip_prefix(BOUNDED);
-        let plain = bounded.or(record.hash.strip_prefix(FOR_SERVER)).unwrap_or(&record.hash);
-        // Compared in constant time.
-        let known = blake3::Hash::from_hex(plain).map_err(|_| TokenError::Unknown)?;
-        let lost = bounded.is_some() && record.from.is_empty() && record.per_address == 0;
-        if hash(&token.secret) != known || lost {
-            return Err(TokenError::Unknown);
+        if record.hash == REVOKED {
+            return Err(TokenError::Revoked);
         }
-        if record.is_for_server() {
+        let (kind, key) = record.key().ok_or(TokenError::Unknown)?;
+        let (known, wrong) = match kind {
+            TokenKind::Client | TokenKind::Server => (key, TokenError::Unknown),
+            TokenKind::Fleet => {
+                let derived = fleet_secret(key.as_bytes(), name);
+                (hash(&derived), FleetError::NotDerived(name.into()).into())
+            }
+        };
+        // Compared in constant time.
+        if hash(&token.secret) != known {
+            return Err(wrong);
+        }
+        if kind == TokenKind::Server {
             return Err(TokenError::ForServer);
         }
-        record.bounds(from, authority, unix)?;
+        record.bounds(from, authority, unix).map_err(|exhausted| exhausted.of_token(kind))?;
         if record.per_address > 0 {
             let place =
                 from.map(place).ok_or_else(|| TokenError::WrongAddress("an unknown address".into()))?;
@@ -450,7 +504,11 @@ impl Tokens {
             }
         }
         if !matches(&record.pattern, name) {
-            return Err(TokenError::WrongName { pattern: record.pattern.clone(), name: name.into() });
+            let (pattern, name) = (record.pattern.clone(), name.into());
+            return Err(match kind {
+                TokenKind::Fleet => FleetError::WrongName { pattern, name }.into(),
+                _ => TokenError::WrongName { pattern, name },
+            });
         }
         Ok(())
     }
@@ -468,20 +526,15 @@ impl Tokens {
     ) -> Result<(), NotAdmitted> {
         let unknown = || NotAdmitted::Unknown(name.into());
         let record = self.tokens.get(&HEXLOWER.encode(id)).ok_or_else(unknown)?;
-        let key = record.hash.strip_prefix(FOR_SERVER).ok_or_else(unknown)?;
-        let key = blake3::Hash::from_hex(key).map_err(|_| unknown())?;
+        let key = record.key().filter(|(kind, _)| *kind == TokenKind::Server);
+        let (_, key) = key.ok_or_else(unknown)?;
         // Compared in constant time.
         let proven = blake3::Hash::from_bytes(server_proof(key.as_bytes(), name, csr_pem))
             == blake3::Hash::from_bytes(*proof);
         if !proven || record.pattern != name {
             return Err(unknown());
         }
-        record.bounds(from, authority, unix).map_err(|exhausted| match exhausted {
-            Exhausted::Rotated => NotAdmitted::Rotated(name.into()),
-            Exhausted::Expired => NotAdmitted::Expired(name.into()),
-            Exhausted::WrongAddress(from) => NotAdmitted::WrongAddress { name: name.into(), from },
-            Exhausted::UsedUp => NotAdmitted::Used(name.into()),
-        })
+        record.bounds(from, authority, unix).map_err(|exhausted| exhausted.of_server(name))
     }
 
     /// Uses up a token for a server that was checked.
@@ -549,6 +602,7 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use gpusession_proto::join::FleetKey;
     use gpusession_proto::message;
     use proptest::prelude::*;
 
@@ -563,7 +617,7 @@ mod tests {
     #[test]
     fn each_refusal_has_its_reason() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
-        let (token, record) = tokens.create([1; 32], &terms("vm-*", &[]), 1000, &random);
+        let (token, record) = tokens.create(TokenKind::Client, [1; 32], &terms("vm-*", &[]), 1000, &random);
         assert!(!format!("{record:?}").contains(&HEXLOWER.encode(&token.secret)));
         assert_eq!(tokens.check(&token, "vm-1", None, &[1; 32], 1000), Ok(()));
         assert!(matches!(
@@ -590,7 +644,7 @@ mod tests {
     fn a_token_is_good_from_its_networks_alone() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let bound = terms("*", &["10.1.0.0/16", "2001:db8::/32"]);
-        let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+        let (token, _) = tokens.create(TokenKind::Client, [1; 32], &bound, 1000, &random);
         let stored = serde_json::to_string(&tokens).unwrap();
         let tokens: Tokens = serde_json::from_str(&stored).unwrap();
         let join = |from: Option<&str>| {
@@ -608,9 +662,15 @@ mod tests {
     fn a_token_that_lost_its_bounds_in_an_earlier_release_is_refused() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let by_address = Terms { per_address: 1, ..terms("*", &[]) };
-        for bound in [terms("*", &["10.1.0.0/16"]), by_address] {
-            let (token, record) = tokens.create([1; 32], &bound, 1000, &random);
+        let networks = terms("*", &["10.1.0.0/16"]);
+        for (kind, bound) in
+            [(TokenKind::Client, &networks), (TokenKind::Client, &by_address), (TokenKind::Fleet, &networks)]
+        {
+            let (mut token, record) = tokens.create(kind, [1; 32], bound, 1000, &random);
             assert!(blake3::Hash::from_hex(&record.hash).is_err(), "an earlier release refuses it");
+            if kind == TokenKind::Fleet {
+                token = FleetKey { of_tokens: token, pattern: "*".into() }.token("vm-1");
+            }
             let inside = Some("10.1.0.1".parse().unwrap());
             assert_eq!(tokens.check(&token, "vm-1", inside, &[1; 32], 1000), Ok(()));
             // It writes the record without the fields that it does not know.
@@ -622,10 +682,29 @@ mod tests {
     }
 
     #[test]
+    fn earlier_releases_can_read_no_record_of_a_fleet_key_or_of_a_revoked_token() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let (token, record) = tokens.create(TokenKind::Fleet, [1; 32], &terms("*", &[]), 1000, &random);
+        // They read the whole hash, or the one behind these.
+        let unreadable = |hash: &str| {
+            let rest = hash.strip_prefix(BOUNDED).or(hash.strip_prefix("server:")).unwrap_or(hash);
+            blake3::Hash::from_hex(rest).is_err()
+        };
+        assert!(unreadable(&record.hash));
+        let id = HEXLOWER.encode(&token.id);
+        assert_eq!(tokens.revoke(&id), Some(id.clone()));
+        let revoked = &tokens.tokens[&id];
+        assert!(unreadable(&revoked.hash) && revoked.uses_left == 0, "{revoked:?}");
+        // The reason of the refusal stays as long as that of an expired token.
+        tokens.create(TokenKind::Client, [1; 32], &terms("*", &[]), 1060 + 30 * 24 * 3600, &random);
+        assert_eq!(tokens.check(&token, "vm-1", None, &[1; 32], 1000), Err(TokenError::Unknown));
+    }
+
+    #[test]
     fn a_token_admits_no_more_clients_from_one_address_than_it_may() {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         let bound = Terms { uses: 9, per_address: 2, ..terms("*", &[]) };
-        let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+        let (token, _) = tokens.create(TokenKind::Client, [1; 32], &bound, 1000, &random);
         let join = |tokens: &mut Tokens, name: &str, from: Option<&str>| {
             let from = from.map(|address| address.parse().unwrap());
             tokens.check(&token, name, from, &[1; 32], 1000)?;
@@ -649,8 +728,8 @@ mod tests {
     fn a_token_for_a_server_admits_one_server_of_its_name_and_no_client() {
         use gpusession_proto::join::ServerToken;
         let (random, mut tokens) = (Counting::default(), Tokens::default());
-        let here: IpNet = "10.1.0.0/16".parse().unwrap();
-        let (token, record) = tokens.create_for_server([1; 32], ("gpu2", 60, &[here]), 1000, &random);
+        let here = Terms { uses: 1, ..terms("gpu2", &["10.1.0.0/16"]) };
+        let (token, record) = tokens.create(TokenKind::Server, [1; 32], &here, 1000, &random);
         assert_eq!(TokenFacts::new("x", &record).name_pattern, "server gpu2");
         assert!(blake3::Hash::from_hex(&record.hash).is_err(), "an earlier release refuses it");
         let stored = serde_json::to_string(&tokens).unwrap();
@@ -679,7 +758,7 @@ mod tests {
         tokens.consume_server(id);
         assert_eq!(check(&tokens, inside, 1, 1000), Err(NotAdmitted::Used("gpu2".into())));
         // A client's token, whatever its pattern, admits no server.
-        let (client, _) = tokens.create([1; 32], &terms("gpu2", &[]), 1000, &random);
+        let (client, _) = tokens.create(TokenKind::Client, [1; 32], &terms("gpu2", &[]), 1000, &random);
         let proof = ServerToken(client.clone()).proof("gpu2", "csr");
         assert_eq!(tokens.check_server((&client.id, &proof), ("gpu2", "csr"), None, &[1; 32], 1000), unknown);
     }
@@ -689,7 +768,7 @@ mod tests {
         let (random, mut tokens) = (Counting::default(), Tokens::default());
         for n in 0..150 {
             let bound = Terms { uses: MAX_BY_ADDRESS, per_address: 1, ..terms(&format!("vm-{n}-*"), &[]) };
-            let (token, _) = tokens.create([1; 32], &bound, 1000, &random);
+            let (token, _) = tokens.create(TokenKind::Client, [1; 32], &bound, 1000, &random);
             let joined = if n == 70 { MAX_BY_ADDRESS } else { 40 };
             for at in 0..u128::from(joined) {
                 let address = (0x2001_0db8 << 96) + ((u128::from(u32::MAX) - at) << 64);

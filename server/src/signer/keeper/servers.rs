@@ -13,8 +13,8 @@ use super::super::bundle::Bundle;
 use super::super::ca::{Issued, has_signed, orders_statement, proves_renewal, requested_key};
 use super::super::lock::locked;
 use super::super::operation::{Done, Outcome, Refused, Why};
-use super::super::tokens::{TokenFacts, Tokens};
-use super::{Keeper, MAX_NETWORKS, a_name, find_authority, no_right, signed};
+use super::super::tokens::{Terms, TokenKind, Tokens};
+use super::{Keeper, a_name, find_authority, no_right, signed};
 use crate::certificate::{Role, day};
 
 impl Keeper {
@@ -150,18 +150,8 @@ impl Keeper {
     /// Makes a token with which one server of this name joins.
     pub(super) fn admit_server(&self, name: &str, ttl: u64, from: &[IpNet]) -> Outcome {
         self.a_new_server(name)?;
-        if from.len() > MAX_NETWORKS {
-            let text = format!("token: the list of networks is too long: at most {MAX_NETWORKS}");
-            return Err(Refused::new(Why::Request, text));
-        }
-        let authority = self.present()?.signer().fingerprint();
-        let unix = self.clock.unix();
-        let (token, record) = self.change_tokens(|tokens| {
-            Ok(tokens.create_for_server(authority, (name, ttl, from), unix, self.random.as_ref()))
-        })?;
-        let facts = TokenFacts::new(&HEXLOWER.encode(&token.id), &record);
-        info!("token {}: created for server {name}", facts.id);
-        Ok(Done::Token { id: token.id, secret: token.secret, authority, facts })
+        let terms = Terms { pattern: name.into(), uses: 1, ttl, from: from.to_vec(), per_address: 0 };
+        self.create_token(TokenKind::Server, &terms)
     }
 }
 
@@ -178,7 +168,7 @@ mod tests {
     use crate::certificate::{Holder, holder};
     use crate::clock::Clock as _;
     use crate::signer::ca::{SERVER_TTL, order_statement, prove_renewal};
-    use crate::signer::{Operation, Privileged, Step};
+    use crate::signer::{Done, Operation, Privileged, Step};
 
     fn admitted(site: &Site, name: &str) -> ServerToken {
         let admit = Privileged::AdmitServer { name: name.into(), ttl: 60, from: Vec::new() };
