@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Sections that other tests compare, each with a site of its own.
-const ELSEWHERE: [&str; 16] = [
+const ELSEWHERE: [&str; 19] = [
+    "gpuserver fleet create",
+    "gpuserver fleet token",
     "gpuserver pool admit",
     "gpuserver pool join",
     "gpuserver pool yield",

@@ -14,6 +14,7 @@ use crate::accounting::Wanted;
 use crate::audit;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
+use crate::signer::tokens::TokenKind;
 use crate::signer::{Privileged, Step};
 
 /// A request of an administrator.
@@ -207,6 +208,17 @@ pub enum Ask {
         /// Name of the server.
         name: String,
     },
+    /// Create a fleet key, from which a join token derives for each name.
+    FleetCreate {
+        /// Pattern of the client names.
+        pattern: String,
+        /// Number of joins with all of its tokens.
+        uses: u32,
+        /// Lifetime, such as `90d`.
+        ttl: String,
+        /// Networks from which clients join; empty: from anywhere.
+        from: Vec<String>,
+    },
 }
 
 /// Effect of a request, and the place where it is answered.
@@ -259,6 +271,7 @@ impl Ask {
             | Self::Reload
             | Self::TokenCreate { .. }
             | Self::TokenRevoke { .. }
+            | Self::FleetCreate { .. }
             | Self::StatementsImport { .. }
             | Self::AdministratorRevoke { .. } => Kind::Change,
             Self::Stop { .. } => {
@@ -303,7 +316,7 @@ impl Ask {
         if !always {
             pool.may_change().await.map_err(untold)?;
         }
-        let makes_token = matches!(self, Self::TokenCreate { .. });
+        let makes_token = matches!(self, Self::TokenCreate { .. } | Self::FleetCreate { .. });
         let mut event = self.event(actor);
         event.from = from.into();
         let mut done = self.answer(pool).await;
@@ -365,7 +378,15 @@ impl Ask {
             Self::ConfigSet { key, value } => config::set(pool, key, value).await,
             Self::Reload => config::reload(pool).await,
             Self::TokenCreate { pattern, uses, ttl, from, per_address } => {
-                tokens::create(pool, tokens::terms(pattern, uses, &ttl, &from, per_address)?).await
+                tokens::create(
+                    pool,
+                    tokens::terms(TokenKind::Client, pattern, uses, &ttl, &from, per_address)?,
+                )
+                .await
+            }
+            Self::FleetCreate { pattern, uses, ttl, from } => {
+                tokens::create_fleet(pool, tokens::terms(TokenKind::Fleet, pattern, uses, &ttl, &from, 0)?)
+                    .await
             }
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
             Self::Audit { wanted } => records::audit(pool, wanted).await,

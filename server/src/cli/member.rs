@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::pool::{own_link, unit_to_start};
 use super::target::{Target, offline, running};
+use super::token::secret;
 use crate::admin::answer::tokens::{ServerTokenView, print_server_token, terms};
 use crate::admin::answer::{no_more_a_name, unsigned};
 use crate::admin::{Ask, Refusal};
@@ -16,6 +17,7 @@ use crate::net::{PORT, host_port};
 use crate::pool::Files;
 use crate::signer::link::Link;
 use crate::signer::member::{self, Member};
+use crate::signer::tokens::TokenKind;
 use crate::signer::{Operation, Why};
 use crate::statements::Statements;
 use crate::store;
@@ -29,7 +31,7 @@ pub(super) fn admit(
     ttl: &str,
     from: &[String],
 ) -> anyhow::Result<()> {
-    let bounds = terms(name.into(), 1, ttl, from, 0)?;
+    let bounds = terms(TokenKind::Server, name.into(), 1, ttl, from, 0)?;
     let ask = Ask::ServerAdmit { name: name.into(), ttl: bounds.ttl, from: bounds.from };
     let config = server.config()?;
     let value = match &config.signer {
@@ -60,19 +62,9 @@ fn admit_here(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     Ok(serde_json::to_value(ServerTokenView::new(&token, name, &facts))?)
 }
 
-/// Reads a token from the command line or from standard input.
+/// Reads the token of this server.
 fn token(text: Option<&str>) -> anyhow::Result<ServerToken> {
-    let text = match text.filter(|text| *text != "-") {
-        Some(text) => text.to_owned(),
-        None => {
-            if nix::unistd::isatty(std::io::stdin()) == Ok(true) {
-                eprint!("token for this server (`gpuserver pool admit` on an issuer prints it): ");
-            }
-            let mut line = String::new();
-            std::io::stdin().read_line(&mut line)?;
-            line
-        }
-    };
+    let text = secret(text, "token for this server (`gpuserver pool admit` on an issuer prints it)")?;
     Ok(text.parse().map_err(|e| Refusal::new("usage", format!("{e}")))?)
 }
 

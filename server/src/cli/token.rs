@@ -5,11 +5,12 @@ use serde_json::{Value, json};
 use super::pool::own_link;
 use super::target::{Target, offline, running};
 use crate::admin::Ask;
-use crate::admin::answer::tokens::{TokenView, no_token, print_token, print_tokens, terms};
+use crate::admin::answer::tokens::{FleetView, TokenView, no_token, print_token, print_tokens, terms};
 use crate::admin::answer::unsigned;
 use crate::audit;
 use crate::config::Config;
 use crate::net::host_port;
+use crate::signer::tokens::TokenKind;
 use crate::text::Output;
 use clap::Subcommand;
 
@@ -34,9 +35,9 @@ pub enum TokenVerb {
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
         per_address: Option<u32>,
     },
-    /// List the tokens, without their secrets, which the server does not keep
+    /// List tokens and fleet keys, without their secrets
     List,
-    /// Revoke a token; clients that joined with it stay
+    /// Revoke a token or a fleet key; clients that joined with it stay
     Revoke {
         /// Token id or its start
         id: String,
@@ -55,10 +56,7 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
         TokenVerb::List => Ask::Tokens,
         TokenVerb::Revoke { id } => Ask::TokenRevoke { id: id.clone() },
     };
-    let value = match running(server, &ask)? {
-        Some(value) => value,
-        None => token_offline(server.config()?, &ask)?,
-    };
+    let value = done(server, &ask)?;
     match verb {
         TokenVerb::Create { .. } => {
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
@@ -72,15 +70,27 @@ pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> 
     }
 }
 
-/// Performs a token verb on the files, without a server.
+/// Performs a request about tokens by the running server, or else on the files.
+pub(super) fn done(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    match running(server, ask)? {
+        Some(value) => Ok(value),
+        None => token_offline(server.config()?, ask),
+    }
+}
+
 fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let link = own_link(config)?;
     let made = match ask {
         Ask::TokenCreate { pattern, uses, ttl, from, per_address } => {
-            let terms = terms(pattern.clone(), *uses, ttl, from, *per_address)?;
+            let terms = terms(TokenKind::Client, pattern.clone(), *uses, ttl, from, *per_address)?;
             let (token, facts) = link.create_token(terms).map_err(|e| unsigned(&e))?;
             serde_json::to_value(TokenView::new(&token, facts))?
+        }
+        Ask::FleetCreate { pattern, uses, ttl, from } => {
+            let terms = terms(TokenKind::Fleet, pattern.clone(), *uses, ttl, from, 0)?;
+            let (key, facts) = link.create_fleet(terms).map_err(|e| unsigned(&e))?;
+            serde_json::to_value(FleetView::new(&key, facts))?
         }
         Ask::TokenRevoke { id } => {
             let revoked = link.revoke_token(id).map_err(|e| unsigned(&e))?;
@@ -102,4 +112,17 @@ fn address(config: &Config) -> String {
         }
         None => config.listen.to_string(),
     }
+}
+
+/// Reads a secret from the command line; `-` or none: from standard input.
+pub(super) fn secret(text: Option<&str>, prompt: &str) -> std::io::Result<String> {
+    if let Some(text) = text.filter(|text| *text != "-") {
+        return Ok(text.into());
+    }
+    if nix::unistd::isatty(std::io::stdin()) == Ok(true) {
+        eprint!("{prompt}: ");
+    }
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line)?;
+    Ok(line)
 }

@@ -33,7 +33,7 @@ use std::time::Duration;
 use data_encoding::HEXLOWER;
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::{self as wire, PoolEvent};
-use gpusession_proto::join::{JoinToken, ServerToken};
+use gpusession_proto::join::{FleetKey, JoinToken, ServerToken};
 use gpusession_proto::journal::Event as Said;
 use gpusession_proto::statement::{Statement, Verdict};
 use tokio::sync::broadcast;
@@ -463,6 +463,11 @@ impl Pool {
     /// Creates a join token.
     pub async fn create_token(&self, terms: Terms) -> Result<(JoinToken, TokenFacts), Refused> {
         self.signer.aside(move |signer| signer.link().create_token(terms)).await
+    }
+
+    /// Creates a fleet key.
+    pub async fn create_fleet(&self, terms: Terms) -> Result<(FleetKey, TokenFacts), Refused> {
+        self.signer.aside(move |signer| signer.link().create_fleet(terms)).await
     }
 
     /// Gives `look` access to the administrators.

@@ -1,11 +1,11 @@
-//! Answers about join tokens.
+//! Answers about join tokens and fleet keys.
 
 use std::io::Write;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use gpusession_common::units::parse_duration;
-use gpusession_proto::join::{JoinToken, ServerToken};
+use gpusession_proto::join::{FleetKey, JoinToken, ServerToken};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -14,7 +14,7 @@ use super::{internal, no_more_a_name, show, unsigned};
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::signer::Privileged;
-use crate::signer::tokens::{Terms, TokenFacts};
+use crate::signer::tokens::{Terms, TokenFacts, TokenKind};
 use crate::text::{date, print_table, table};
 
 /// Answer to `gpuserver token create`.
@@ -50,6 +50,31 @@ impl TokenView {
             from: facts.from,
             per_address: facts.per_address,
         }
+    }
+}
+
+/// Answer to `gpuserver fleet create`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct FleetView {
+    /// Secret text of the key.
+    pub key: String,
+    /// Public id of the key and of its tokens.
+    pub id: String,
+    /// Pattern of the client names.
+    pub name_pattern: String,
+    /// Number of joins with all of its tokens.
+    pub uses: u32,
+    /// Expiry of the key and of its tokens, in seconds since 1970.
+    pub expires_unix: u64,
+    /// Networks from which clients join; empty: from anywhere.
+    pub from: Vec<IpNet>,
+}
+
+impl FleetView {
+    /// Describes a new key.
+    pub fn new(key: &FleetKey, facts: TokenFacts) -> Self {
+        let TokenFacts { id, uses_left: uses, expires_unix, from, .. } = facts;
+        Self { key: key.to_text(), id, name_pattern: key.pattern.clone(), uses, expires_unix, from }
     }
 }
 
@@ -106,7 +131,12 @@ pub(in crate::admin) async fn create(pool: &Pool, terms: Terms) -> Result<Value,
     show(serde_json::to_value(TokenView::new(&token, record)))
 }
 
-/// Notes who made a token, before the answer.
+pub(in crate::admin) async fn create_fleet(pool: &Pool, terms: Terms) -> Result<Value, Refusal> {
+    let (key, record) = pool.create_fleet(terms).await.map_err(|e| unsigned(&e))?;
+    show(serde_json::to_value(FleetView::new(&key, record)))
+}
+
+/// Notes who made a token or a fleet key, before the answer.
 pub(in crate::admin) async fn made_by(pool: &Pool, name: &str, made: &Value) -> Result<(), Refusal> {
     let id = made["id"].as_str().unwrap_or_default();
     match pool.made_token(name, id).await {
@@ -138,11 +168,14 @@ pub fn no_token(id: &str) -> Refusal {
     )
 }
 
-/// Longest validity of a join token: a copy that stayed on a disk is of no use later.
-const MAX_TTL: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Longest validity of a join token, in days: a copy that stayed on a disk is of no use later.
+const MAX_TTL: u64 = 30;
+/// Longest validity of a fleet key, in days: that of its administrator's certificate.
+const MAX_FLEET_TTL: u64 = 365;
 
-/// Reads the bounds of a new token.
+/// Reads the bounds of a new token or fleet key.
 pub fn terms(
+    kind: TokenKind,
     pattern: String,
     uses: u32,
     ttl: &str,
@@ -152,18 +185,24 @@ pub fn terms(
     let life = parse_duration(ttl).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {ttl}: a duration like \"24h\" or \"30min\" is wanted"))
     })?;
-    if life > MAX_TTL {
-        let days = MAX_TTL.as_secs() / (24 * 3600);
+    let (what, days) = match kind {
+        TokenKind::Client | TokenKind::Server => ("token", MAX_TTL),
+        TokenKind::Fleet => ("fleet key", MAX_FLEET_TTL),
+    };
+    if life > Duration::from_secs(days * 24 * 3600) {
         let why =
-            format!("--ttl {ttl}: a token is valid for {days} days at most; create the next one after that");
+            format!("--ttl {ttl}: a {what} is valid for {days} days at most; create the next one after that");
         return Err(Refusal::new("usage", why));
     }
-    if pattern.contains(['*', '?']) && uses > 1 && from.is_empty() && per_address == 0 {
+    // A machine has one name of a fleet key.
+    let many_names = kind != TokenKind::Fleet && pattern.contains(['*', '?']) && uses > 1;
+    if many_names && from.is_empty() && per_address == 0 {
         return Err(Refusal::new(
             "usage",
             format!(
                 "--uses {uses}: one machine with this token could join under {uses} names, each with limits of its own; \
-                 add --from NETWORK (\"0.0.0.0/0,::/0\" is any), or --per-address N"
+                 add --from NETWORK (\"0.0.0.0/0,::/0\" is any), or --per-address N, or give each machine a token of its \
+                 own by `gpuserver fleet create`"
             ),
         ));
     }
@@ -205,6 +244,19 @@ pub fn print_token(out: &mut dyn Write, t: TokenView, server: &str) -> anyhow::R
         t.uses,
         t.name_pattern,
         date(t.expires_unix)
+    );
+    Ok(())
+}
+
+/// Prints `gpuserver fleet create`, with only the key on standard output, for scripts.
+pub fn print_fleet(out: &mut dyn Write, key: FleetView) -> anyhow::Result<()> {
+    writeln!(out, "{}", key.key)?;
+    eprintln!(
+        "for {} joins of clients named {:?}, until {}; keep it secret: `gpuserver fleet token --name NAME` makes the token \
+         of each machine from it",
+        key.uses,
+        key.name_pattern,
+        date(key.expires_unix)
     );
     Ok(())
 }
