@@ -18,7 +18,7 @@ use serde_json::Value;
 use tonic::transport::Identity;
 use tonic::{Code, Status};
 
-use crate::renew;
+use crate::{fleet, renew};
 
 fn configured(name: &str) -> String {
     format!("name = {name:?}\npeer_interval = \"1s\"\nlimits.requests_per_s = 1000")
@@ -135,6 +135,10 @@ async fn a_server_without_the_key_serves_joins_clients_and_outlives_its_issuer()
     let taken = one.enrol(&token, "vm-1", "m2").await.unwrap_err();
     assert_eq!(taken.code(), Code::AlreadyExists, "{taken}");
     one.enrol(&one.token(&[]), "vm-2", "m2").await.unwrap();
+    let key = fleet::key(&one, &["--name", "vm-*"]);
+    two.enrol(&fleet::derived(&two, &key, "vm-4"), "vm-4", "m4").await.unwrap();
+    let other = two.enrol(&fleet::derived(&two, &key, "vm-5"), "vm-6", "m5").await.unwrap_err();
+    assert!(other.message().contains("derived for another name than \"vm-6\""), "{other}");
     let taken = two.enrol(&token, "vm-2", "m3").await.unwrap_err();
     assert!(taken.message().contains("vm-2"), "{taken}");
 
@@ -143,6 +147,7 @@ async fn a_server_without_the_key_serves_joins_clients_and_outlives_its_issuer()
     assert!(export.contains("this server is no issuer: run it on gpu1"), "{export}");
     for words in [
         &["token", "create"][..],
+        &["fleet", "create", "--name", "vm-*"],
         &["admin", "create", "eve", "--out", two.path("eve.pem").to_str().unwrap()],
         &["pool", "rotate", "begin"],
         &["pool", "admit", "gpu3"],

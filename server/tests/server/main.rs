@@ -5,6 +5,7 @@ mod administration;
 mod audit;
 mod compiled;
 mod fences;
+mod fleet;
 mod garbage;
 mod health;
 mod identities;

@@ -24,6 +24,7 @@ use tonic::transport::{Certificate, Identity, ServerTlsConfig};
 use tonic::{Code, Request, Response, Status};
 
 use crate::administration::{administrator, from_afar};
+use crate::fleet;
 use crate::rotation::Machine;
 
 /// Prepares a further server of the pool of `first`.
@@ -156,6 +157,8 @@ async fn an_administrator_is_revoked_on_each_server() {
     assert!(works(&two, &alice));
     let made = from_afar(&two.control, &alice, &["token", "create", "--name", "vm-*"]);
     let token = String::from_utf8(made.stdout).unwrap();
+    let made = from_afar(&two.control, &alice, &["fleet", "create", "--name", "vm-*"]);
+    let fleet = fleet::derived(&two, &String::from_utf8(made.stdout).unwrap(), "vm-2");
     let own = two.token(&["--name", "db-*"]);
     assert!(one.verb(&["admin", "revoke", "alice"]).status.success());
     assert!(!works(&one, &alice));
@@ -164,7 +167,10 @@ async fn an_administrator_is_revoked_on_each_server() {
         two.json(&["token", "list"])["tokens"].as_array().unwrap().len() == 1
     })
     .await;
-    assert_eq!(two.enrol(token.trim(), "vm-1", "m").await.unwrap_err().code(), Code::PermissionDenied);
+    for (token, name) in [(token.trim(), "vm-1"), (&fleet, "vm-2")] {
+        let refused = two.enrol(token, name, "m").await.unwrap_err();
+        assert!(refused.message().contains("the join token is revoked"), "{refused}");
+    }
     two.enrol(&own, "db-1", "m").await.unwrap();
     // At once, in the same second.
     std::fs::remove_file(&alice).unwrap();
