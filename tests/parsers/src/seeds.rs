@@ -9,7 +9,7 @@ use gpuserver::starter::{self, Group, Purpose, Said};
 use gpusession_common::keys::uncommented;
 use gpusession_login::{Open, Reply, Request, variables as login_variables};
 use gpusession_proto::frame::{Header, Writer, op};
-use gpusession_proto::join::{self, JoinToken};
+use gpusession_proto::join::{self, FleetKey, JoinToken};
 use gpusession_proto::preface::{Code, FLAG_TLS, Key, Preface, refusal};
 use gpusession_proto::statement::{Signed, Statement, Verdict};
 use gpusession_proto::ticket::Ticket;
@@ -183,7 +183,9 @@ pub fn statements() -> Vec<Vec<u8>> {
 }
 
 pub fn join_tokens() -> Vec<Vec<u8>> {
-    vec![JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] }.to_text().into_bytes()]
+    let token = JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] };
+    let key = FleetKey { of_tokens: token.clone(), pattern: "vm-*".into() };
+    vec![token.to_text().into_bytes(), key.to_text().into_bytes()]
 }
 
 fn put(image: &mut [u8], at: usize, bytes: &[u8]) {

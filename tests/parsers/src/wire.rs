@@ -1,7 +1,7 @@
 //! Bytes that cross a socket between client, worker, server and daemon.
 
 use gpusession_proto::frame::{HEADER, Header, Reader};
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{FleetKey, JoinToken};
 use gpusession_proto::preface::{LEN, Preface, Refusal, refusal_len};
 use gpusession_proto::statement::{MAX_SIGNED, Signed, Statement};
 use gpusession_proto::ticket::Ticket;
@@ -113,10 +113,13 @@ pub fn statement(bytes: &[u8]) {
     }
 }
 
-/// The text with which a machine joins a pool.
+/// The text with which a machine joins a pool, and the one of a fleet key.
 pub fn join_token(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     if let Ok(token) = text.parse::<JoinToken>() {
         assert_eq!(token.to_text().parse(), Ok(token));
+    }
+    if let Ok(key) = text.parse::<FleetKey>() {
+        assert_eq!(key.to_text().parse(), Ok(key));
     }
 }
