@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 /// Text in place of a value that stays on the machine.
 pub const SET: &str = "(set)";
 const REMOVED: &str = "(removed)";
-/// Start of a join token.
-const TOKEN: &str = "gpsj-";
+/// Starts of join tokens, of tokens for servers, and of fleet keys.
+const TOKENS: [&str; 3] = ["gpsj-", "gpss-", "gpsf-"];
 /// Parts of names whose values are removed.
 const NAMES: [&str; 8] =
     ["password", "passwd", "passphrase", "secret", "token", "credential", "authorization", "private_key"];
@@ -53,16 +53,16 @@ impl Secrets {
         for secret in known {
             line = line.replace(secret, REMOVED);
         }
-        named(&tokens(&line))
+        named(&TOKENS.iter().fold(line, |line, start| tokens(start, &line)))
     }
 }
 
-fn tokens(line: &str) -> String {
-    let mut parts = line.split(TOKEN);
+fn tokens(start: &str, line: &str) -> String {
+    let mut parts = line.split(start);
     let mut out = parts.next().unwrap_or("").to_owned();
     for part in parts {
         let end = part.find(|c: char| !c.is_ascii_alphanumeric() && !"-_.+/=".contains(c));
-        out += TOKEN;
+        out += start;
         out += REMOVED;
         out += &part[end.unwrap_or(part.len())..];
     }
@@ -199,6 +199,7 @@ mod tests {
         let secrets = Secrets::default();
         for (text, clean) in [
             ("joined with gpsj-ab12.XY_z9 at 10:00", "joined with gpsj-(removed) at 10:00"),
+            ("fleet gpsf-ab12 gpss-ab34, gpsf-56", "fleet gpsf-(removed) gpss-(removed), gpsf-(removed)"),
             ("password=hunter2 and more\nnext", "password= (removed)\nnext"),
             (r#"{"api_token": "abc"}"#, r#"{"api_token": (removed)"#),
             ("run --password hunter2", "run --password (removed)"),
