@@ -57,7 +57,7 @@ ASKS, READS = ((OK, (1,)), (1,)), ((OK, (1,)), (OK, (1,)))
 SERVER = {
     "--help": (OK, OK),
     **{verb: ASKS for verb in ("status", "ps", "ps --threads", "leases", "gpus", "queue", "limits", "top -n 1", "drain --end", "on 0")},
-    **{verb: ((1,), (1,)) for verb in ("park abc", "kill abc")},
+    **{verb: ((1,), (1,)) for verb in ("park abc", "kill abc", "fleet token gpsf-x --name vm-7")},
     **{verb: READS for verb in ("stats", "stats --users", "accounting", "audit", "clients", "token list", "admin list")},
     # A server that does not run has no file of changes, which only root reads.
     **{verb: ((OK, (1,)), OK) for verb in ("config get", "config diff", "check-config", "check-isolation")},
