@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use gpusession_proto::preface::Preface;
+use gpusession_test_support::altered::Altered;
 use gpusession_test_support::relay::{Cut, Fate, FirstBytes, Place, Relay, With};
 
 /// Preface, greeting, acknowledgement of its answer; or greeting's answer.
@@ -33,6 +34,9 @@ struct Arguments {
     /// random.
     #[arg(long, default_value_t = 25)]
     units: u32,
+    /// Frames to the worker of which one is changed on average; 0: none.
+    #[arg(long, default_value_t = 0)]
+    alter: u32,
 }
 
 /// Draws the fate of a connection.
@@ -83,13 +87,16 @@ fn execute(relay: &Relay, line: &str) -> Result<(), String> {
 }
 
 fn main() -> std::io::Result<()> {
-    let Arguments { listen, to, seed, units } = Arguments::parse();
+    let Arguments { listen, to, seed, units, alter } = Arguments::parse();
     let random = Mutex::new(fastrand::Rng::with_seed(seed));
     let drawn = Arc::new(Mutex::new(BTreeMap::<&str, u32>::new()));
     let count = drawn.clone();
     let relay = Relay::serve(TcpListener::bind(listen)?, to, move |_, first| {
         let mut random = random.lock().unwrap_or_else(PoisonError::into_inner);
-        let (fate, name) = fate(&mut random, first, units);
+        let (mut fate, name) = fate(&mut random, first, units);
+        let greets = Preface::parse(first).is_ok_and(|preface| preface.lane.get() == 0);
+        let from = if greets { GREETING_UNITS } else { 2 };
+        fate.altered = (alter > 0).then(|| Altered { from, one_in: alter, seed: random.u64(..) });
         *count.lock().unwrap_or_else(PoisonError::into_inner).entry(name).or_default() += 1;
         fate
     });
@@ -99,6 +106,10 @@ fn main() -> std::io::Result<()> {
             Ok(()) => println!("done"),
             Err(why) => println!("faulty-relay: {why}"),
         }
+    }
+    if alter > 0 {
+        println!("altered: {} frames of {} connections", relay.altered(), relay.connections());
+        return Ok(());
     }
     let cuts = relay.cuts();
     let places: Vec<String> =

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+pub mod altered;
 pub mod cuda;
 pub mod json_table;
 pub mod relay;

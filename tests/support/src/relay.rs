@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crate::altered::{Altered, HEADER, Words};
 use socket2::{Domain, SockFilter, SockRef, Socket, Type};
 
 const PREFACE: usize = 64;
-const HEADER: usize = 40;
 
 /// Filter of a socket that drops 30 % of the packets which arrive: TCP sends them again.
 ///
@@ -78,6 +78,8 @@ pub struct Fate {
     pub down: Option<Cut>,
     /// Manner of its cuts.
     pub with: With,
+    /// Changes of frames to the worker.
+    pub altered: Option<Altered>,
 }
 
 /// Manner of a cut.
@@ -107,6 +109,8 @@ pub struct Relay {
 struct State {
     connections: AtomicU32,
     open: Mutex<Vec<Weak<[TcpStream; 2]>>>,
+    /// Frames that were changed.
+    altered: AtomicUsize,
     /// Cuts that happened, by place.
     cuts: [AtomicUsize; Place::ALL.len()],
     /// End of the latest outage.
@@ -170,6 +174,11 @@ impl Relay {
             }
         });
         Self { address, state }
+    }
+
+    /// Returns the number of frames that were changed.
+    pub fn altered(&self) -> usize {
+        self.state.altered.load(Ordering::SeqCst)
     }
 
     /// Resets all connections now.
@@ -237,9 +246,10 @@ impl State {
         // Only now: a connection that counts can be cut.
         self.connections.fetch_add(1, Ordering::SeqCst);
         let happens = Arc::new(AtomicBool::new(false));
-        for (from, cut, preface) in [(0, fate.up, PREFACE), (1, fate.down, 0)] {
+        for (from, cut, preface, altered) in [(0, fate.up, PREFACE, fate.altered), (1, fate.down, 0, None)] {
             let (ends, state, happens) = (ends.clone(), self.clone(), happens.clone());
-            std::thread::spawn(move || match pass(&state, &ends[from], &ends[1 - from], cut, preface) {
+            let faults = (cut, altered.map(Words::new));
+            std::thread::spawn(move || match pass(&state, &ends[from], &ends[1 - from], faults, preface) {
                 Some(cut) => {
                     happens.store(true, Ordering::SeqCst);
                     state.cuts[cut.place as usize].fetch_add(1, Ordering::SeqCst);
@@ -348,7 +358,7 @@ fn pass(
     state: &State,
     mut from: &TcpStream,
     mut to: &TcpStream,
-    cut: Option<Cut>,
+    (cut, mut words): (Option<Cut>, Option<Words>),
     preface: usize,
 ) -> Option<Cut> {
     let mut buf = vec![0; 64 << 10];
@@ -380,6 +390,9 @@ fn pass(
                     // Not a frame: a refusal, or TLS. It passes as one unit without an end.
                     let whole = if body > 8 << 20 { usize::MAX } else { HEADER + body as usize };
                     len = Some(whole);
+                    if let Some(words) = &mut words {
+                        words.begin(unit, whole);
+                    }
                     whole
                 }
             };
@@ -392,6 +405,9 @@ fn pass(
                 }
             }
             let rest = (whole - at).min(n - seen);
+            if words.as_mut().is_some_and(|words| words.pass(at, &mut buf[seen..seen + rest])) {
+                state.altered.fetch_add(1, Ordering::SeqCst);
+            }
             (at, seen) = (at + rest, seen + rest);
             if at == whole {
                 (unit, at, len) = (unit + 1, 0, None);
