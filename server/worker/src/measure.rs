@@ -100,10 +100,6 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
         Ok(_) => return Err("supervision socket: the first message was not Start".into()),
         Err(e) => return Err(format!("supervision socket: {e}")),
     };
-    // SAFETY: takes plain numbers, and changes this process only.
-    if unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) } != 0 {
-        return Err(format!("cannot lower the priority: {}", io::Error::last_os_error()));
-    }
     if start.isolation != Isolation::Off {
         let landlock = containment::landlock();
         let mut lacking = containment::before_driver(&(&start).into(), landlock);
@@ -117,6 +113,11 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Endpoint, String> {
     let host = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
     let chunks = (host / SOURCE_PART).min(MAX_SOURCE) as usize / CHUNK;
     let memory = Arc::new(vec![0x5a; chunks.max(DOWN_SLOTS) * CHUNK]);
+    // Only now: on a busy host the start itself would take too long.
+    // SAFETY: takes plain numbers, and changes this process only.
+    if unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) } != 0 {
+        return Err(format!("cannot lower the priority: {}", io::Error::last_os_error()));
+    }
     supervisor.report(&FromWorker::Ready { fingerprint, cuda_version: 0, parks: false });
     Ok(Endpoint {
         supervisor: supervisor.clone(),
