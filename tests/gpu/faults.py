@@ -65,9 +65,9 @@ class Kind:
 class Relay:
     """The process of the relay."""
 
-    def __init__(self, args, here, units, seed, alter=0):
+    def __init__(self, args, here, units, seed, alter=0, down=False):
         command = [str(here / "bin/faulty-relay"), "--listen", f"{RELAY}:{args.data_port}"]
-        command += ["--to", f"127.0.0.1:{args.data_port}", "--units", str(units), "--seed", str(seed), "--alter", str(alter)]
+        command += ["--to", f"127.0.0.1:{args.data_port}", "--units", str(units), "--seed", str(seed), "--alter", str(alter)] + ["--down"] * down
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.expect("ready")
 

@@ -37,6 +37,9 @@ struct Arguments {
     /// Frames to the worker of which one is changed on average; 0: none.
     #[arg(long, default_value_t = 0)]
     alter: u32,
+    /// Changes frames to the program instead.
+    #[arg(long)]
+    down: bool,
 }
 
 /// Draws the fate of a connection.
@@ -87,7 +90,7 @@ fn execute(relay: &Relay, line: &str) -> Result<(), String> {
 }
 
 fn main() -> std::io::Result<()> {
-    let Arguments { listen, to, seed, units, alter } = Arguments::parse();
+    let Arguments { listen, to, seed, units, alter, down } = Arguments::parse();
     let random = Mutex::new(fastrand::Rng::with_seed(seed));
     let drawn = Arc::new(Mutex::new(BTreeMap::<&str, u32>::new()));
     let count = drawn.clone();
@@ -96,7 +99,8 @@ fn main() -> std::io::Result<()> {
         let (mut fate, name) = fate(&mut random, first, units);
         let greets = Preface::parse(first).is_ok_and(|preface| preface.lane.get() == 0);
         let from = if greets { GREETING_UNITS } else { 2 };
-        fate.altered = (alter > 0).then(|| Altered { from, one_in: alter, seed: random.u64(..) });
+        let altered = (alter > 0).then(|| Altered { from, one_in: alter, seed: random.u64(..) });
+        *(if down { &mut fate.altered_down } else { &mut fate.altered }) = altered;
         *count.lock().unwrap_or_else(PoisonError::into_inner).entry(name).or_default() += 1;
         fate
     });

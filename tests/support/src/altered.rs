@@ -1,4 +1,4 @@
-//! Frames that a relay changes on their way to a worker, as a program makes them that means harm.
+//! Frames that a relay changes on their way, as a program or a server makes them that means harm.
 
 /// Bytes before a frame's body.
 pub(crate) const HEADER: usize = 40;
@@ -7,7 +7,7 @@ const MAX_SEEN: usize = 4096;
 /// Words of each part of a frame that it looks at.
 const LOOKED_AT: usize = 64;
 
-/// Changes of frames, as a program makes them that means harm.
+/// Changes of frames.
 #[derive(Debug, Clone, Copy)]
 pub struct Altered {
     /// Number of the first unit that may change, from 0.

@@ -80,6 +80,8 @@ pub struct Fate {
     pub with: With,
     /// Changes of frames to the worker.
     pub altered: Option<Altered>,
+    /// Changes of frames to the program.
+    pub altered_down: Option<Altered>,
 }
 
 /// Manner of a cut.
@@ -246,7 +248,9 @@ impl State {
         // Only now: a connection that counts can be cut.
         self.connections.fetch_add(1, Ordering::SeqCst);
         let happens = Arc::new(AtomicBool::new(false));
-        for (from, cut, preface, altered) in [(0, fate.up, PREFACE, fate.altered), (1, fate.down, 0, None)] {
+        for (from, cut, preface, altered) in
+            [(0, fate.up, PREFACE, fate.altered), (1, fate.down, 0, fate.altered_down)]
+        {
             let (ends, state, happens) = (ends.clone(), self.clone(), happens.clone());
             let faults = (cut, altered.map(Words::new));
             std::thread::spawn(move || match pass(&state, &ends[from], &ends[1 - from], faults, preface) {
