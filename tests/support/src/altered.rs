@@ -2,6 +2,8 @@
 
 /// Bytes before a frame's body.
 pub(crate) const HEADER: usize = 40;
+/// Place of a frame's kind, flags and thread.
+const KIND: usize = 4;
 /// Most words that a connection keeps.
 const MAX_SEEN: usize = 4096;
 /// Words of each part of a frame that it looks at.
@@ -22,6 +24,8 @@ pub(crate) struct Words {
     altered: Altered,
     random: fastrand::Rng,
     seen: Vec<[u8; 8]>,
+    /// Kind, flags and thread of frames.
+    kinds: Vec<[u8; 8]>,
     /// Place of the change in the present unit.
     place: Option<(usize, [u8; 8])>,
 }
@@ -29,7 +33,7 @@ pub(crate) struct Words {
 impl Words {
     pub(crate) fn new(altered: Altered) -> Self {
         let random = fastrand::Rng::with_seed(altered.seed);
-        Self { altered, random, seen: Vec::new(), place: None }
+        Self { altered, random, seen: Vec::new(), kinds: Vec::new(), place: None }
     }
 
     /// Draws whether a unit of this length changes, and where.
@@ -40,9 +44,10 @@ impl Words {
         if unit < self.altered.from || len < HEADER || self.random.u32(..self.altered.one_in) > 0 {
             return;
         }
-        // One in eight changes its kind, flags or thread; the others a word of the body.
-        let (at, word) = match self.random.u32(..8) {
-            0 => (4, self.random.u64(..1 << 24).to_le_bytes()),
+        // Few change their kind, flags or thread; the others a word of the body.
+        let (at, word) = match self.random.u32(..16) {
+            0 => (KIND, self.random.u64(..1 << 24).to_le_bytes()),
+            1 if !self.kinds.is_empty() => (KIND, self.kinds[self.random.usize(..self.kinds.len())]),
             _ if len > HEADER => (HEADER + 8 * self.random.usize(..(len - HEADER) / 8), self.word()),
             _ => return,
         };
@@ -74,6 +79,9 @@ impl Words {
                     false => self.seen[self.random.usize(..MAX_SEEN)] = word,
                 }
             }
+        }
+        if let Some(kind) = bytes.get(KIND..KIND + 8).filter(|_| at == 0 && self.kinds.len() < MAX_SEEN) {
+            self.kinds.push(kind.try_into().expect("8 bytes"));
         }
         let Some((place, word)) = self.place else { return false };
         let mut changed = false;
