@@ -73,6 +73,11 @@ pub fn identity_of(dns_name: &str) -> Option<[u8; 32]> {
     key.try_into().ok()
 }
 
+/// Returns the DNS name in the certificate of a client that signs its renewals.
+pub fn signs_renewals() -> String {
+    format!("signs-renewals.{DOMAIN}")
+}
+
 /// Returns the DNS name by which an authority confirms another one, which has this fingerprint.
 ///
 /// A fingerprint is the SHA-256 of a certificate (DER).

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use gpusession_proto::join;
 pub use gpusession_proto::pinned::sha256 as fingerprint;
+use x509_parser::extensions::GeneralName;
 
 /// Tolerated difference between the clocks of client and server.
 ///
@@ -15,7 +16,7 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let names = certificate.subject_alternative_name().ok()??;
     let names = names.value.general_names.iter().filter_map(|name| match name {
-        x509_parser::extensions::GeneralName::DNSName(name) => Some(*name),
+        GeneralName::DNSName(name) => Some(*name),
         _ => None,
     });
     let (role, name) = names.clone().find_map(|name| {
@@ -31,6 +32,17 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
         issued_unix: u64::try_from(begins.timestamp()).ok()? + CLOCK_SKEW_GRACE.as_secs(),
         expires_unix: u64::try_from(ends.timestamp()).ok()?,
         identity: identity.unwrap_or_else(|| fingerprint(certificate.public_key().raw)),
+    })
+}
+
+/// Returns `true` if the holder of a certificate signs its renewals.
+pub fn signs_renewals(der: &[u8]) -> bool {
+    let Ok((_, certificate)) = x509_parser::parse_x509_certificate(der) else { return false };
+    let names = certificate.subject_alternative_name().ok().flatten();
+    let marked = join::signs_renewals();
+    names.is_some_and(|names| {
+        let is = |name: &GeneralName<'_>| matches!(name, GeneralName::DNSName(name) if *name == marked);
+        names.value.general_names.iter().any(is)
     })
 }
 

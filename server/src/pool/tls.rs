@@ -342,7 +342,13 @@ mod tests {
         fn client_with(&self, own: &Authority, check: Arc<dyn ServerCertVerifier>) -> Arc<ClientConfig> {
             let key = KeyPair::generate().unwrap();
             let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
-            let order = Order { role: Role::Client, name: "vm-1", life: CLIENT_TTL, identity: None };
+            let order = Order {
+                role: Role::Client,
+                name: "vm-1",
+                life: CLIENT_TTL,
+                identity: None,
+                signs_renewals: false,
+            };
             let keys = Authorities::read(self.state.path(), self.clock.unix(), &SystemRandom).unwrap();
             let key_of_own: &AuthorityKey = keys.find(&own.fingerprint()).unwrap();
             let issued = key_of_own.issue(&csr, &order, self.clock.unix(), &SystemRandom).unwrap();

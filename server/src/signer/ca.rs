@@ -159,6 +159,8 @@ pub struct Order<'a> {
     pub life: Duration,
     /// Identity that a renewed certificate carries; `None`: the requested key is the identity.
     pub identity: Option<&'a [u8; 32]>,
+    /// Whether the holder has signed the request with its present key, and will sign the next one.
+    pub signs_renewals: bool,
 }
 
 fn validity(params: &mut CertificateParams, unix: u64, life: Duration) {
@@ -412,6 +414,7 @@ impl AuthorityKey {
             Role::Server => return Err(AuthorityError::Request("a server's has its own way".into())),
         }];
         names.extend(order.identity.map(join::identity));
+        names.extend(order.signs_renewals.then(join::signs_renewals));
         let usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         self.sign(csr_pem, names, usages, (order.name, unix, order.life), random)
     }
@@ -480,7 +483,8 @@ mod tests {
         let mut wish = CertificateParams::new(vec![join::any_server()]).unwrap();
         wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
-        let order = |role, name| Order { role, name, life: CLIENT_TTL, identity: None };
+        let order =
+            |role, name| Order { role, name, life: CLIENT_TTL, identity: None, signs_renewals: false };
         let now = NOW;
         let issued = again.issue(&csr, &order(Role::Client, "vm-1"), now, &SystemRandom).unwrap();
         let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();

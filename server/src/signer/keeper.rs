@@ -22,7 +22,7 @@ use super::checkpoints::Checkpoints;
 use super::lock::locked;
 use super::operation::{Done, Operation, Outcome, Privileged, RESTATED, Refused, Step, Why};
 use super::tokens::{MAX_BY_ADDRESS, Terms, TokenFacts, TokenKind, Tokens};
-use crate::certificate::{Holder, Role, day, holder};
+use crate::certificate::{Holder, Role, day, holder, signs_renewals};
 use crate::clock::{Clock, Moment, Random};
 use crate::store::{self, StoreError};
 
@@ -197,7 +197,7 @@ impl Keeper {
                 self.join((id, secret), &name, from, &csr_pem, renews).map(Done::Issued)
             }
             Operation::Renew { present, csr_pem, authority } => {
-                self.renew(&present, &csr_pem, &authority).map(Done::Issued)
+                self.renew(&present, &csr_pem, &authority, false).map(Done::Issued)
             }
             Operation::Privileged(operation) => {
                 if caller != Caller::Root {
@@ -362,7 +362,7 @@ impl Keeper {
             Ok(())
         })?;
         let life = if renews { CLIENT_TTL } else { LASTING_TTL };
-        let order = Order { role: Role::Client, name, life, identity: None };
+        let order = Order { role: Role::Client, name, life, identity: None, signs_renewals: false };
         let issued = authority.issue(csr_pem, &order, self.clock.unix(), self.random.as_ref())?;
         signed("client", name, &format!("join with token {}", HEXLOWER.encode(&id)), &issued);
         Ok(issued)
@@ -383,13 +383,27 @@ impl Keeper {
         name.ok_or_else(|| Refused::new(Why::Right, "the signer does not know its server's name"))
     }
 
-    fn renew(&self, present: &[u8], csr_pem: &str, authority: &[u8; 32]) -> Result<Issued, Refused> {
+    fn renew(
+        &self,
+        present: &[u8],
+        csr_pem: &str,
+        authority: &[u8; 32],
+        proven: bool,
+    ) -> Result<Issued, Refused> {
         let holder = self.shown(present, Role::Client)?;
+        if signs_renewals(present) && !proven {
+            let text = format!(
+                "client {} has signed its renewals, and this one is not signed: its gpusessiond is of an earlier release, \
+                 or a server asks for itself; update gpusessiond",
+                holder.name
+            );
+            return Err(Refused::new(Why::Request, text));
+        }
         let (all, unix) = (self.present()?, self.clock.unix());
         let authority = find_authority(&all, authority)?;
         self.turn()?;
         let (name, identity) = (holder.name.as_str(), Some(&holder.identity));
-        let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity };
+        let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity, signs_renewals: proven };
         let issued = authority.issue(csr_pem, &order, unix, self.random.as_ref())?;
         signed("client", name, "renewal", &issued);
         Ok(issued)
@@ -468,7 +482,7 @@ impl Keeper {
                 let present = self.present()?;
                 self.turn()?;
                 let (role, life) = (Role::Administrator, ADMINISTRATOR_TTL);
-                let order = Order { role, name: &name, life, identity: None };
+                let order = Order { role, name: &name, life, identity: None, signs_renewals: false };
                 let issued = present.signer().issue(&csr_pem, &order, unix, self.random.as_ref())?;
                 signed("administrator", &name, "new", &issued);
                 Ok(Done::Issued(issued))

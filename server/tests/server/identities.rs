@@ -62,7 +62,7 @@ async fn renewed(
 fn issued(server: &Server, name: &str, issued_unix: u64) -> (String, KeyPair) {
     let authority = AuthorityKey::read(&server.path("state/ca"), Place::Present).unwrap();
     let (key, csr) = wish();
-    let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity: None };
+    let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity: None, signs_renewals: false };
     (authority.issue(&csr, &order, issued_unix, &SystemRandom).unwrap().pem, key)
 }
 
@@ -276,7 +276,8 @@ async fn an_updated_daemon_renews_a_lasting_certificate_at_once_and_years_later(
     let home = identity_of(&server, folder.path(), "vm-1", unix());
     let authority = AuthorityKey::read(&server.path("state/ca"), Place::Present).unwrap();
     let (key, csr) = wish();
-    let order = Order { role: Role::Client, name: "vm-1", life: LASTING_TTL, identity: None };
+    let order =
+        Order { role: Role::Client, name: "vm-1", life: LASTING_TTL, identity: None, signs_renewals: false };
     let lasting = authority.issue(&csr, &order, unix() - 3 * 365 * DAY, &SystemRandom).unwrap();
     std::fs::write(home.identity.join("client.pem"), lasting.pem).unwrap();
     std::fs::write(home.identity.join("client.key"), key.serialize_pem()).unwrap();

@@ -95,7 +95,7 @@ impl Keeper {
             let text = "the request is not signed with the key of the client's certificate";
             return Err(Refused::new(Why::Request, text));
         }
-        self.renew(present, csr_pem, authority)
+        self.renew(present, csr_pem, authority, true)
     }
 
     /// Signs a statement with the name of a server whose key has signed the order.
@@ -336,6 +336,14 @@ mod tests {
         assert_eq!(why(site.server(renew(&key, &next, &other))), Why::Request, "another request");
         let thief = KeyPair::generate().unwrap();
         assert_eq!(why(site.server(renew(&thief, &next, &next))), Why::Request, "another key");
-        assert_eq!(whose(&der(&issued(site.server(renew(&key, &next, &next))))).name, "vm-1");
+        let second = der(&issued(site.server(renew(&key, &next, &next))));
+        assert_eq!(whose(&second).name, "vm-1");
+        // From now on no server renews it without the client.
+        let unsigned = |present: &[u8]| {
+            let csr_pem = csr();
+            site.server(Operation::Renew { present: present.into(), csr_pem, authority })
+        };
+        assert_eq!(why(unsigned(&second)), Why::Request);
+        issued(unsigned(&present));
     }
 }
