@@ -45,6 +45,9 @@ enum Verb {
         /// Prints only programs that fail, and a summary
         #[arg(long)]
         quiet: bool,
+        /// Exits at the first failure of a valid call
+        #[arg(long)]
+        strict: bool,
         /// Programs that `show` or `shrink` wrote
         files: Vec<PathBuf>,
     },
@@ -88,7 +91,8 @@ fn read(name: &str) -> Result<Program> {
 
 fn main() -> Result<()> {
     match Arguments::parse().verb {
-        Verb::Run { seeds, seconds, spin, limit, quiet, files } => {
+        Verb::Run { seeds, seconds, spin, limit, quiet, strict, files } => {
+            run::refused::STRICT.store(strict, Ordering::Relaxed);
             ensure!(seeds.is_some() || !files.is_empty(), "nothing to run: name --seeds or files");
             let device = Device::open(spin)?;
             watch(limit);

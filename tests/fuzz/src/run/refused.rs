@@ -1,8 +1,14 @@
 //! Calls that the driver refuses.
 
 use super::{Kernel, LEGACY, Run};
-use crate::program::Invalid;
+use crate::program::{Invalid, Op};
 use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether the process exits at the first failure of a valid call.
+///
+/// A program that continued could use memory which it does not have.
+pub static STRICT: AtomicBool = AtomicBool::new(false);
 
 impl Run<'_> {
     /// Makes a call that the driver refuses.
@@ -72,6 +78,14 @@ impl Run<'_> {
             }
         };
         self.note(number, name, result);
+    }
+
+    /// Exits at the failure of a valid call, if the command line says so.
+    pub(super) fn judge(&self, step: usize, result: u32) {
+        let refused = || self.program.steps.get(step).is_some_and(|step| matches!(step.op, Op::Refused(_)));
+        if result != 0 && STRICT.load(Ordering::Relaxed) && !refused() {
+            std::process::exit(1);
+        }
     }
 
     /// Launches a kernel that would fold no words.
