@@ -156,6 +156,8 @@ pub struct ServerGauges {
     pub rtt: Duration,
     /// Number of free GPUs.
     pub free: u32,
+    /// Time of its latest word that it was stopped.
+    pub stopped: Option<Time>,
 }
 
 /// State of all leases, servers and sessions at one moment.
@@ -237,7 +239,8 @@ mod tests {
     fn observers_learn_facts_and_no_gauges() {
         let before = Snapshot { servers: vec![ServerView::default()], ..Snapshot::default() };
         let mut now = before.clone();
-        now.servers[0].gauges = ServerGauges { last_seen: Some(Duration::ZERO), rtt: Duration::MAX, free: 1 };
+        now.servers[0].gauges =
+            ServerGauges { last_seen: Some(Duration::ZERO), rtt: Duration::MAX, free: 1, stopped: None };
         now.clock.wall_usec = 1;
         assert!(before.same_facts(&now));
         now.servers[0].facts.software = "gpuserver 2".into();

@@ -71,7 +71,7 @@ impl Words {
 
     /// Changes bytes of the unit that begin `at` in it, and notes its words.
     pub(crate) fn pass(&mut self, at: usize, bytes: &mut [u8]) -> bool {
-        if at >= HEADER && at % 8 == 0 {
+        if at >= HEADER && at.is_multiple_of(8) {
             for word in bytes.chunks_exact(8).take(LOOKED_AT) {
                 let word = word.try_into().expect("8 bytes");
                 match self.seen.len() < MAX_SEEN {

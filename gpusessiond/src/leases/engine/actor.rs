@@ -283,6 +283,7 @@ impl Actor {
             Message::Event(server, event) => {
                 if matches!(event.event, Some(control::pool_event::Event::ServerStopped(_))) {
                     STOPPED.clone_into(&mut self.about[server].facts.state);
+                    self.about[server].gauges.stopped = Some(now);
                 }
                 self.machine.event(now, server, event);
             }

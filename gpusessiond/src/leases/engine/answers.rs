@@ -9,8 +9,11 @@ use tracing::{info, warn};
 
 use super::actor::Actor;
 use super::grants::data_addresses_are_valid;
-use crate::leases::{ServerGauges, Slot};
+use crate::leases::{ServerGauges, Slot, Time};
 use crate::pool::PoolError;
+
+/// Time in which a server that was stopped still answers.
+const STOPPING_WINDOW: Duration = Duration::from_secs(10);
 
 impl Actor {
     /// Takes the answer to a request for a lease.
@@ -114,7 +117,8 @@ impl Actor {
         self.machine.name_server(now, server, &description.name);
         let free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
         let about = &mut self.about[server];
-        about.gauges = ServerGauges { last_seen: Some(now), rtt, free };
+        let stopped = about.gauges.stopped;
+        about.gauges = ServerGauges { last_seen: Some(now), rtt, free, stopped };
         if !description.name.is_empty() {
             about.facts.name = description.name;
         }
@@ -122,12 +126,41 @@ impl Actor {
         about.facts.oldest_protocol = description.oldest_protocol;
         about.facts.software = description.software;
         about.facts.devices = description.devices.len() as u32;
-        about.facts.state = description.state;
+        if !stopped.is_some_and(|at| still_stops(at, now.saturating_sub(rtt), &description.state)) {
+            about.facts.state = description.state;
+        }
         about.facts.idle_timeout_usec = description.idle_timeout_usec;
         about.facts.lease_ttl_usec = description.lease_ttl_usec;
         if data_addresses_are_valid(&description.data_addresses) {
             self.machine.moved(server, &description.data_addresses);
         }
         self.machine.described(now, server, free);
+    }
+}
+
+/// Returns `true` if an answer is of a server that stops, and not of one that runs again.
+///
+/// The server said at `stopped` that it stops. The question left at `asked`: before that, or while
+/// the server still ended its programs.
+fn still_stops(stopped: Time, asked: Time, state: &str) -> bool {
+    asked < stopped || (state == "draining" && asked < stopped + STOPPING_WINDOW)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_on_the_way_does_not_hide_a_stop() {
+        let at = |seconds| Time::from_secs(seconds);
+        for (asked, state, expected) in [
+            (99, "online", true),
+            (99, "draining", true),
+            (100, "draining", true),
+            (101, "online", false),
+            (111, "draining", false),
+        ] {
+            assert_eq!(still_stops(at(100), at(asked), state), expected, "{asked} {state}");
+        }
     }
 }
