@@ -81,7 +81,7 @@ pub enum PoolVerb {
     /// Replace the authority by a new one, under running programs
     ///
     /// The steps are begin, switch and finish. Each can be repeated, and `status` shows which
-    /// clients the next one waits for. With several servers, take each step on all of them.
+    /// clients and members the next one waits for. Take each step on every issuer of the pool.
     Rotate {
         /// Step of the rotation
         #[command(subcommand)]

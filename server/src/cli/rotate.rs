@@ -24,17 +24,17 @@ pub enum RotateVerb {
         #[arg(long, value_name = "FILE")]
         from: Option<PathBuf>,
     },
-    /// Show the phase, and the clients that are not ready for the next step
+    /// Show the phase, and the clients and members that are not ready for the next step
     Status,
     /// Sign with the new authority: clients renew their certificates, older join tokens are void
     Switch {
-        /// Switch although clients of the last 30 days do not trust the new authority
+        /// Switch although clients or members of the last 30 days do not trust the new authority
         #[arg(long)]
         force: bool,
     },
     /// Drop the old authority and everything that it signed
     Finish {
-        /// Shut out clients of the last 30 days that have no certificate of the new authority
+        /// Shut out clients and members of the last 30 days that lack a new certificate
         #[arg(long)]
         force: bool,
     },

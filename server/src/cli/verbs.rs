@@ -374,7 +374,9 @@ impl Verb {
                 Some("a configuration is checked on its own host, whose driver and folders it names")
             }
             Self::Pool { .. } => Some(admin::KEPT_HERE),
-            Self::Fleet { verb: FleetVerb::Token { .. } } => Some("no server is asked for a derived token"),
+            Self::Fleet { verb: FleetVerb::Token { .. } } => {
+                Some("`fleet token` derives a token from its key, without a server")
+            }
             Self::Token { .. }
             | Self::Fleet { .. }
             | Self::Admin { .. }

@@ -22,7 +22,7 @@ pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Other processes that use the identity read the successor within that time.
 pub const OVERLAP_GRACE: Duration = Duration::from_secs(3600);
 /// Time after which a record of the latest call is written again, in seconds.
-const SEEN_STEP: u64 = 24 * 3600;
+pub const SEEN_STEP: u64 = 24 * 3600;
 /// Time before the end of a client's certificate from which the server warns.
 ///
 /// A daemon renews earlier, so that this one does not.

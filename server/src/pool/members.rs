@@ -9,6 +9,7 @@ use gpusession_proto::control::{AwaitedClient, ServerReport};
 use gpusession_proto::join::is_name;
 use serde::{Deserialize, Serialize};
 
+use super::clients::SEEN_STEP;
 use crate::signer::authorities::Phase;
 
 /// Time since its latest call for which a rotation waits for a client or a server, in seconds.
@@ -17,8 +18,6 @@ pub const LIVE_WINDOW: u64 = 30 * 24 * 3600;
 const MAX_SERVERS: usize = 1024;
 /// Most clients that a server names in a report.
 pub const MAX_CLIENTS: usize = 256;
-/// Time after which a note of the latest call is written again, in seconds.
-const SEEN_STEP: u64 = 24 * 3600;
 
 /// The servers that have called this issuer, by name.
 #[derive(Debug, Default, Serialize, Deserialize)]

@@ -34,9 +34,9 @@ pub enum Refused {
     Statements(#[from] NotStated),
     /// Servers without the authority's key, and their clients, would lose the pool.
     #[error(
-        "servers {}: called in the last 30 days, and have no certificate of the new authority, or have not reported since \
-         this server started; wait until `gpuserver pool rotate status` lists no server, `gpuserver pool revoke` those that \
-         are gone, or shut them out with --force", listed(.servers)
+        "servers {}: called in the last 30 days, and have not reported that they are ready for this step; wait until \
+         `gpuserver pool rotate status` lists no server, `gpuserver pool revoke` those that are gone, or shut them out \
+         with --force", listed(.servers)
     )]
     Behind {
         /// Names of the servers.

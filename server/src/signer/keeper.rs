@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use data_encoding::HEXLOWER;
-use gpusession_proto::join::{JoinToken, is_name};
+use gpusession_proto::join::{self, JoinToken, is_name};
 use gpusession_proto::statement::{Signed, Statement, Verdict};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,8 @@ use tracing::info;
 
 use super::authorities::{Authorities, Phase, Present};
 use super::ca::{
-    ADMINISTRATOR_TTL, AuthorityError, AuthorityKey, CLIENT_TTL, Issued, LASTING_TTL, Order, requested_key,
+    ADMINISTRATOR_TTL, AuthorityError, AuthorityKey, CLIENT_TTL, Issued, LASTING_TTL, Order, has_signed,
+    requested_key,
 };
 use super::checkpoints::Checkpoints;
 use super::lock::locked;
@@ -197,7 +198,7 @@ impl Keeper {
                 self.join((id, secret), &name, from, &csr_pem, renews).map(Done::Issued)
             }
             Operation::Renew { present, csr_pem, authority } => {
-                self.renew(&present, &csr_pem, &authority, false).map(Done::Issued)
+                self.renew((&present, None), &csr_pem, &authority).map(Done::Issued)
             }
             Operation::Privileged(operation) => {
                 if caller != Caller::Root {
@@ -258,7 +259,7 @@ impl Keeper {
                 self.state_for(&present, verdict, turn, &proof)
             }
             Operation::RenewProven { present, csr_pem, authority, proof } => {
-                self.renew_proven(&present, &csr_pem, &authority, &proof).map(Done::Issued)
+                self.renew((&present, Some(&proof)), &csr_pem, &authority).map(Done::Issued)
             }
             Operation::Bundle => self.bundle().map(Done::Bundle),
             Operation::GiveUp => self.give_up(),
@@ -383,27 +384,39 @@ impl Keeper {
         name.ok_or_else(|| Refused::new(Why::Right, "the signer does not know its server's name"))
     }
 
+    /// Signs the next certificate of a client.
+    ///
+    /// `proof`: signature of the present key over the request, which a server that saw the
+    /// certificate cannot make for a key of its own. Clients of earlier releases send none.
     fn renew(
         &self,
-        present: &[u8],
+        (present, proof): (&[u8], Option<&[u8]>),
         csr_pem: &str,
         authority: &[u8; 32],
-        proven: bool,
     ) -> Result<Issued, Refused> {
         let holder = self.shown(present, Role::Client)?;
-        if signs_renewals(present) && !proven {
-            let text = format!(
-                "client {} has signed its renewals, and this one is not signed: its gpusessiond is of an earlier release, \
-                 or a server asks for itself; update gpusessiond",
-                holder.name
-            );
-            return Err(Refused::new(Why::Request, text));
+        let name = &holder.name;
+        let refuse = |text| Err(Refused::new(Why::Request, text));
+        match proof {
+            Some(proof) if !has_signed(present, &join::renewal(csr_pem), proof) => {
+                return refuse(format!(
+                    "the request is not signed with the key of the certificate of client {name}"
+                ));
+            }
+            None if signs_renewals(present) => {
+                return refuse(format!(
+                    "client {name} has signed its renewals, and this one is not signed: its gpusessiond is of an earlier \
+                     release, or a server asks for itself; update gpusessiond"
+                ));
+            }
+            Some(_) | None => {}
         }
         let (all, unix) = (self.present()?, self.clock.unix());
         let authority = find_authority(&all, authority)?;
         self.turn()?;
         let (name, identity) = (holder.name.as_str(), Some(&holder.identity));
-        let order = Order { role: Role::Client, name, life: CLIENT_TTL, identity, signs_renewals: proven };
+        let order =
+            Order { role: Role::Client, name, life: CLIENT_TTL, identity, signs_renewals: proof.is_some() };
         let issued = authority.issue(csr_pem, &order, unix, self.random.as_ref())?;
         signed("client", name, "renewal", &issued);
         Ok(issued)

@@ -359,13 +359,6 @@ impl From<EarlierTokens> for Tokens {
     }
 }
 
-impl Tokens {
-    /// Returns the number of tokens.
-    pub fn count(&self) -> usize {
-        self.tokens.len()
-    }
-}
-
 fn hash(secret: &[u8]) -> blake3::Hash {
     // The secret has 192 random bits: a plain hash of it cannot be searched.
     blake3::hash(secret)

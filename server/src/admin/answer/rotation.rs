@@ -158,14 +158,14 @@ pub fn print_rotation(out: &mut dyn Write, rotation: RotationView) -> anyhow::Re
             rotation.administrators.join(", ")
         )?;
     }
-    if servers > 0 {
-        writeln!(out, "Next: wait for {servers} servers, which report every `peer_interval`.")?;
-        return Ok(());
-    }
-    match awaited {
-        0 => writeln!(out, "Next: once every server of the pool is as far, `gpuserver pool rotate {next}`.")?,
-        1 => writeln!(out, "Next: wait for one client, then `gpuserver pool rotate {next}`.")?,
-        n => writeln!(out, "Next: wait for {n} clients, then `gpuserver pool rotate {next}`.")?,
+    match (servers, awaited) {
+        (0, 0) => {
+            writeln!(out, "Next: once every issuer of the pool is as far, `gpuserver pool rotate {next}`.")?;
+        }
+        (0, 1) => writeln!(out, "Next: wait for one client, then `gpuserver pool rotate {next}`.")?,
+        (0, n) => writeln!(out, "Next: wait for {n} clients, then `gpuserver pool rotate {next}`.")?,
+        (1, _) => writeln!(out, "Next: wait for one server, which reports every `peer_interval`.")?,
+        (n, _) => writeln!(out, "Next: wait for {n} servers, which report every `peer_interval`.")?,
     }
     Ok(())
 }

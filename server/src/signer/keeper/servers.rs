@@ -3,14 +3,13 @@
 use std::net::IpAddr;
 
 use data_encoding::HEXLOWER;
-use gpusession_proto::join;
 use gpusession_proto::statement::Verdict;
 use ipnet::IpNet;
 use tracing::info;
 
 use super::super::authorities::Authorities;
 use super::super::bundle::Bundle;
-use super::super::ca::{Issued, has_signed, orders_statement, proves_renewal, requested_key};
+use super::super::ca::{Issued, orders_statement, proves_renewal, requested_key};
 use super::super::lock::locked;
 use super::super::operation::{Done, Outcome, Refused, Why};
 use super::super::tokens::{Terms, TokenKind, Tokens};
@@ -81,23 +80,6 @@ impl Keeper {
         Ok(issued)
     }
 
-    /// Signs the next certificate of a client whose present key has signed the request.
-    ///
-    /// A server that saw the certificate has no such signature for a key of its own.
-    pub(super) fn renew_proven(
-        &self,
-        present: &[u8],
-        csr_pem: &str,
-        authority: &[u8; 32],
-        proof: &[u8],
-    ) -> Result<Issued, Refused> {
-        if !has_signed(present, &join::renewal(csr_pem), proof) {
-            let text = "the request is not signed with the key of the client's certificate";
-            return Err(Refused::new(Why::Request, text));
-        }
-        self.renew(present, csr_pem, authority, true)
-    }
-
     /// Signs a statement with the name of a server whose key has signed the order.
     pub(super) fn state_for(&self, present: &[u8], verdict: Verdict, turn: u32, proof: &[u8]) -> Outcome {
         if matches!(verdict, Verdict::RevokeServer { .. }) {
@@ -134,16 +116,13 @@ impl Keeper {
     /// A caller whose host lost its power meanwhile asks again.
     pub(super) fn give_up(&self) -> Outcome {
         let mut all = locked(&self.authorities);
-        let count = locked(&self.tokens).count();
         self.change_tokens(|tokens| {
             *tokens = Tokens::default();
             Ok(())
         })?;
         Authorities::remove(&self.places.folder)?;
         *all = None;
-        info!(
-            "the authorities with their keys, and {count} join tokens: removed; this server is a member now"
-        );
+        info!("the authorities with their keys, and the join tokens: removed; this server is a member now");
         Ok(Done::Nothing)
     }
 
@@ -159,7 +138,7 @@ impl Keeper {
 mod tests {
     use std::time::Duration;
 
-    use gpusession_proto::join::{JoinToken, ServerToken};
+    use gpusession_proto::join::{self, JoinToken, ServerToken};
     use gpusession_proto::statement::Verdict;
     use rcgen::{CertificateParams, KeyPair, SigningKey as _};
 
