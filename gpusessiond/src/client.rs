@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -21,6 +22,7 @@ use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
+use crate::addresses::{self, Named};
 use crate::identity::{self, Identity};
 use crate::pool::{PoolError, PoolServer, Trouble};
 use crate::trust::{self, Fingerprint};
@@ -69,6 +71,8 @@ struct Connection {
 struct Peer {
     /// DNS names of the certificate, the same for each connection of the channel.
     names: OnceLock<Vec<String>>,
+    /// Address at which the latest connection reached it.
+    reached: Mutex<Option<IpAddr>>,
     /// A later connection led to a server with other names.
     replaced: AtomicBool,
 }
@@ -84,6 +88,11 @@ impl Peer {
         }
         self.replaced.store(true, Ordering::Relaxed);
         Err(io::Error::other("another server of the pool answers at this address now: connecting again"))
+    }
+
+    /// Returns the address of the latest connection.
+    fn reached(&self) -> Option<IpAddr> {
+        *self.reached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns `true` if the certificate names the server so.
@@ -127,26 +136,34 @@ impl Remote {
         answered(&self.address, limit, call(self.connection()?.client)).await
     }
 
-    /// Calls for an answer in which the server says its `name`, which its certificate must have.
-    async fn call_named<T>(
+    /// Calls for an answer with the server's name, which its certificate must have, and addresses.
+    ///
+    /// The answer keeps the addresses that programs may connect to.
+    async fn call_named<T: Naming>(
         &self,
         limit: Duration,
         call: impl AsyncFnOnce(PoolClient<Channel>) -> Result<tonic::Response<T>, Status>,
-        name: impl FnOnce(&T) -> &str,
     ) -> Result<T, PoolError> {
         let Connection { client, peer, .. } = self.connection()?;
-        let answer = answered(&self.address, limit, call(client)).await?;
-        let name = name(&answer);
-        if peer.is(name) {
-            return Ok(answer);
+        let mut answer = answered(&self.address, limit, call(client)).await?;
+        let refused =
+            |why: &str| PoolError::new(Trouble::Protocol, format!("{}: answer refused: {why}", self.address));
+        let (name, addresses) = answer.named();
+        if !peer.is(name) {
+            return Err(refused(&format!(
+                "the server calls itself {}, and its certificate names another one; \
+                 `systemctl restart gpuserver` there makes a certificate of its present name",
+                name.chars().take(MAX_NAME).collect::<String>()
+            )));
         }
-        let message = format!(
-            "{}: answer refused: the server calls itself {}, and its certificate names another one; \
-             `systemctl restart gpuserver` there makes a certificate of its present name",
-            self.address,
-            name.chars().take(MAX_NAME).collect::<String>()
-        );
-        Err(PoolError::new(Trouble::Protocol, message))
+        if let Some(reached) = peer.reached() {
+            let Named { usable, refused: near } = addresses::named(std::mem::take(addresses), reached).await;
+            if let Some(near) = near.filter(|_| usable.is_empty()) {
+                return Err(refused(&addresses::refusal(&near, reached)));
+            }
+            *addresses = usable;
+        }
+        Ok(answer)
     }
 
     /// Asks for a newer certificate.
@@ -161,6 +178,29 @@ impl Remote {
         let authorities = self.identity.authorities().fingerprints().map(Vec::from).collect();
         let request = control::DescribeRequest { usage_uid: None, authorities };
         self.call(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
+    }
+}
+
+/// An answer in which a server names itself and the addresses of its data port.
+trait Naming {
+    fn named(&mut self) -> (&str, &mut Vec<String>);
+}
+
+impl Naming for control::Lease {
+    fn named(&mut self) -> (&str, &mut Vec<String>) {
+        (&self.server, &mut self.data_addresses)
+    }
+}
+
+impl Naming for control::MeasureReply {
+    fn named(&mut self) -> (&str, &mut Vec<String>) {
+        (&self.server, &mut self.data_addresses)
+    }
+}
+
+impl Naming for control::ServerDescription {
+    fn named(&mut self) -> (&str, &mut Vec<String>) {
+        (&self.name, &mut self.data_addresses)
     }
 }
 
@@ -220,6 +260,8 @@ async fn connect(address: &str, tls: Arc<ClientConfig>, peer: &Peer) -> io::Resu
     stream.set_nodelay(true)?;
     setsockopt(&stream, TcpUserTimeout, &(ARRIVAL_TIMEOUT.as_millis() as u32))?;
     let stream = TlsConnector::from(tls).connect(identity::server_name(), stream).await?;
+    let reached = stream.get_ref().0.peer_addr()?.ip();
+    *peer.reached.lock().unwrap_or_else(PoisonError::into_inner) = Some(reached);
     let certificates = stream.get_ref().1.peer_certificates();
     peer.shows(certificates.and_then(<[_]>::first).map_or(&[], |certificate| certificate))?;
     Ok(stream)
@@ -300,8 +342,7 @@ impl PoolServer for Remote {
     }
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
-        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.allocate(request).await, |lease| &lease.server)
-            .await
+        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.allocate(request).await).await
     }
 
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError> {
@@ -361,13 +402,12 @@ impl PoolServer for Remote {
 
     async fn measure(&self, seconds: u32) -> Result<control::MeasureReply, PoolError> {
         let request = control::MeasureRequest { seconds };
-        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await, |reply| &reply.server)
-            .await
+        self.call_named(SLOW_CALL_TIMEOUT, async |mut c| c.measure(request).await).await
     }
 
     async fn describe(&self, usage_uid: Option<u32>) -> Result<control::ServerDescription, PoolError> {
         let request = control::DescribeRequest { usage_uid, authorities: Vec::new() };
-        self.call_named(CALL_TIMEOUT, async |mut c| c.describe(request).await, |said| &said.name).await
+        self.call_named(CALL_TIMEOUT, async |mut c| c.describe(request).await).await
     }
 
     async fn watch(

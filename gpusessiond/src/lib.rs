@@ -13,6 +13,7 @@
 //! * [`config`], [`settings`], [`paths`], [`units`], [`arguments`]: configuration.
 
 pub mod access;
+pub mod addresses;
 pub mod arguments;
 pub mod bus;
 pub mod client;

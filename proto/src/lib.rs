@@ -8,6 +8,7 @@
 //! * [`launch`]: attributes of launches.
 //! * [`measure`]: frames of `gpusession netperf`.
 //! * [`journal`]: message ids of the daemons' journal entries.
+//! * [`place`]: addresses that a server on another machine cannot have.
 //! * [`readings`]: NVML's facts about GPUs, on the grant socket and between `gpuserver` and its
 //!   monitor.
 //! * `statement`: revocations that hold on each server of a pool (feature `control`).
@@ -32,6 +33,7 @@ pub mod measure;
 pub mod message;
 #[cfg(feature = "control")]
 pub mod pinned;
+pub mod place;
 pub mod preface;
 pub mod readings;
 pub mod share;

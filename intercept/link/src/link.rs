@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use gpusession_proto::changes;
 use gpusession_proto::frame::{BadFrame, DOWN_LANES, HEADER, Header, Reader, UP_LANES, WAIT, Writer, op};
 use gpusession_proto::grant::{Endpoint, Outage, PROGRAM_THREAD};
+use gpusession_proto::place::is_nearby;
 use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
 
@@ -845,7 +846,16 @@ fn connect(
                 continue;
             }
         };
+        let is_name = address.parse::<SocketAddr>().is_err();
         for candidate in candidates {
+            // The server chose the name, and its domain's resolver the answer. The daemon, which
+            // knows whether the server is on this machine, then hands out no name.
+            if is_name && is_nearby(candidate.ip()) {
+                place = format!("server {}: address {address}", endpoint.server);
+                last =
+                    io::Error::other(format!("the name leads to {candidate}, which is not another machine"));
+                continue;
+            }
             // The server takes each number once.
             let attempt = attempts.fetch_add(1, Ordering::Relaxed);
             let connected = TcpStream::connect_timeout(&candidate, timeout).and_then(|mut socket| {

@@ -70,10 +70,9 @@ fn a_worker_that_makes_no_sense_is_lost_with_a_reason() {
     }
 }
 
-/// Returns the reason for a server that replies `answer` to a connection's first bytes.
-fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let endpoint = Endpoint {
+/// Returns the endpoint of a server that listens there.
+fn endpoint_at(listener: &TcpListener, fingerprint: Option<[u8; 32]>) -> Endpoint {
+    Endpoint {
         server: "gpu1".into(),
         addresses: vec![listener.local_addr().unwrap().to_string()],
         worker: [0; 16],
@@ -82,7 +81,13 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
         ticket: vec![0; 100],
         lease: "abcdefghijkl".into(),
         devices: 1,
-    };
+    }
+}
+
+/// Returns the reason for a server that replies `answer` to a connection's first bytes.
+fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = endpoint_at(&listener, fingerprint);
     std::thread::spawn(move || {
         let (mut socket, _) = listener.accept().unwrap();
         socket.read_exact(&mut [0; preface::LEN]).unwrap();
@@ -107,6 +112,18 @@ fn a_refusal_arrives_with_and_without_encryption() {
             assert!(reason.contains("gpu1"), "{reason}");
         }
     }
+}
+
+#[test]
+fn a_name_leads_to_no_port_of_this_machine() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let endpoint = Endpoint { addresses: vec![format!("localhost:{port}")], ..endpoint_at(&listener, None) };
+    let opened = Link::open(&endpoint, Box::new(gpusession_test_link::peer::Quiet), |_| {});
+    let Err(LinkLost(reason)) = opened else { panic!("a link") };
+    assert!(reason.contains("which is not another machine"), "{reason}");
+    listener.set_nonblocking(true).unwrap();
+    assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "no connection");
 }
 
 #[test]
