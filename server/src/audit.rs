@@ -10,8 +10,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead as _, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -24,7 +24,9 @@ use crate::checkpoint::{Checkpoint, Place};
 use crate::clock::wall;
 use crate::store;
 use crate::text::printable;
+use names::Names;
 
+mod names;
 pub mod verify;
 
 /// Most events that wait for the disk.
@@ -66,7 +68,7 @@ pub struct Event {
     /// Worker that serves the program.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub worker: String,
-    /// User of the program.
+    /// User of the program, or of a selection of lines; in the files a pseudonym, see [`names`].
     #[serde(skip_serializing_if = "String::is_empty")]
     pub user: String,
     /// Program that began or ended.
@@ -152,6 +154,17 @@ pub struct Verified {
     pub proved_seq: u64,
 }
 
+/// A user whose name the trail shows no more.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Forgotten {
+    /// Whether the trail had a pseudonym of the user.
+    pub known: bool,
+    /// Number of lines with the name itself, which an earlier release wrote.
+    pub lines: u64,
+    /// Day of the last of these lines; empty: none.
+    pub last_day: String,
+}
+
 /// The first line that does not verify.
 #[derive(Debug, thiserror::Error)]
 #[error("{}:{line}: {why}", file.display())]
@@ -191,6 +204,11 @@ fn folder(state_dir: &Path) -> PathBuf {
     state_dir.join("audit")
 }
 
+/// Returns the day of a file of the trail.
+fn day_of(path: &Path) -> &str {
+    path.file_stem().and_then(|name| name.to_str()).unwrap_or_default()
+}
+
 /// Lists the files of the trail, the oldest first.
 fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
@@ -210,6 +228,7 @@ struct Trail {
     server: String,
     /// `None`: a command, which writes no checkpoint.
     sign: Option<Sign>,
+    names: Mutex<Names>,
 }
 
 impl Trail {
@@ -217,7 +236,12 @@ impl Trail {
         let folder = folder(state_dir);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
         store::give_to_owner_of(state_dir, &File::open(&folder)?)?;
-        Ok(Self { folder, server: server.into(), sign })
+        let names = Mutex::new(Names::open(&folder)?);
+        Ok(Self { folder, server: server.into(), sign, names })
+    }
+
+    fn names(&self) -> MutexGuard<'_, Names> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has a line signed, by its number and the hash of the line before; returns detail and
@@ -289,12 +313,15 @@ impl Trail {
         if let Some(newest) = newest.filter(|newest| *newest > path) {
             path = newest;
         }
-        let mut out = Vec::new();
-        for mut event in events {
-            let Event { actor, from, client, user, program, detail, .. } = &mut event;
+        let mut events: Vec<Event> = events.into_iter().collect();
+        for Event { actor, from, client, user, program, detail, .. } in &mut events {
             for text in [actor, from, client, user, program, detail] {
                 *text = printable(text, MAX_TEXT);
             }
+        }
+        self.names().hide(&mut events, day_of(&path))?;
+        let mut out = Vec::new();
+        for mut event in events {
             seq += 1;
             let mut signature = String::new();
             if event.event == CHECKPOINT {
@@ -331,7 +358,7 @@ impl Trail {
         let size = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
         let mut bytes: u64 = files(&self.folder)?.iter().map(size).sum();
         for path in all {
-            let name = path.file_stem().and_then(|n| n.to_str()).unwrap_or_default();
+            let name = day_of(&path);
             let old = oldest.as_ref().is_some_and(|oldest| name < oldest.as_str());
             if !old && (kept.bytes == 0 || bytes <= kept.bytes) {
                 break;
@@ -351,13 +378,29 @@ impl Trail {
             self.append([event], usec)?;
             fs::remove_file(&path)?;
         }
+        if let Some(first) = files(&self.folder)?.first() {
+            self.names().forget_before(day_of(first))?;
+        }
         Ok(())
+    }
+
+    /// Forgets a user's name.
+    fn forget(&self, client: &str, user: &str) -> io::Result<Forgotten> {
+        let known = self.names().forget(client, user)?;
+        let mut left = Forgotten { known, lines: 0, last_day: String::new() };
+        let wanted = Wanted { client: client.into(), user: user.into(), ..Wanted::default() };
+        visit(&self.folder, &wanted, |line| {
+            left.lines += 1;
+            left.last_day = day(line.time_usec / 1_000_000);
+        })?;
+        Ok(left)
     }
 }
 
 enum Order {
     Write(Box<Event>, Option<oneshot::Sender<Result<(), String>>>),
     Prune(Kept),
+    Forget { client: String, user: String, answer: oneshot::Sender<Result<Forgotten, String>> },
     Stop,
 }
 
@@ -411,6 +454,14 @@ impl Audit {
         answer.await.unwrap_or_else(|_| Err(ended()))
     }
 
+    /// Forgets a user's name: later answers show a pseudonym in lines up to now.
+    pub async fn forget(&self, client: String, user: String) -> Result<Forgotten, String> {
+        let (answer, forgotten) = oneshot::channel();
+        let ended = || "the audit trail's thread has ended".to_owned();
+        self.orders.send(Order::Forget { client, user, answer }).await.map_err(|_| ended())?;
+        forgotten.await.unwrap_or_else(|_| Err(ended()))
+    }
+
     /// Returns `true` if the latest write succeeded.
     pub fn works(&self) -> bool {
         !self.failed.load(Ordering::Relaxed)
@@ -458,6 +509,7 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
     loop {
         let Some(first) = orders.blocking_recv() else { return };
         let (mut events, mut told, mut prune, mut stop) = (Vec::new(), Vec::new(), None, false);
+        let mut forget = Vec::new();
         let mut next = Some(first);
         while let Some(order) = next {
             match order {
@@ -466,6 +518,7 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
                     told.extend(answer);
                 }
                 Order::Prune(kept) => prune = Some(kept),
+                Order::Forget { client, user, answer } => forget.push((client, user, answer)),
                 Order::Stop => stop = true,
             }
             next = orders.try_recv().ok();
@@ -483,6 +536,9 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
         }
         for told in told {
             let _ = told.send(done.as_ref().copied().map_err(ToString::to_string));
+        }
+        for (client, user, answer) in forget {
+            let _ = answer.send(trail.forget(&client, &user).map_err(|e| e.to_string()));
         }
         // After the answers, which wait for no signer.
         if since && (usec >= due || stop) {
@@ -521,6 +577,11 @@ pub fn note_offline(state_dir: &Path, server: &str, event: Event) -> io::Result<
     Trail::open(state_dir, server, None)?.append([event], now_usec()).map(|_| ())
 }
 
+/// Forgets a user's name in a state directory that no server uses.
+pub fn forget_offline(state_dir: &Path, server: &str, client: &str, user: &str) -> io::Result<Forgotten> {
+    Trail::open(state_dir, server, None)?.forget(client, user)
+}
+
 /// Returns the latest lines in a state directory that are wanted, at most `most`.
 pub fn list(state_dir: &Path, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>> {
     list_in(&folder(state_dir), wanted, most)
@@ -540,8 +601,9 @@ fn list_in(folder: &Path, wanted: &Wanted, most: usize) -> io::Result<Vec<Line>>
 /// Passes each wanted line to `take`, the oldest first.
 fn visit(folder: &Path, wanted: &Wanted, mut take: impl FnMut(Line)) -> io::Result<()> {
     let first = day(wanted.since_unix);
+    let names = Names::open(folder)?;
     for path in files(folder)? {
-        if path.file_stem().and_then(|n| n.to_str()).is_some_and(|n| n < first.as_str()) {
+        if day_of(&path) < first.as_str() {
             continue;
         }
         for line in io::BufReader::new(File::open(&path)?).split(b'\n') {
@@ -551,7 +613,8 @@ fn visit(folder: &Path, wanted: &Wanted, mut take: impl FnMut(Line)) -> io::Resu
             if !text.contains(&wanted.event) {
                 continue;
             }
-            let Ok(line) = serde_json::from_str::<Line>(text) else { continue };
+            let Ok(mut line) = serde_json::from_str::<Line>(text) else { continue };
+            names.show(&mut line.event);
             if wanted.has(&line) {
                 take(line);
             }

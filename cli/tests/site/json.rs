@@ -209,6 +209,9 @@ fn every_verb_prints_what_the_page_describes() {
             .then_some(())
     });
     seen.check("gpuserver accounting", &[]);
+    let started = seen.value("gpuserver audit", &["--event", "program-started"]);
+    let user = started["audit"][0]["user"].as_str().unwrap().to_owned();
+    seen.check("gpuserver audit forget-user", &["vm-1", &user]);
 
     daemon.stop();
     seen.check("gpusession leave", &["--for-template"]);

@@ -4,6 +4,7 @@
 #![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 mod addresses;
+mod audit;
 mod batch;
 mod diagnosis;
 mod json;

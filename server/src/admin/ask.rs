@@ -158,6 +158,13 @@ pub enum Ask {
         /// Selection of lines.
         wanted: audit::Wanted,
     },
+    /// Forget a user's name in the audit trail.
+    AuditForgetUser {
+        /// Client of the user.
+        client: String,
+        /// Name of the user.
+        user: String,
+    },
     /// List administrators.
     Administrators,
     /// Refuse an administrator from now on.
@@ -258,6 +265,7 @@ impl Ask {
             Self::RotateStatus => Kind::ReadHere(KEPT_HERE),
             // The trail records its readers.
             Self::Audit { .. }
+            | Self::AuditForgetUser { .. }
             | Self::Revoke { .. }
             | Self::Forget { .. }
             | Self::Kill { .. }
@@ -336,6 +344,16 @@ impl Ask {
     /// Returns the request as an event, with those of its fields that are no secret.
     pub fn event(&self, actor: String) -> audit::Event {
         let mut words = serde_json::to_value(self).unwrap_or_default();
+        let mut user = String::new();
+        match (self, words.as_object_mut()) {
+            // As a user of the event, the name gets a pseudonym.
+            (Self::Audit { wanted }, Some(fields)) => {
+                user.clone_from(&wanted.user);
+                fields["wanted"]["user"] = String::new().into();
+            }
+            (Self::AuditForgetUser { .. }, Some(fields)) => drop(fields.remove("user")),
+            _ => {}
+        }
         let text = |key: &str| words.get(key).and_then(|v| v.as_str()).unwrap_or_default().to_owned();
         let (event, lease) = (text("verb"), text("lease"));
         let client = match self {
@@ -345,7 +363,7 @@ impl Ask {
         if let Some(fields) = words.as_object_mut() {
             fields.retain(|field, _| RECORDED.contains(&field.as_str()));
         }
-        audit::Event { actor, client, lease, detail: words.to_string(), ..audit::own(&event) }
+        audit::Event { actor, client, lease, user, detail: words.to_string(), ..audit::own(&event) }
     }
 
     /// Performs the request and returns what the verb shows.
@@ -390,6 +408,7 @@ impl Ask {
             }
             Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
             Self::Audit { wanted } => records::audit(pool, wanted).await,
+            Self::AuditForgetUser { client, user } => records::forget_user(pool, client, user).await,
             Self::Administrators => administrators::list(pool),
             Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
             Self::Tokens => tokens::list(pool).await,

@@ -6,10 +6,10 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::accounting::past;
-use super::target::{Target, no_right, running};
+use super::target::{Target, no_right, offline, running};
 use crate::admin::answer::records::{MAX_LINES, print_audit};
 use crate::admin::{Ask, Refusal, local_only};
-use crate::audit::{self, Line, Verified, Wanted};
+use crate::audit::{self, Forgotten, Line, Verified, Wanted};
 use crate::clock::{Clock, SystemClock};
 use crate::signer::link::Link;
 use crate::text::Output;
@@ -45,9 +45,21 @@ pub enum AuditVerb {
     ///
     /// Exit status: 0 if all lines are as they were written; 1 with the first one that is not.
     Verify,
+    /// Forget the name of a client's user
+    ///
+    /// The lines stay, with a pseudonym in place of the name. Records of accounting keep the name.
+    ForgetUser {
+        /// Client of the user
+        client: String,
+        /// Name of the user
+        user: String,
+    },
 }
 
 pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOptions) -> anyhow::Result<()> {
+    if let Some(AuditVerb::ForgetUser { client, user }) = &options.verb {
+        return forget_user(out, server, client, user);
+    }
     if let Some(AuditVerb::Verify) = options.verb {
         if server.remote.is_some() {
             return Err(local_only("the trail is verified on its own host, by its signer's key").into());
@@ -83,4 +95,36 @@ pub(super) fn audit(out: &mut Output<'_>, server: &Target, options: &AuditOption
         }
     };
     out.answer("audit", value, |out, lines: Vec<Line>| print_audit(out, lines))
+}
+
+fn forget_user(out: &mut Output<'_>, server: &Target, client: &str, user: &str) -> anyhow::Result<()> {
+    let ask = Ask::AuditForgetUser { client: client.into(), user: user.into() };
+    let value = match running(server, &ask)? {
+        Some(value) => value,
+        None => {
+            let config = server.config()?;
+            let _lock = offline(config)?;
+            let forgotten = audit::forget_offline(&config.state_dir, &config.name, client, user)?;
+            audit::note_offline(&config.state_dir, &config.name, ask.event(String::new()))?;
+            serde_json::to_value(forgotten)?
+        }
+    };
+    let forgotten: Forgotten = serde_json::from_value(value.clone())?;
+    if !forgotten.known && forgotten.lines == 0 {
+        return Err(Refusal {
+            code: "no-such-user".into(),
+            message: format!("client {client}: no user {user} in the audit trail"),
+            hint: format!("`gpuserver audit --since 400d --client {client}` shows its users"),
+        }
+        .into());
+    }
+    out.answer("forgotten", value, |out, Forgotten { known, lines, last_day }| {
+        if known {
+            writeln!(out, "client {client}: user {user} stands as a pseudonym in lines up to now")?;
+        }
+        if lines > 0 {
+            writeln!(out, "{lines} lines of an earlier release have the name, until {last_day} is deleted")?;
+        }
+        Ok(())
+    })
 }

@@ -201,7 +201,9 @@ keys! {
         ///
         /// Leases and programs continue.
         audit_required: bool = "on", SWITCH, live;
-        /// Notes the users of programs in the audit trail, whose lines stay for `audit_keep`.
+        /// Notes the users of programs in the audit trail, under pseudonyms.
+        ///
+        /// `gpuserver audit forget-user` deletes the name behind one.
         audit_users: bool = "on", SWITCH, live;
         /// Time in which a client can renew its certificate after the end of it; 0: none.
         renew_grace: Duration = "30d", DURATION, live;

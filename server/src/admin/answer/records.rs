@@ -29,6 +29,14 @@ pub(in crate::admin) async fn audit(pool: &Arc<Pool>, wanted: audit::Wanted) -> 
     show(serde_json::to_value(lines))
 }
 
+pub(in crate::admin) async fn forget_user(
+    pool: &Arc<Pool>,
+    client: String,
+    user: String,
+) -> Result<Value, Refusal> {
+    show(serde_json::to_value(pool.audit().forget(client, user).await.map_err(|e| internal(&e))?))
+}
+
 /// Prints `gpuserver accounting`.
 pub fn print_accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
     let n = records.len();
