@@ -68,7 +68,7 @@ pub struct Event {
     /// Worker that serves the program.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub worker: String,
-    /// User of the program, or of a selection of lines; in the files a pseudonym, see [`names`].
+    /// User of the program; in the files a pseudonym, see [`names`].
     #[serde(skip_serializing_if = "String::is_empty")]
     pub user: String,
     /// Program that began or ended.

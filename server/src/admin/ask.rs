@@ -344,15 +344,14 @@ impl Ask {
     /// Returns the request as an event, with those of its fields that are no secret.
     pub fn event(&self, actor: String) -> audit::Event {
         let mut words = serde_json::to_value(self).unwrap_or_default();
-        let mut user = String::new();
-        match (self, words.as_object_mut()) {
-            // As a user of the event, the name gets a pseudonym.
-            (Self::Audit { wanted }, Some(fields)) => {
-                user.clone_from(&wanted.user);
-                fields["wanted"]["user"] = String::new().into();
-            }
-            (Self::AuditForgetUser { .. }, Some(fields)) => drop(fields.remove("user")),
-            _ => {}
+        // The trail names no users: it could not forget them.
+        if let Self::Audit { wanted } = self
+            && !wanted.user.is_empty()
+        {
+            words["wanted"]["user"] = "(a user)".into();
+        }
+        if let (Self::AuditForgetUser { .. }, Some(fields)) = (self, words.as_object_mut()) {
+            fields.remove("user");
         }
         let text = |key: &str| words.get(key).and_then(|v| v.as_str()).unwrap_or_default().to_owned();
         let (event, lease) = (text("verb"), text("lease"));
@@ -363,7 +362,7 @@ impl Ask {
         if let Some(fields) = words.as_object_mut() {
             fields.retain(|field, _| RECORDED.contains(&field.as_str()));
         }
-        audit::Event { actor, client, lease, user, detail: words.to_string(), ..audit::own(&event) }
+        audit::Event { actor, client, lease, detail: words.to_string(), ..audit::own(&event) }
     }
 
     /// Performs the request and returns what the verb shows.
