@@ -7,6 +7,10 @@ use crate::errors::{INVALID_VALUE, Result, UNKNOWN};
 pub fn guard(name: &str, body: impl FnOnce() -> Result) -> u32 {
     // A thread of a locked process may restore and unlock it.
     let _inside = (!name.starts_with("cuCheckpoint")).then(crate::driver::checkpoint::enter);
+    let body = || {
+        crate::driver::context::error_of_call(name)?;
+        body()
+    };
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(e)) => {

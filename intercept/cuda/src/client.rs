@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -86,6 +86,17 @@ pub struct Client {
     /// Whether the thread for programs that only watch their memory runs.
     landings: OnceLock<bool>,
     sticky: AtomicI32,
+    /// The fault of a kernel, also after a reset.
+    fault: AtomicI32,
+}
+
+/// Whether a client of this process has a fault.
+static ANY_FAULT: AtomicBool = AtomicBool::new(false);
+
+/// Returns `true` if a kernel of this process has failed.
+#[inline]
+pub fn any_fault() -> bool {
+    ANY_FAULT.load(Ordering::Relaxed)
 }
 
 /// Bytes of long requests without a reply, which the worker keeps.
@@ -247,6 +258,7 @@ impl Client {
             events: OnceLock::new(),
             landings: OnceLock::new(),
             sticky: AtomicI32::new(0),
+            fault: AtomicI32::new(0),
         })
     }
 
@@ -561,7 +573,27 @@ impl Client {
 
     /// Makes an error sticky; the first one stays, because it is the cause of the others.
     pub fn poison(&self, status: i32) {
-        let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
+        let first = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if first && gpusession_proto::status::is_sticky(status) {
+            self.fault.store(status, Ordering::Relaxed);
+            ANY_FAULT.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the fault of a kernel, which no reset undoes: no new context works.
+    pub fn fault(&self) -> Option<i32> {
+        Some(self.fault.load(Ordering::Relaxed)).filter(|status| *status != 0)
+    }
+
+    /// Returns the error of each call in a context with a fault: the fault, or that a reset has
+    /// destroyed the context.
+    pub fn context_error(&self) -> Option<i32> {
+        self.fault().map(|_| self.sticky.load(Ordering::Relaxed))
+    }
+
+    /// Notes that a reset has destroyed the context with a fault.
+    pub fn reset_after_fault(&self) {
+        self.sticky.store(CONTEXT_IS_DESTROYED, Ordering::Relaxed);
     }
 
     /// Appends a frame and, unless `sure`, waits for the driver's verdict; returns the frame's

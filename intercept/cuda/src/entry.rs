@@ -6,7 +6,7 @@ use gpusession_link::link::Begun;
 use gpusession_proto::frame::op;
 use gpusession_proto::status::is_sticky;
 
-use crate::{clients, core_dumps, run_ahead, trace};
+use crate::{clients, core_dumps, faulted, run_ahead, trace};
 
 /// Statuses, for the bodies of exported functions.
 pub use crate::status::*;
@@ -18,6 +18,7 @@ pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
         if run_ahead::due() {
             run_ahead::mark(mark);
         }
+        faulted::check(name)?;
         body()
     };
     let status = match catch_unwind(AssertUnwindSafe(body)) {

@@ -24,6 +24,7 @@ mod errors;
 mod events;
 #[cfg(test)]
 mod fake_worker;
+mod faulted;
 mod foreign_addresses;
 mod freed_blocks;
 mod functions;

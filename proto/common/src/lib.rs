@@ -3,6 +3,7 @@
 //! Without features the crate has no dependency, since it runs inside users' programs.
 #![forbid(unsafe_code)]
 
+pub mod context_calls;
 pub mod core_dump;
 #[cfg(feature = "config")]
 pub mod help;

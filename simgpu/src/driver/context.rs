@@ -6,6 +6,7 @@ use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
 use crate::ptx::exec::Host;
 use crate::registry::{Registry, handle};
+use gpusession_common::context_calls;
 use gpusession_common::core_dump::Dump;
 use parking_lot::Mutex;
 use std::cell::RefCell;
@@ -18,6 +19,20 @@ pub static CONTEXTS: Registry<Context> = Registry::new();
 
 /// The error code after which the process can create no context; 0 before.
 static POISON: AtomicU32 = AtomicU32::new(0);
+
+/// Returns the error of a call of this name in the current context, if that has a fault.
+pub fn error_of_call(name: &str) -> Result {
+    let Err(Error(fault)) = not_poisoned() else { return Ok(()) };
+    let Ok(Some(ctx)) = top() else { return Ok(()) };
+    let (life, destroyed) = (ctx.life(), !ctx.active());
+    if life.check().is_ok() && !destroyed {
+        return Ok(());
+    }
+    let Some(code) = context_calls::error(name, fault as i32, destroyed) else { return Ok(()) };
+    // The call may be the one that shows what the kernel printed before its fault.
+    life.flush();
+    Err(Error(code as u32))
+}
 
 pub fn not_poisoned() -> Result {
     match POISON.load(Ordering::SeqCst) {
@@ -133,6 +148,8 @@ pub struct Context {
     pub shared_config: AtomicU32,
     /// Number of retains of a primary context; 1 for other contexts until they are destroyed.
     pub references: AtomicU32,
+    /// Whether a primary context was reset since the latest `cuDevicePrimaryCtxRetain`.
+    pub reset: AtomicBool,
     life: Mutex<Arc<Life>>,
     pub state: Mutex<State>,
 }
@@ -191,6 +208,7 @@ impl Context {
             cache_config: AtomicU32::new(0),
             shared_config: AtomicU32::new(1),
             references: AtomicU32::new(u32::from(!primary)),
+            reset: AtomicBool::new(false),
             life: Mutex::default(),
             state: Mutex::default(),
         });
@@ -206,7 +224,7 @@ impl Context {
     }
 
     pub fn active(&self) -> bool {
-        self.references.load(Ordering::SeqCst) > 0
+        self.references.load(Ordering::SeqCst) > 0 && !self.reset.load(Ordering::SeqCst)
     }
 
     pub fn check_alive(&self) -> Result {

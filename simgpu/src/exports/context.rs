@@ -3,7 +3,7 @@
 use super::{out, out_opt};
 use crate::driver::capture;
 use crate::driver::context::{
-    self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working,
+    self, CONTEXTS, Context, by_handle, current, not_poisoned, top, with_stack, working,
 };
 use crate::driver::device::SHARED_OPTIN;
 use crate::driver::submit;
@@ -69,6 +69,8 @@ fn release(device: i32) -> Result {
     let ctx = &d.device(device)?.primary;
     let before = ctx.references.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
     match before {
+        // A reset has done it already.
+        Ok(1) if ctx.reset.swap(false, Ordering::SeqCst) => {}
         Ok(1) => {
             ctx.tear_down(d);
             d.space.context_gone(ctx.device);
@@ -82,7 +84,8 @@ fn release(device: i32) -> Result {
 fn reset(device: i32) -> Result {
     let d = driver()?;
     let ctx = &d.device(device)?.primary;
-    let was_active = ctx.references.swap(0, Ordering::SeqCst) > 0;
+    let was_active = ctx.active();
+    ctx.reset.store(ctx.references.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
     ctx.tear_down(d);
     if was_active {
         d.space.context_gone(ctx.device);
@@ -139,9 +142,11 @@ export! {
         if !ctx.active() {
             not_poisoned()?;
         }
-        if ctx.references.fetch_add(1, Ordering::SeqCst) == 0 {
+        let again = ctx.reset.swap(false, Ordering::SeqCst);
+        if ctx.references.fetch_add(1, Ordering::SeqCst) == 0 || again {
             made(d, ctx.device).inspect_err(|_| {
                 ctx.references.fetch_sub(1, Ordering::SeqCst);
+                ctx.reset.store(again, Ordering::SeqCst);
             })?;
             ctx.life().begin(ctx.flags.load(Ordering::SeqCst));
         }
@@ -246,7 +251,8 @@ export! {
     }
 
     fn cuCtxGetFlags(flags: *mut u32) {
-        out(flags, current()?.flags.load(Ordering::SeqCst))
+        driver()?;
+        out(flags, top()?.ok_or(INVALID_CONTEXT)?.flags.load(Ordering::SeqCst))
     }
 
     fn cuCtxSetFlags(flags: u32) {
@@ -256,11 +262,13 @@ export! {
     }
 
     fn cuCtxGetId(ctx: usize, id: *mut u64) {
-        out(id, by_handle(ctx)?.id)
+        let ctx = by_handle(ctx)?;
+        ctx.check_alive()?;
+        out(id, ctx.id)
     }
 
     fn cuCtxGetApiVersion(ctx: usize, version: *mut u32) {
-        by_handle(ctx)?;
+        by_handle(ctx)?.check_alive().map_err(|_| INVALID_CONTEXT)?;
         out(version, 3020)
     }
 

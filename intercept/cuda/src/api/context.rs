@@ -26,6 +26,9 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
         return Err(INVALID_VALUE);
     }
     // After a fault no context of the process works.
+    if let Some(fault) = client.fault() {
+        return Err(fault);
+    }
     client.take_late_error()?;
     core_dumps::before_context(client, flags);
     let new = client.mint(handle::CTX);
@@ -38,6 +41,12 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     writing(client).insert(new, created);
     thread::push(new);
     give(ctx, new as *mut c_void)
+}
+
+/// Returns an error for a context with a fault that a reset has destroyed.
+fn not_reset(ctx: u64) -> std::result::Result<(), ()> {
+    let error = clients::of_context(ctx).ok().and_then(|(client, _)| client.context_error());
+    if error == Some(CONTEXT_IS_DESTROYED) { Err(()) } else { Ok(()) }
 }
 
 /// `CUctxCreateParams`: execution affinities, their number, and parameters for graphics; zeros mean
@@ -253,13 +262,16 @@ driver! {
     }
 
     fn cuCtxGetId(ctx: *mut c_void, id: *mut u64) {
-        give(id, private_tables::context_id(named(ctx)?))
+        let ctx = named(ctx)?;
+        not_reset(ctx).map_err(|()| CONTEXT_IS_DESTROYED)?;
+        give(id, private_tables::context_id(ctx))
     }
 
     fn cuCtxGetApiVersion(ctx: *mut c_void, version: *mut u32) {
         clients::get()?;
         let ctx = named(ctx)?;
         let (client, _) = clients::of_context(ctx)?;
+        not_reset(ctx).map_err(|()| INVALID_CONTEXT)?;
         give(version, created(client, ctx).map_or(3020, |c| c.version))
     }
 

@@ -201,6 +201,9 @@ driver! {
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
         core_dumps::before_context(client, device.primary_flags.load(Ordering::Relaxed));
+        if let Some(fault) = client.fault().filter(|_| device.reset.load(Ordering::Relaxed)) {
+            return Err(fault);
+        }
         device.retaining.run(thread::id(), || {
             device.reset.store(false, Ordering::Relaxed);
             device.retained.fetch_add(1, Ordering::Relaxed)
@@ -228,7 +231,11 @@ driver! {
         let (client, device) = clients::device(device)?;
         private_tables::forget_context(client.primary(device.local));
         device.retaining.run(thread::id(), || {
-            reset(client, device, true)?;
+            let ended = reset(client, device, true);
+            match client.fault() {
+                Some(_) => client.reset_after_fault(),
+                None => ended?,
+            }
             device.reset.store(true, Ordering::Relaxed);
             Ok(())
         })

@@ -114,7 +114,12 @@ driver! {
     }
 
     fn cuMemAddressFree(address: u64, size: usize) {
-        route::by_address(address)?.window().unreserve(address, size as u64)
+        let client = route::by_address(address)?;
+        // Memory that is mapped there keeps the addresses.
+        if ranges::overlaps(address, size as u64) {
+            return Err(INVALID_VALUE);
+        }
+        client.window().unreserve(address, size as u64)
     }
 
     fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
