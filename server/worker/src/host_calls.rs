@@ -3,9 +3,34 @@
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Calls that the client was asked to run.
+/// Most calls that streams have not reached: the driver takes some thousands per stream.
+///
+/// A capture that a client does not announce, and a fault, leave calls that no stream reaches.
+const MAX_QUEUED: usize = 1 << 20;
+
+/// Work that precedes a call.
+#[derive(Clone, Copy)]
+pub struct Position {
+    /// The client's handle of the context.
+    pub ctx: u64,
+    /// The driver's handle.
+    pub stream: usize,
+    /// Position of the frame that queued the call.
+    pub seq: u64,
+}
+
+/// A call that a stream has not reached.
+pub struct Queued {
+    /// The client's number of the function.
+    pub id: u64,
+    pub at: Position,
+}
+
+/// Calls that the client was asked to run, and those that streams have not reached.
 #[derive(Default)]
 pub struct HostCalls {
+    /// By the number that the driver passes on, and the latest number.
+    queued: Mutex<(HashMap<u64, Queued>, u64)>,
     asked: Mutex<HashMap<u64, Calls>>,
     changed: Condvar,
     /// Keeps the numbers of calls in the order in which the client is asked.
@@ -26,6 +51,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl HostCalls {
+    /// Keeps a call for the stream that reaches it; returns its number, or `None` beyond the bound.
+    pub fn queue(&self, call: Queued) -> Option<u64> {
+        let mut queued = lock(&self.queued);
+        let (calls, latest) = &mut *queued;
+        if calls.len() >= MAX_QUEUED {
+            return None;
+        }
+        *latest += 1;
+        calls.insert(*latest, call);
+        Some(*latest)
+    }
+
+    /// Takes a call that its stream has reached, or that the driver refused.
+    pub fn begin(&self, number: u64) -> Option<Queued> {
+        lock(&self.queued).0.remove(&number)
+    }
+
     /// Lets `send` ask the client to run the function; returns the number of this call of it.
     pub fn ask(&self, id: u64, send: impl FnOnce()) -> u64 {
         let _order = lock(&self.order);
@@ -100,6 +142,19 @@ mod tests {
         assert!(!later.is_finished(), "its own call has not run");
         calls.finished(1);
         later.join().unwrap();
+    }
+
+    #[test]
+    fn a_call_is_made_once_and_calls_that_no_stream_reaches_are_bounded() {
+        let calls = HostCalls::default();
+        let at = Position { ctx: 1, stream: 0, seq: 2 };
+        let first = calls.queue(Queued { id: 7, at }).unwrap();
+        assert_eq!(calls.begin(first).map(|call| call.id), Some(7));
+        assert!(calls.begin(first).is_none(), "a second launch of a captured call");
+        (0..MAX_QUEUED as u64).for_each(|id| assert_ne!(calls.queue(Queued { id, at }), Some(first)));
+        assert_eq!(calls.queue(Queued { id: 8, at }), None);
+        assert!(calls.begin(first + 1).is_some());
+        assert!(calls.queue(Queued { id: 8, at }).is_some());
     }
 
     #[test]

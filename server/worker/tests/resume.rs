@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use gpusession_link::lanes::{HostRange, On};
 use gpusession_link::resume::{Attempt, Counts, ELSEWHERE, SessionKey, ack, frame as outside};
 use gpusession_link::transport::Transport;
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{FIRST_DOWN_LANE, FIRST_UP_LANE, op};
 use gpusession_proto::preface::FLAG_RESUME;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use gpusession_test_support::relay::{Cut, Fate, Place, Relay};
-use gpusession_test_worker::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker};
+use gpusession_test_worker::{CALLER, Client, MIB, Machine, Options, Random, Raw, WINDOW, Worker, frame};
 
 use fates::fate;
 
@@ -142,6 +142,53 @@ fn only_the_program_itself_takes_its_place() {
     // A recorded attempt.
     let again = come_back(&worker, &secret, 5, &Counts { received: 8, first: 8, next: 9 });
     assert!(again.unwrap_err().contains("a later connection"));
+}
+
+#[test]
+fn lanes_that_come_back_without_end_take_no_memory() {
+    const TIMES: u32 = 1000;
+    let machine = Machine::new();
+    let mut worker = start(&machine, 60);
+    let guest = worker.guest();
+    let key = SessionKey::new(&guest.secret);
+    let lanes = [FIRST_UP_LANE, FIRST_DOWN_LANE];
+    let mut open: Vec<Raw> = lanes
+        .into_iter()
+        .map(|number| {
+            let mut first = worker.stranger(number);
+            let proof = blake3::keyed_hash(&guest.secret, &number.to_le_bytes());
+            first.write(&frame(op::LANE, u64::from(number), |w| w.bytes(proof.as_bytes())));
+            worker.wait_for(|m| matches!(m, FromWorker::Admitted { lane, .. } if *lane == number));
+            first
+        })
+        .collect();
+    let held = |worker: &Worker| {
+        let entries = |name| {
+            let folder = std::fs::read_dir(format!("/proc/{}/{name}", worker.pid())).expect("it runs");
+            folder.count()
+        };
+        (worker.memory(), entries("fd"), entries("task"))
+    };
+    let mine = Counts { received: 0, first: 1, next: 1 };
+    let mut before = None;
+    for attempt in 2..TIMES + 2 {
+        for (number, current) in lanes.into_iter().zip(&mut open) {
+            let next = worker.stranger_with(number, attempt, FLAG_RESUME);
+            let transport = Transport::plain(next.stream.try_clone().expect("a socket")).expect("a stream");
+            let attempt = Attempt { key: &key, worker: worker.id, lane: number, number: attempt };
+            assert_eq!(attempt.come_back(&transport, &mine).expect("its lane"), mine);
+            *current = next;
+        }
+        // The first ones start threads, whose memory others use again.
+        if attempt == 20 {
+            before = Some(held(&worker));
+        }
+    }
+    let (((rss, size), fds, tasks), before) = (held(&worker), before.expect("it was noted"));
+    println!("{before:?}, then {:?}", ((rss, size), fds, tasks));
+    assert!(rss < before.0.0 + 64 * MIB, "{rss} bytes of memory, at first {}", before.0.0);
+    assert!(size < before.0.1 + 1024 * MIB, "{size} bytes of addresses, at first {}", before.0.1);
+    assert!(fds <= before.1 + 16 && tasks <= before.2 + 16, "{fds} descriptors, {tasks} threads");
 }
 
 /// A guest that has acknowledged its greeting.

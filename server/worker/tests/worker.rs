@@ -4,6 +4,7 @@
 /// Tests of one subject each.
 mod worker {
     mod hostile;
+    mod leaks;
     mod long_requests;
     mod order;
 }

@@ -459,6 +459,16 @@ impl Worker {
         self.child.id()
     }
 
+    /// Returns the bytes of memory that the process has, and those of its address space.
+    pub fn memory(&self) -> (u64, u64) {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it runs");
+        let of = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
+            line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+        };
+        (of("VmRSS:"), of("VmSize:"))
+    }
+
     pub fn ticket(&self) -> Ticket {
         Ticket {
             lease: LEASE.into(),

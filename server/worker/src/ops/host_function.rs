@@ -1,25 +1,22 @@
 //! Host functions: the stream waits in a callback here while the client runs the function.
 
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use gpusession_proto::frame::{Reader, op};
 
 use crate::answer::Done;
-use crate::driver::{Handle, Status, check};
+use crate::driver::{Handle, Status, check, status};
 use crate::frame::Frame;
 use crate::handles::Object;
-use crate::host_calls::HostCalls;
+use crate::host_calls::{HostCalls, Position, Queued};
 use crate::session::Session;
 
-struct Call {
-    session: Arc<Session>,
-    id: u64,
-    /// Context, stream and position of the frame that queued the call; `None` for a graph's.
-    at: Option<(u64, Object, u64)>,
-    /// A graph may repeat the call, so it is kept.
-    keep: bool,
-}
+/// The session whose functions the driver calls: a worker serves one.
+///
+/// The driver copies and replaces nodes of graphs without the worker's knowledge. So a node refers
+/// to no memory of the worker: its data is the client's number of the function.
+static SESSION: OnceLock<Arc<Session>> = OnceLock::new();
 
 /// `CUDA_HOST_NODE_PARAMS`
 #[repr(C)]
@@ -35,32 +32,47 @@ impl HostNode {
     }
 }
 
+/// Runs a call that a stream makes once.
 extern "C" fn run(data: *mut c_void) {
-    call_client(data, 0);
+    call_queued(data, 0);
 }
 
 /// As [`run`], for a callback: the driver calls it behind a fault, too, and reports that.
 extern "C" fn run_callback(_stream: Handle, status: Status, data: *mut c_void) {
-    call_client(data, status);
+    call_queued(data, status);
+}
+
+/// Runs a call that a graph may repeat.
+extern "C" fn run_of_graph(data: *mut c_void) {
+    run_callback_of_graph(std::ptr::null_mut(), 0, data);
+}
+
+/// As [`run_of_graph`], for a callback.
+extern "C" fn run_callback_of_graph(_stream: Handle, status: Status, data: *mut c_void) {
+    if let Some(session) = SESSION.get() {
+        call_client(session, data as u64, None, status);
+    }
+}
+
+/// A client may have captured a call that it did not announce as a graph's: only the first launch
+/// finds it.
+fn call_queued(data: *mut c_void, status: Status) {
+    if let Some(session) = SESSION.get()
+        && let Some(Queued { id, at }) = session.host_calls.begin(data as u64)
+    {
+        call_client(session, id, Some(at), status);
+    }
 }
 
 /// Lets the client run a function, and waits until it has.
-fn call_client(data: *mut c_void, status: Status) {
-    let call = data.cast::<Call>();
-    // SAFETY: `data` came from `Box::into_raw` in `enqueue` or `node`; a call that is not kept runs
-    // once.
-    let (session, id, at, keep) = unsafe { ((*call).session.clone(), (*call).id, (*call).at, (*call).keep) };
-    if !keep {
-        // SAFETY: as above; no code uses it after this.
-        drop(unsafe { Box::from_raw(call) });
-    }
+fn call_client(session: &Session, id: u64, at: Option<Position>, status: Status) {
     // Data copied before this point must reach the client before the function runs.
     let mut frames = Vec::new();
     if status == 0 {
-        if let Some((ctx, stream, seq)) = at {
-            session.landing.reached(&session.replies, ctx, stream.0, seq, &mut frames);
+        if let Some(Position { ctx, stream, seq }) = at {
+            session.landing.reached(&session.replies, ctx, stream as Handle, seq, &mut frames);
         }
-        write_back(&session);
+        write_back(session);
     }
     session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| {
         w.word(id);
@@ -136,52 +148,53 @@ fn write_back(session: &Session) {
 impl HostCalls {
     /// Queues a call of the client's function `id` on a stream.
     ///
-    /// The driver makes the call of a callback behind a fault, too.
+    /// The driver makes the call of a callback behind a fault, too. A call that a graph may repeat
+    /// is for no position of the log.
     pub fn enqueue(
         session: &Arc<Session>,
         frame: &Frame,
         stream: Handle,
         id: u64,
-        keep: bool,
+        of_graph: bool,
         callback: bool,
     ) -> Result<(), Status> {
-        let at = (frame.header.ctx.get(), Object(stream), frame.header.seq.get());
-        let at = (!keep).then_some(at);
-        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at, keep }));
-        // SAFETY: the function that the driver calls takes ownership of the box.
+        let call = &session.driver.call;
+        SESSION.get_or_init(|| session.clone());
+        if of_graph {
+            // SAFETY: the functions take any number for their data.
+            return check(unsafe {
+                match callback {
+                    true => (call.cuStreamAddCallback)(stream, run_callback_of_graph, id as *mut c_void, 0),
+                    false => (call.cuLaunchHostFunc)(stream, run_of_graph, id as *mut c_void),
+                }
+            });
+        }
+        let at =
+            Position { ctx: frame.header.ctx.get(), stream: stream as usize, seq: frame.header.seq.get() };
+        let number = session.host_calls.queue(Queued { id, at }).ok_or(status::OUT_OF_MEMORY)?;
+        // SAFETY: as above.
         let queued = check(unsafe {
-            if callback {
-                (session.driver.call.cuStreamAddCallback)(stream, run_callback, data.cast(), 0)
-            } else {
-                (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast())
+            match callback {
+                true => (call.cuStreamAddCallback)(stream, run_callback, number as *mut c_void, 0),
+                false => (call.cuLaunchHostFunc)(stream, run, number as *mut c_void),
             }
         });
         if queued.is_err() {
-            // SAFETY: the driver refused, so it calls nothing.
-            drop(unsafe { Box::from_raw(data) });
+            // The driver refused, so it calls nothing.
+            session.host_calls.begin(number);
         }
         queued
     }
 
     /// Returns the client's number of the function that a node calls.
-    ///
-    /// # Safety
-    /// The words are those of a node of this worker, as the driver returned them.
-    pub unsafe fn of_node([function, data]: [u64; 2]) -> Option<u64> {
-        let own: extern "C" fn(*mut c_void) = run;
-        if function != own as usize as u64 {
-            return None;
-        }
-        // SAFETY: the worker gave this function only with a call of its own, which a graph keeps.
-        Some(unsafe { (*(data as *const Call)).id })
+    pub fn of_node([function, data]: [u64; 2]) -> Option<u64> {
+        let own: extern "C" fn(*mut c_void) = run_of_graph;
+        (function == own as usize as u64).then_some(data)
     }
 
     /// Returns the parameters of a graph node that calls the client's function `id`.
-    ///
-    /// The graph, its copies and its executable forms share the call, so it lives as long as the
-    /// worker.
     pub fn node(session: &Arc<Session>, id: u64) -> HostNode {
-        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at: None, keep: true }));
-        HostNode { run, data: data.cast() }
+        SESSION.get_or_init(|| session.clone());
+        HostNode { run: run_of_graph, data: id as *mut c_void }
     }
 }
