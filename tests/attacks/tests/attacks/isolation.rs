@@ -8,24 +8,8 @@ use gpusession_test_support::{Artefact, artefact};
 use nix::libc;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
+use crate::site::prepare;
 use gpusession_test_server::{Server, eventually};
-
-/// Prepares a server with real workers on the simulated driver.
-async fn prepare(lines: &str) -> Server {
-    let mut server = Server::prepare("libcuda.so.1", lines).await;
-    let sim = server.path("sim");
-    std::fs::create_dir(&sim).unwrap();
-    let library = artefact("simgpu", Artefact::Library("libsimgpu.so"));
-    std::os::unix::fs::symlink(library, sim.join("libcuda.so.1")).unwrap();
-    server.configure("sim/libcuda.so.1", lines);
-    let machine =
-        format!("attacks_{}_{}", std::process::id(), server.folder.path().file_name().unwrap().display());
-    server.variables = vec![
-        ("GPUSERVER_WORKER", artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")).into()),
-        ("SIMGPU_MACHINE", machine.replace('.', "_").into()),
-    ];
-    server
-}
 
 /// Returns a filter that makes the host's kernel look as if it had no Landlock.
 fn no_landlock() -> BpfProgram {

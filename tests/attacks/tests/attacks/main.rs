@@ -2,5 +2,7 @@
 //!
 //! Each test is one attack; `docs/security.md` lists it with its promise.
 
+mod connections;
 mod isolation;
+mod site;
 mod table;
