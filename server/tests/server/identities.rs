@@ -31,7 +31,7 @@ use gpusession_test_server::{LONG, Server, eventually};
 
 const DAY: u64 = 24 * 3600;
 
-fn unix() -> u64 {
+pub fn unix() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
 }
 
@@ -172,7 +172,7 @@ fn home(folder: &Path) -> Home {
 }
 
 /// Writes an identity that the pool's authority issued at another time.
-fn identity_of(server: &Server, folder: &Path, name: &str, issued_unix: u64) -> Home {
+pub fn identity_of(server: &Server, folder: &Path, name: &str, issued_unix: u64) -> Home {
     let home = home(folder);
     let (certificate, key) = issued(server, name, issued_unix);
     std::fs::create_dir_all(&home.identity).unwrap();

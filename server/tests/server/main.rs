@@ -14,6 +14,7 @@ mod limits;
 mod mps;
 mod netperf;
 mod parking;
+mod path;
 mod restart;
 mod rotation;
 mod sharing;

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 pub mod altered;
 pub mod cuda;
 pub mod json_table;
+pub mod path;
 pub mod relay;
 
 /// A file that cargo builds for a package other than the tested one.

@@ -4,5 +4,6 @@
 
 mod connections;
 mod isolation;
+mod path;
 mod site;
 mod table;
