@@ -4,7 +4,8 @@
 //! the context is destroyed. Other calls continue: about devices, graphs, pools of memory, and
 //! memory handles.
 //!
-//! Source: `tests/programs/faultCalls.cu` on an H200 with driver 580.159.04, which has each of them.
+//! Source: `tests/programs/faultCalls.cu`, which makes each of them, on an H200 with driver
+//! 580.159.04.
 
 /// Names without version and `_ptsz`, sorted.
 const CALLS: &[&str] = &[
