@@ -319,7 +319,8 @@ impl Trail {
                 *text = printable(text, MAX_TEXT);
             }
         }
-        self.names().hide(&mut events, day_of(&path))?;
+        let users = events.iter_mut().map(|event| (event.client.as_str(), &mut event.user));
+        self.names().hide(users, day_of(&path))?;
         let mut out = Vec::new();
         for mut event in events {
             seq += 1;
@@ -614,7 +615,7 @@ fn visit(folder: &Path, wanted: &Wanted, mut take: impl FnMut(Line)) -> io::Resu
                 continue;
             }
             let Ok(mut line) = serde_json::from_str::<Line>(text) else { continue };
-            names.show(&mut line.event);
+            names.show(&mut line.event.user);
             if wanted.has(&line) {
                 take(line);
             }

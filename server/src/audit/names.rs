@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use super::Event;
 use crate::store::{self, StoreError};
 
 /// Most users of a client that have entries; the one whose last line is oldest loses its entry.
@@ -45,15 +44,15 @@ impl Names {
         Ok(Self { path, users })
     }
 
-    /// Replaces the user's name in each event; the names are on the disk when this returns.
+    /// Replaces the names of clients' users; the names are on the disk when this returns.
     pub(super) fn hide<'a>(
         &mut self,
-        events: impl IntoIterator<Item = &'a mut Event>,
+        users: impl IntoIterator<Item = (&'a str, &'a mut String)>,
         day: &str,
     ) -> io::Result<()> {
         let before = self.users.clone();
-        for event in events.into_iter().filter(|event| !event.user.is_empty()) {
-            event.user = self.pseudonym(&event.client, &event.user, day)?;
+        for (client, user) in users.into_iter().filter(|(_, user)| !user.is_empty()) {
+            *user = self.pseudonym(client, user, day)?;
         }
         if self.users == before {
             return Ok(());
@@ -87,9 +86,9 @@ impl Names {
     }
 
     /// Puts the user's name in place of the pseudonym, unless it is forgotten.
-    pub(super) fn show(&self, event: &mut Event) {
-        if let Some(known) = self.users.get(&event.user) {
-            event.user.clone_from(&known.user);
+    pub(super) fn show(&self, user: &mut String) {
+        if let Some(known) = self.users.get(user) {
+            user.clone_from(&known.user);
         }
     }
 
@@ -124,15 +123,11 @@ mod tests {
 
     const DAY: &str = "2026-11-30";
 
-    fn event(client: &str, user: &str) -> Event {
-        Event { client: client.into(), user: user.into(), ..Event::default() }
-    }
-
-    /// Hides the user of one event; returns the pseudonym.
+    /// Hides a user; returns the pseudonym.
     fn hidden(names: &mut Names, client: &str, user: &str, day: &str) -> String {
-        let mut events = [event(client, user)];
-        names.hide(&mut events, day).unwrap();
-        events[0].user.clone()
+        let mut user = user.to_owned();
+        names.hide([(client, &mut user)], day).unwrap();
+        user
     }
 
     #[test]
@@ -149,9 +144,9 @@ mod tests {
         // A restart.
         let mut names = Names::open(folder.path()).unwrap();
         let shown = |names: &Names, pseudonym: &str| {
-            let mut event = event("vm-1", pseudonym);
-            names.show(&mut event);
-            event.user
+            let mut user = pseudonym.to_owned();
+            names.show(&mut user);
+            user
         };
         assert_eq!((shown(&names, &alice), shown(&names, "u-0")), ("alice".into(), "u-0".into()));
         assert!(names.forget("vm-1", "alice").unwrap());
@@ -171,8 +166,8 @@ mod tests {
         names.forget_before("2026-11-29").unwrap();
         assert!(!names.users.contains_key(&early) && names.users.contains_key(&alice));
         let other = hidden(&mut names, "vm-2", "carol", "2026-11-28");
-        let mut events: Vec<_> = (0..MAX_OF_CLIENT).map(|n| event("vm-1", &format!("user{n}"))).collect();
-        names.hide(&mut events, "2026-12-01").unwrap();
+        let mut users: Vec<_> = (0..MAX_OF_CLIENT).map(|n| format!("user{n}")).collect();
+        names.hide(users.iter_mut().map(|user| ("vm-1", user)), "2026-12-01").unwrap();
         assert_eq!(names.users.len(), MAX_OF_CLIENT + 1);
         assert!(!names.users.contains_key(&alice) && names.users.contains_key(&other));
     }
