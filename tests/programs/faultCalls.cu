@@ -225,6 +225,8 @@ static int calls(bool resets) {
 int main(int argc, char **argv) {
     if (argc > 1) return calls(std::strcmp(argv[1], "reset") == 0);
     for (const char *part : {"fault", "reset"}) {
+        // A program with this runtime crashed natively.
+        if (CUDART_VERSION < 13000 && std::strcmp(part, "reset") == 0) continue;
         std::printf("== %s\n", part);
         std::fflush(stdout);
         const pid_t child = fork();
