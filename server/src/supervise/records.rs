@@ -99,7 +99,7 @@ impl Supervisor {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::sync::mpsc::channel;
 
     use gpusession_proto::supervise::{FromWorker, ToWorker, Usage};
@@ -120,7 +120,7 @@ mod tests {
     use crate::starter::link::Starter;
 
     /// A supervisor with these workers.
-    fn supervisor(folder: &tempfile::TempDir, ids: &[WorkerId]) -> (Supervisor, Vec<Queues>) {
+    pub fn supervisor(folder: &tempfile::TempDir, ids: &[WorkerId]) -> (Supervisor, Vec<Queues>) {
         let options = Options {
             program: "/nowhere".into(),
             starter: Starter::Here("/nowhere".into()),

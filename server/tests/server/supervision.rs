@@ -5,14 +5,17 @@ use std::io::Read as _;
 use std::time::{Duration, Instant};
 
 use gpusession_proto::control::pool_event::Event;
-use gpusession_proto::control::{ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest, WatchRequest};
+use gpusession_proto::control::{
+    AllocateRequest, ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest, WatchRequest,
+};
+use gpusession_proto::preface::{FLAG_TLS, Key, Preface};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tonic::Code;
 use zerocopy::IntoBytes;
 
-use crate::pid;
-use gpusession_test_server::{LONG, Server, alive, eventually, rest};
+use crate::{pid, renew};
+use gpusession_test_server::{Client, LONG, Server, alive, eventually, rest};
 
 #[tokio::test]
 async fn a_killed_worker_is_replaced_and_others_go_on() {
@@ -86,42 +89,44 @@ async fn a_worker_that_does_not_listen_is_killed() {
     }
 }
 
+/// Returns the median and the longest time of a lease's renewals.
+async fn renewals(client: &mut Client, lease: &str) -> (Duration, Duration) {
+    let mut times = Vec::new();
+    for _ in 0..21 {
+        let start = Instant::now();
+        assert!(!client.pool.renew(renew(&[lease])).await.unwrap().into_inner().leases[0].lost);
+        times.push(start.elapsed());
+    }
+    times.sort();
+    (times[times.len() / 2], times[times.len() - 1])
+}
+
 #[tokio::test]
-#[ignore = "by hand, in release: an unoptimized server is busy with the flood alone"]
-async fn sixty_four_workers_that_ask_without_end_keep_no_other_client_waiting() {
+async fn workers_that_ask_without_end_cost_no_other_client_its_heartbeat() {
+    // A client takes a server that answers later for lost. An unoptimized server on two busy
+    // processors needs 0.6 s, also beside few workers. By hand, in release: FLOODING_WORKERS=64.
+    const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
+    let workers = std::env::var("FLOODING_WORKERS").map_or(4, |count| count.parse().unwrap());
     let server = Server::start_with("flooding-libcuda.so.1", "warm_workers = 1").await;
     let (mut hostile, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
-    let lease = hostile.allocate(50.0).await.unwrap();
+    let request = AllocateRequest { ttl_usec: 300_000_000, memory_percent: 50.0, ..hostile.request() };
+    let lease = hostile.pool.allocate(request).await.unwrap().into_inner();
+    let own = other.allocate(10.0).await.unwrap();
+    let quiet = renewals(&mut other, &own.id).await;
     let mut lanes = Vec::new();
-    for _ in 0..64 {
+    for _ in 0..workers {
         let worker = hostile.take(&lease.id).await.unwrap();
-        lanes.push(server.adopt(&worker.id, 0, true));
+        let id: [u8; 16] = worker.id.try_into().unwrap();
+        let key = Key::new(&lease.ticket_key.clone().try_into().unwrap(), &id, 1000);
+        lanes.push(server.adopt_with(&Preface::new(id, &key, 0, 1, FLAG_TLS)));
     }
-    let server_pid = server.pid();
-    let used = || {
-        let stat = std::fs::read_to_string(format!("/proc/{server_pid}/stat")).unwrap();
-        let after = stat.rsplit_once(')').unwrap().1;
-        let fields: Vec<u64> = after.split_whitespace().flat_map(str::parse).collect();
-        // utime and stime, in hundredths of a second; the state is no number.
-        fields[10] + fields[11]
-    };
-    let (begun, before) = (Instant::now(), used());
-    let mut longest = Duration::ZERO;
-    while begun.elapsed() < Duration::from_secs(4) {
-        let start = Instant::now();
-        let lease = other.allocate(50.0).await.unwrap();
-        let worker = other.take(&lease.id).await.unwrap();
-        server.adopt(&worker.id, 0, true);
-        other.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
-        longest = longest.max(start.elapsed());
-    }
-    let busy = (used() - before) as f64 / 100.0 / begun.elapsed().as_secs_f64();
-    eprintln!(
-        "longest lease, start and release beside the flood: {longest:?}; processors of the server: {busy:.2}"
-    );
-    assert!(longest < Duration::from_secs(3), "{longest:?}");
-    assert!(busy < 1.5, "{busy}");
-    assert_eq!(server.workers().iter().filter(|w| w["lease"] == lease.id).count(), 64, "they are served");
+    let flooded = renewals(&mut other, &own.id).await;
+    println!("median and longest renewal: {quiet:?}, beside {workers} workers: {flooded:?}");
+    assert!(flooded.0 < HEARTBEAT_TIMEOUT, "{flooded:?}, without a flood {quiet:?}");
+    let started = other.take(&own.id).await.unwrap();
+    server.adopt(&started.id, 0, true);
+    let served = lanes.iter().filter(|(_, said)| alive(pid(&said["pid"]))).count();
+    assert_eq!(served, workers, "the flood's workers are served");
 }
 
 #[tokio::test]
