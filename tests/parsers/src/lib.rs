@@ -6,6 +6,7 @@
 //! coverage.
 
 mod images;
+mod links;
 mod local;
 mod seeds;
 mod wire;
@@ -31,6 +32,7 @@ macro_rules! targets {
 targets! {
     frame: wire::frame, seeds::frames;
     preface: wire::preface, seeds::prefaces;
+    link: links::link, links::seeds;
     grant: wire::grant, seeds::grants;
     supervise: wire::supervise, seeds::supervision;
     readings: wire::readings, seeds::readings;
