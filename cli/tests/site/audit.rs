@@ -30,7 +30,7 @@ fn the_trail_forgets_a_user() {
     site.until("the program in the trail", |site| (!users(site, &[]).is_empty()).then_some(()));
     let user = users(&site, &[]).remove(0);
     assert!(!user.is_empty() && !user.starts_with("u-"), "{user}");
-    assert_eq!(users(&site, &["--user", &user]), [user.clone()]);
+    assert_eq!(users(&site, &["--user", &user]), std::slice::from_ref(&user));
     let name = format!("\"{user}\"");
     assert!(
         !files(&site).contains(&name) && !files(&site).contains(&format!("\\{name}")),
