@@ -171,7 +171,10 @@ mod tests {
             let (mut socket, _) = server.accept().unwrap();
             let mut all = vec![0; sent.len()];
             let mut got = 0;
-            while let Ok(n @ 1..) = socket.read(&mut all[got..]) {
+            // A read of no bytes may wait.
+            while got < all.len()
+                && let Ok(n @ 1..) = socket.read(&mut all[got..])
+            {
                 got += n;
             }
             all.truncate(got);
