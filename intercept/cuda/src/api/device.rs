@@ -201,7 +201,9 @@ driver! {
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
         core_dumps::before_context(client, device.primary_flags.load(Ordering::Relaxed));
-        if let Some(fault) = client.fault().filter(|_| device.reset.load(Ordering::Relaxed)) {
+        // Behind a fault no context begins.
+        let inactive = device.reset.load(Ordering::Relaxed) || device.retained.load(Ordering::Relaxed) == 0;
+        if let Some(fault) = client.fault().filter(|_| inactive) {
             return Err(fault);
         }
         device.retaining.run(thread::id(), || {
