@@ -8,7 +8,7 @@ use tokio::net::lookup_host;
 use tokio::time::timeout;
 
 /// Most addresses of a server that a client uses.
-const MAX_ADDRESSES: usize = 16;
+pub const MAX_ADDRESSES: usize = 16;
 /// Time for the resolver to answer about a name.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);
 

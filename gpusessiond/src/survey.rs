@@ -7,13 +7,11 @@ use gpusession_common::usage::UsageSums;
 use gpusession_proto::control;
 use tokio::task::JoinSet;
 
+use crate::addresses::MAX_ADDRESSES;
 use crate::pool::{PoolError, Trouble};
 
 /// Time that a server has to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
-
-/// Most addresses of an endpoint that are tried.
-const MAX_ADDRESSES: usize = 16;
 
 /// Round trip of a call, and the server's description.
 pub type Answer = Result<(Duration, control::ServerDescription), PoolError>;

@@ -384,24 +384,12 @@ impl Trail {
         }
         Ok(())
     }
-
-    /// Forgets a user's name.
-    fn forget(&self, client: &str, user: &str) -> io::Result<Forgotten> {
-        let known = self.names().forget(client, user)?;
-        let mut left = Forgotten { known, lines: 0, last_day: String::new() };
-        let wanted = Wanted { client: client.into(), user: user.into(), ..Wanted::default() };
-        visit(&self.folder, &wanted, |line| {
-            left.lines += 1;
-            left.last_day = day(line.time_usec / 1_000_000);
-        })?;
-        Ok(left)
-    }
 }
 
 enum Order {
     Write(Box<Event>, Option<oneshot::Sender<Result<(), String>>>),
     Prune(Kept),
-    Forget { client: String, user: String, answer: oneshot::Sender<Result<Forgotten, String>> },
+    Forget { client: String, user: String, answer: oneshot::Sender<Result<bool, String>> },
     Stop,
 }
 
@@ -459,8 +447,14 @@ impl Audit {
     pub async fn forget(&self, client: String, user: String) -> Result<Forgotten, String> {
         let (answer, forgotten) = oneshot::channel();
         let ended = || "the audit trail's thread has ended".to_owned();
-        self.orders.send(Order::Forget { client, user, answer }).await.map_err(|_| ended())?;
-        forgotten.await.unwrap_or_else(|_| Err(ended()))
+        let until_usec = now_usec();
+        let order = Order::Forget { client: client.clone(), user: user.clone(), answer };
+        self.orders.send(order).await.map_err(|_| ended())?;
+        let known = forgotten.await.unwrap_or_else(|_| Err(ended()))?;
+        // Beside the trail's thread, for which joins wait.
+        let folder = self.folder.clone();
+        let left = tokio::task::spawn_blocking(move || left_of(&folder, known, &client, &user, until_usec));
+        left.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())
     }
 
     /// Returns `true` if the latest write succeeded.
@@ -539,7 +533,7 @@ fn write(trail: &Trail, mut orders: mpsc::Receiver<Order>, lost: &AtomicU64, fai
             let _ = told.send(done.as_ref().copied().map_err(ToString::to_string));
         }
         for (client, user, answer) in forget {
-            let _ = answer.send(trail.forget(&client, &user).map_err(|e| e.to_string()));
+            let _ = answer.send(trail.names().forget(&client, &user).map_err(|e| e.to_string()));
         }
         // After the answers, which wait for no signer.
         if since && (usec >= due || stop) {
@@ -580,7 +574,23 @@ pub fn note_offline(state_dir: &Path, server: &str, event: Event) -> io::Result<
 
 /// Forgets a user's name in a state directory that no server uses.
 pub fn forget_offline(state_dir: &Path, server: &str, client: &str, user: &str) -> io::Result<Forgotten> {
-    Trail::open(state_dir, server, None)?.forget(client, user)
+    let trail = Trail::open(state_dir, server, None)?;
+    let known = trail.names().forget(client, user)?;
+    left_of(&trail.folder, known, client, user, now_usec())
+}
+
+/// Counts the lines of earlier times that still show a user whose name is forgotten.
+fn left_of(folder: &Path, known: bool, client: &str, user: &str, until_usec: u64) -> io::Result<Forgotten> {
+    let mut left = Forgotten { known, lines: 0, last_day: String::new() };
+    let wanted = Wanted { client: client.into(), user: user.into(), ..Wanted::default() };
+    visit(folder, &wanted, |line| {
+        // A later line has a new pseudonym.
+        if line.time_usec < until_usec {
+            left.lines += 1;
+            left.last_day = day(line.time_usec / 1_000_000);
+        }
+    })?;
+    Ok(left)
 }
 
 /// Returns the latest lines in a state directory that are wanted, at most `most`.

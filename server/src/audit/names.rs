@@ -50,8 +50,12 @@ impl Names {
         users: impl IntoIterator<Item = (&'a str, &'a mut String)>,
         day: &str,
     ) -> io::Result<()> {
+        let mut users = users.into_iter().filter(|(_, user)| !user.is_empty()).peekable();
+        if users.peek().is_none() {
+            return Ok(());
+        }
         let before = self.users.clone();
-        for (client, user) in users.into_iter().filter(|(_, user)| !user.is_empty()) {
+        for (client, user) in users {
             *user = self.pseudonym(client, user, day)?;
         }
         if self.users == before {

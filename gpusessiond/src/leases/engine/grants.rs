@@ -12,6 +12,7 @@ use tracing::{debug, warn};
 
 use super::actor::Actor;
 use super::message::Message;
+use crate::addresses::MAX_ADDRESSES;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
 use crate::leases::{
@@ -555,7 +556,7 @@ pub(super) fn valid(lease: &control::Lease) -> bool {
 
 /// Returns `true` if a server names as many addresses of its data port as the daemon accepts.
 pub(super) fn data_addresses_are_valid(addresses: &[String]) -> bool {
-    (1..=64).contains(&addresses.len())
+    (1..=MAX_ADDRESSES).contains(&addresses.len())
 }
 
 #[cfg(test)]

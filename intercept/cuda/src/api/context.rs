@@ -43,10 +43,10 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     give(ctx, new as *mut c_void)
 }
 
-/// Returns an error for a context with a fault that a reset has destroyed.
-fn not_reset(ctx: u64) -> std::result::Result<(), ()> {
+/// Returns `true` for a context with a fault that a reset has destroyed.
+fn was_reset(ctx: u64) -> bool {
     let error = clients::of_context(ctx).ok().and_then(|(client, _)| client.context_error());
-    if error == Some(CONTEXT_IS_DESTROYED) { Err(()) } else { Ok(()) }
+    error == Some(CONTEXT_IS_DESTROYED)
 }
 
 /// `CUctxCreateParams`: execution affinities, their number, and parameters for graphics; zeros mean
@@ -263,7 +263,9 @@ driver! {
 
     fn cuCtxGetId(ctx: *mut c_void, id: *mut u64) {
         let ctx = named(ctx)?;
-        not_reset(ctx).map_err(|()| CONTEXT_IS_DESTROYED)?;
+        if was_reset(ctx) {
+            return Err(CONTEXT_IS_DESTROYED);
+        }
         give(id, private_tables::context_id(ctx))
     }
 
@@ -271,7 +273,9 @@ driver! {
         clients::get()?;
         let ctx = named(ctx)?;
         let (client, _) = clients::of_context(ctx)?;
-        not_reset(ctx).map_err(|()| INVALID_CONTEXT)?;
+        if was_reset(ctx) {
+            return Err(INVALID_CONTEXT);
+        }
         give(version, created(client, ctx).map_or(3020, |c| c.version))
     }
 
