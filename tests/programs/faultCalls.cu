@@ -1,4 +1,5 @@
-// Statuses of driver calls after a kernel has failed, and after a reset of the device behind that.
+// Statuses of driver calls after a kernel has failed, after a reset of the device behind that, and
+// after a reset or the last release of the primary context alone.
 #include "driver.h"
 
 #include <sys/wait.h>
@@ -193,10 +194,11 @@ static Objects prepare() {
     return o;
 }
 
-static int calls(bool resets) {
+static int calls(bool fails, bool resets, bool releases) {
     Objects o = prepare();
-    fail<<<1, 1>>>(nullptr);
+    if (fails) fail<<<1, 1>>>(nullptr);
     S(cuCtxSynchronize);
+    if (releases) S(cuDevicePrimaryCtxRelease_v2, 0);
     if (resets) S(cuDevicePrimaryCtxReset_v2, 0);
     std::printf("- queries\n");
     queries(o);
@@ -213,7 +215,7 @@ static int calls(bool resets) {
     // Newer headers do not declare this form.
     using Create = CUresult (*)(CUcontext *, unsigned, CUdevice);
     show("cuCtxCreate_v2", int(Create(driver_symbol("cuCtxCreate_v2"))(&gone, 0, 0)));
-    if (!resets) S(cuDevicePrimaryCtxReset_v2, 0);
+    if (!resets && !releases) S(cuDevicePrimaryCtxReset_v2, 0);
     S(cuCtxSynchronize);
     S(cuDevicePrimaryCtxRelease_v2, 0);
     S(cuDevicePrimaryCtxRelease_v2, 0);
@@ -223,10 +225,11 @@ static int calls(bool resets) {
 }
 
 int main(int argc, char **argv) {
-    if (argc > 1) return calls(std::strcmp(argv[1], "reset") == 0);
-    for (const char *part : {"fault", "reset"}) {
+    const auto is = [&](const char *part) { return std::strcmp(argv[1], part) == 0; };
+    if (argc > 1) return calls(is("fault") || is("reset"), is("reset") || is("plain"), is("release"));
+    for (const char *part : {"fault", "reset", "plain", "release"}) {
         // A program with this runtime crashed natively.
-        if (CUDART_VERSION < 13000 && std::strcmp(part, "reset") == 0) continue;
+        if (CUDART_VERSION < 13000 && std::strcmp(part, "fault") != 0) continue;
         std::printf("== %s\n", part);
         std::fflush(stdout);
         const pid_t child = fork();

@@ -67,6 +67,12 @@ pub fn done_there(
     Ok(true)
 }
 
+/// Checks that a copy stays within the allocations in which its ends begin.
+pub fn check_both(target: u64, source: u64, len: usize) -> Result {
+    ranges::check(target, len as u64)?;
+    ranges::check(source, len as u64)
+}
+
 /// Copies from the host to a device of the stream's lease.
 ///
 /// Pageable bytes are read before the return; pinned ones until the stream is synchronized, or
@@ -85,6 +91,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
+    check_both(target, source as u64, len)?;
     let cuboid = || Cuboid::row((DEVICE, target), (HOST, source as u64), len);
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
@@ -140,7 +147,11 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
             stream.worked(seq)
         }
     };
+    let sure = ranges::is_device(client, stream.ctx, target, len as u64);
     bulk_post(client, op::COPY_TO_DEVICE, |w| body(w, false), (range, taken), posted)?;
+    if !sure {
+        stream.verdict()?;
+    }
     upwards_done(stream, wait, shown)
 }
 
@@ -165,6 +176,7 @@ pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Re
         return Ok(());
     }
     stream.usable()?;
+    check_both(target, source, len)?;
     mapped::named(client, target)?;
     mapped::named(client, source)?;
     regions::upload(client)?;
@@ -318,6 +330,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
+    check_both(target as u64, source, len)?;
     let cuboid = || Cuboid::row((HOST, target as u64), (DEVICE, source), len);
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
@@ -360,9 +373,20 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     };
     if !wait {
         client.serve_landings();
-        let seq = client.post(op::COPY_FROM_DEVICE, body)?;
+        if ranges::is_device(client, stream.ctx, source, len as u64) {
+            let seq = client.post(op::COPY_FROM_DEVICE, body)?;
+            stream.worked(seq);
+            return client.take_late_error();
+        }
+        let begun = client.link.begin_call(op::COPY_FROM_DEVICE, client.caller(), body);
+        let begun = begun.map_err(unavailable)?;
+        let seq = begun.seq;
         stream.worked(seq);
-        return client.take_late_error();
+        let status = client.finish(begun).map(|reply| reply.status);
+        if status != Ok(0) {
+            down.cancel(seq);
+        }
+        return client.check_status(status?);
     }
     let begun = client.link.begin_call(op::COPY_FROM_DEVICE, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;

@@ -252,6 +252,41 @@ impl Cuboid {
         Ok((ids, regions))
     }
 
+    /// Checks that each side stays within the allocation that it begins in.
+    pub fn check(&self) -> Result {
+        let [Some(rows), Some(layers)] = [self.height, self.depth].map(|n| n.checked_sub(1)) else {
+            return Ok(());
+        };
+        if self.width == 0 {
+            return Ok(());
+        }
+        for side in [&self.source, &self.target] {
+            let base = match side.kind {
+                HOST => side.host,
+                DEVICE => side.device,
+                _ => continue,
+            };
+            let row = |y: usize, z: usize| {
+                let rows =
+                    side.z.checked_add(z)?.checked_mul(side.height)?.checked_add(side.y.checked_add(y)?)?;
+                (base as usize).checked_add(rows.checked_mul(side.pitch)?)?.checked_add(side.x)
+            };
+            let (first, last) = row(0, 0).zip(row(rows, layers)).ok_or(INVALID_VALUE)?;
+            let len = (last - first).checked_add(self.width).ok_or(INVALID_VALUE)?;
+            ranges::check(first as u64, len as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if work in a context may read and write each side that is device memory.
+    pub fn is_sure(&self, client: &Client, ctx: u64) -> bool {
+        [self.source, self.target].into_iter().filter(|side| side.kind == DEVICE).all(|side| {
+            let there = Self { source: Side { host: side.device, ..side }, ..*self };
+            let (first, len) = there.span(0);
+            ranges::is_device(client, ctx, first as u64, len as u64)
+        })
+    }
+
     /// Returns first byte and length of the host memory of a side (0: source, 1: target).
     ///
     /// After `name_regions` the first byte is an offset in the region.

@@ -1,6 +1,6 @@
 //! Facts about devices, and the selection that the program sees.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::{BadFrame, Reader};
@@ -31,8 +31,8 @@ pub struct Device {
     pub peers: Vec<Peer>,
     /// Number of times that the program retains the primary context.
     pub retained: AtomicU32,
-    /// A reset of the primary context has followed the last retain.
-    pub reset: AtomicBool,
+    /// A reset or the last release of the primary context has followed the last retain.
+    destroyed: AtomicBool,
     /// Held while a thread retains, releases or resets the primary context.
     pub retaining: Turns,
     /// `CUctx_flags` of the primary context.
@@ -87,7 +87,30 @@ impl Peer {
     }
 }
 
+/// Number of devices whose primary context is destroyed.
+static DESTROYED: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns `true` if a device's primary context is destroyed, and no thread has retained it since.
+#[inline]
+pub fn any_destroyed() -> bool {
+    DESTROYED.load(Ordering::Relaxed) != 0
+}
+
 impl Device {
+    /// Returns `true` if the primary context is destroyed, and no thread has retained it since.
+    pub fn is_destroyed(&self) -> bool {
+        self.destroyed.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the primary context is destroyed, or retained again.
+    pub fn set_destroyed(&self, destroyed: bool) {
+        match (self.destroyed.swap(destroyed, Ordering::Relaxed), destroyed) {
+            (false, true) => DESTROYED.fetch_add(1, Ordering::Relaxed),
+            (true, false) => DESTROYED.fetch_sub(1, Ordering::Relaxed),
+            _ => return,
+        };
+    }
+
     /// Reads a worker's description of its device with this ordinal.
     pub fn read(r: &mut Reader<'_>, local: u32) -> Result<Self, BadFrame> {
         let short = |_| BadFrame("device");
@@ -121,7 +144,7 @@ impl Device {
             tpcs: r.bytes()?.to_vec(),
             peers: Vec::new(),
             retained: AtomicU32::new(0),
-            reset: AtomicBool::new(false),
+            destroyed: AtomicBool::new(false),
             retaining: Turns::default(),
             primary_flags: AtomicU32::new(0),
         })

@@ -8,6 +8,7 @@ use gpusession_proto::handle;
 
 use crate::client::Client;
 use crate::clients;
+use crate::status::{INVALID_VALUE, Result};
 
 /// Origin of an address range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,6 +143,33 @@ pub fn is_device(client: &Client, ctx: u64, address: u64, len: u64) -> bool {
         }),
         _ => first.size - (address - first.base) >= len,
     }
+}
+
+/// Checks that `len` bytes from `address` stay within the allocation or the mappings there.
+///
+/// The driver refuses each copy and fill that begins in one and leaves it, also in pinned memory
+/// (`tests/programs/hostAddresses.cu` on an H200, driver 580.159.04). The worker's driver sees
+/// larger mappings, in which other allocations follow. Bytes in no allocation are the program's own
+/// memory, or the server refuses them.
+pub fn check(address: u64, len: u64) -> Result {
+    let Some(first) = find(address).filter(|first| address.saturating_add(len) > first.base + first.size)
+    else {
+        return Ok(());
+    };
+    let end = address.checked_add(len).ok_or(INVALID_VALUE)?;
+    let within = match first.kind {
+        Kind::Mapped => {
+            let mut at = address;
+            while at < end
+                && let Some(range) = find(at).filter(|range| range.kind == Kind::Mapped)
+            {
+                at = range.base + range.size;
+            }
+            at >= end
+        }
+        _ => false,
+    };
+    if within { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 /// Returns `true` if a device may read and write a part of the program's mappings.
@@ -307,6 +335,23 @@ mod tests {
         assert_eq!(take(0x5000, |k| k == Kind::Managed), None);
         assert!(take(0x5000, |k| k == Kind::Device).is_some());
         assert_eq!(find(0x5000), None);
+    }
+
+    #[test]
+    fn bytes_beyond_an_allocation_are_refused() {
+        add(0x7000, 1000, Kind::Device, 1);
+        add(0x8000, 0x1000, Kind::Mapped, 1);
+        add(0x9000, 0x1000, Kind::Mapped, 1);
+        add(0xa000, 1000, Kind::Registered(0), 1);
+        let (right, beyond) = (Ok(()), Err(INVALID_VALUE));
+        assert_eq!((check(0x7000, 1000), check(0x7000, 1001), check(0x73e7, 2)), (right, beyond, beyond));
+        assert_eq!((check(0x7000, u64::MAX), check(0x73e8, 1), check(0x73e7, 0)), (beyond, right, right));
+        assert_eq!((check(0x8ffc, 8), check(0x8000, 0x2000), check(0x9ffc, 8)), (right, right, beyond));
+        assert_eq!((check(0xa3e0, 8), check(0xa3e4, 8), check(0x9fff, 1001)), (right, beyond, beyond));
+        assert_eq!(check(0x7fff, 2), right, "the driver looks at the first byte's allocation");
+        take(0x7000, |_| true);
+        take(0xa000, |_| true);
+        unmapped(0x8000, 0x2000);
     }
 
     #[test]

@@ -61,8 +61,7 @@ impl Reading {
         // SAFETY: the memory is readable until `discard`, or while graphs that name it are
         // launched, as the program promised. The program may write to it meanwhile, as with a local
         // card.
-        let now = unsafe { std::slice::from_raw_parts(address as *const u8, to.len()) };
-        if now == known {
+        if !unsafe { watched_memory::differs(address, known) } {
             return false;
         }
         // SAFETY: as above.

@@ -13,7 +13,8 @@ use crate::client::{Client, unavailable};
 use crate::host_functions::{self, Due};
 use crate::positions::{Cover, is_covered};
 use crate::status::{
-    INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
+    INVALID_HANDLE, NOT_READY, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
+    STREAM_CAPTURE_UNSUPPORTED,
 };
 pub use crate::stream::Stream;
 use crate::{clients, graph_uses, handles, regions, thread};
@@ -284,6 +285,18 @@ impl Stream {
     fn only_copies_in(&self) -> bool {
         let default = if self.blocking() { known_legacy(self.ctx) } else { None };
         self.positions.only_copies_in(&self.client.positions, default.as_ref().map(|d| &d.positions))
+    }
+
+    /// Returns the error if the driver refuses work that was just enqueued; does not wait for that
+    /// work.
+    pub fn verdict(&self) -> Result {
+        let client = self.client;
+        let begun = client.link.begin_call(op::STREAM_QUERY, client.caller(), |w| w.word(self.handle));
+        let reply = client.finish(begun.map_err(unavailable)?)?;
+        match reply.status {
+            0 | NOT_READY => client.take_late_error(),
+            status => client.check_status(status),
+        }
     }
 
     /// Waits for the stream (`STREAM_SYNC`) or queries it (`STREAM_QUERY`).

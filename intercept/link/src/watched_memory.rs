@@ -65,9 +65,33 @@ pub unsafe fn read(address: usize, to: &mut [u8]) {
     copy(from, tail);
 }
 
+/// Returns `true` if memory differs from `known`; bytes that change meanwhile count either way.
+///
+/// # Safety
+/// As many bytes as `known` has are readable from `address` on.
+pub unsafe fn differs(address: usize, known: &[u8]) -> bool {
+    // The C function: a Rust reference would promise that its bytes stay as they are.
+    // SAFETY: by the caller's promise; `known` is ours.
+    unsafe { libc::memcmp(address as *const libc::c_void, known.as_ptr().cast(), known.len()) != 0 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_byte_counts() {
+        let known: Vec<u8> = (0..100).collect();
+        let mut memory = known.clone();
+        // SAFETY: inside the vector.
+        assert!(!unsafe { differs(memory.as_ptr() as usize, &known) });
+        for at in 0..memory.len() {
+            memory[at] ^= 0x80;
+            // SAFETY: as above.
+            assert!(unsafe { differs(memory.as_ptr() as usize, &known) }, "{at}");
+            memory[at] ^= 0x80;
+        }
+    }
 
     #[test]
     fn bytes_of_any_length_and_place_arrive() {

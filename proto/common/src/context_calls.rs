@@ -1,8 +1,8 @@
 //! Driver calls that return the error of the calling thread's context.
 //!
-//! After a fault of a kernel these return the fault, and after a reset of the device behind it that
-//! the context is destroyed. Other calls continue: about devices, graphs, pools of memory, and
-//! memory handles.
+//! After a fault of a kernel these return the fault, and after a reset of the device that the
+//! context is destroyed. Other calls continue: about devices, graphs, pools of memory, and memory
+//! handles.
 //!
 //! Source: `tests/programs/faultCalls.cu`, which makes each of them, on an H200 with driver
 //! 580.159.04.
@@ -71,21 +71,37 @@ const CALLS: &[&str] = &[
     "cuStreamWaitEvent",
 ];
 
+const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 const CONTEXT_IS_DESTROYED: i32 = 709;
 
-/// Returns the error of a call in a context with a fault; `None`: the call continues.
-///
-/// `destroyed` tells that a reset of the device has destroyed the context.
-pub fn error(name: &str, fault: i32, destroyed: bool) -> Option<i32> {
+/// Why work in a context fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Broken {
+    /// A kernel's fault, which each of its calls returns.
+    Fault(i32),
+    /// A reset of the device behind a fault has destroyed it.
+    ResetAfterFault,
+    /// A reset of the device has destroyed it.
+    Reset,
+    /// The last release has destroyed this primary context.
+    Released,
+}
+
+/// Returns the error of a call in such a context; `None`: the call continues.
+pub fn error(name: &str, context: Broken) -> Option<i32> {
     let name = name.trim_end_matches("_ptsz").trim_end_matches("_ptds");
     let name = name.split_once("_v").map_or(name, |(name, _)| name);
     CALLS.binary_search(&name).ok()?;
-    Some(match destroyed {
-        // The functions are gone with their context.
-        true if name.starts_with("cuFunc") => INVALID_HANDLE,
-        true => CONTEXT_IS_DESTROYED,
-        false => fault,
+    // Functions and modules are gone with their context.
+    Some(match context {
+        Broken::Fault(fault) => fault,
+        _ if name.starts_with("cuFunc") => INVALID_HANDLE,
+        Broken::Reset | Broken::Released if name.starts_with("cuModule") && name != "cuModuleLoadData" => {
+            INVALID_HANDLE
+        }
+        Broken::Released if name == "cuEventDestroy" => INVALID_CONTEXT,
+        _ => CONTEXT_IS_DESTROYED,
     })
 }
 
@@ -99,12 +115,18 @@ mod tests {
         for name in
             ["cuMemAlloc", "cuMemAlloc_v2", "cuMemcpyHtoD_v2_ptds", "cuStreamGetId_ptsz", "cuMemsetD32_v2"]
         {
-            assert_eq!((error(name, 700, false), error(name, 700, true)), (Some(700), Some(709)), "{name}");
+            let of = |context| error(name, context);
+            let all = [Broken::Fault(700), Broken::ResetAfterFault, Broken::Reset, Broken::Released].map(of);
+            assert_eq!(all, [Some(700), Some(709), Some(709), Some(709)], "{name}");
         }
-        assert_eq!(error("cuFuncGetAttribute", 719, false), Some(719));
-        assert_eq!(error("cuFuncGetAttribute", 719, true), Some(400));
+        assert_eq!(error("cuFuncGetAttribute", Broken::Fault(719)), Some(719));
+        assert_eq!(error("cuFuncGetAttribute", Broken::ResetAfterFault), Some(400));
+        assert_eq!(error("cuModuleUnload", Broken::ResetAfterFault), Some(709));
+        assert_eq!(error("cuModuleUnload", Broken::Reset), Some(400));
+        assert_eq!(error("cuEventDestroy_v2", Broken::Reset), Some(709));
+        assert_eq!(error("cuEventDestroy_v2", Broken::Released), Some(201));
         for name in ["cuGraphCreate", "cuMemCreate", "cuDeviceGetCount", "cuMemsetD8", "cuMemset"] {
-            assert_eq!(error(name, 700, false), None, "{name}");
+            assert_eq!(error(name, Broken::Fault(700)), None, "{name}");
         }
     }
 }

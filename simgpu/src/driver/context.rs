@@ -6,7 +6,7 @@ use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
 use crate::ptx::exec::Host;
 use crate::registry::{Registry, handle};
-use gpusession_common::context_calls;
+use gpusession_common::context_calls::{self, Broken};
 use gpusession_common::core_dump::Dump;
 use parking_lot::Mutex;
 use std::cell::RefCell;
@@ -22,13 +22,17 @@ static POISON: AtomicU32 = AtomicU32::new(0);
 
 /// Returns the error of a call of this name in the current context, if that has a fault.
 pub fn error_of_call(name: &str) -> Result {
-    let Err(Error(fault)) = not_poisoned() else { return Ok(()) };
     let Ok(Some(ctx)) = top() else { return Ok(()) };
-    let (life, destroyed) = (ctx.life(), !ctx.active());
-    if life.check().is_ok() && !destroyed {
-        return Ok(());
-    }
-    let Some(code) = context_calls::error(name, fault as i32, destroyed) else { return Ok(()) };
+    let life = ctx.life();
+    let broken = match (not_poisoned(), ctx.active()) {
+        (Ok(()), true) => return Ok(()),
+        (Err(_), true) if life.check().is_ok() => return Ok(()),
+        (Err(Error(fault)), true) => Broken::Fault(fault as i32),
+        (Err(_), false) => Broken::ResetAfterFault,
+        (Ok(()), false) if ctx.references.load(Ordering::SeqCst) == 0 => Broken::Released,
+        (Ok(()), false) => Broken::Reset,
+    };
+    let Some(code) = context_calls::error(name, broken) else { return Ok(()) };
     // The call may be the one that shows what the kernel printed before its fault.
     life.flush();
     Err(Error(code as u32))

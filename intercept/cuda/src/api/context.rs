@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, RwLockWriteGuard};
 
+use gpusession_common::context_calls::Broken;
 use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
@@ -18,7 +19,9 @@ use crate::entry::{
     UNSUPPORTED_EXEC_AFFINITY, alias, driver, give, give_optional, take,
 };
 use crate::thread::named;
-use crate::{clients, core_dumps, handles, host_functions, limits, private_tables, regions, streams, thread};
+use crate::{
+    clients, core_dumps, faulted, handles, host_functions, limits, private_tables, regions, streams, thread,
+};
 
 fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
     let (client, device) = clients::device(device)?;
@@ -43,10 +46,9 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     give(ctx, new as *mut c_void)
 }
 
-/// Returns `true` for a context with a fault that a reset has destroyed.
+/// Returns `true` for a context that a reset or its last release has destroyed.
 fn was_reset(ctx: u64) -> bool {
-    let error = clients::of_context(ctx).ok().and_then(|(client, _)| client.context_error());
-    error == Some(CONTEXT_IS_DESTROYED)
+    faulted::broken(ctx).is_some_and(|broken| !matches!(broken, Broken::Fault(_)))
 }
 
 /// `CUctxCreateParams`: execution affinities, their number, and parameters for graphics; zeros mean

@@ -63,6 +63,7 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
         }
         _ => {
             let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
+            copies::check_both(target, source, len)?;
             stream.drain()?;
             let mut bytes = vec![0u8; len.min(RELAYED)];
             for offset in (0..len).step_by(RELAYED) {
@@ -278,6 +279,9 @@ fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arg
     let client = stream.client;
     stream.usable()?;
     client.take_late_error()?;
+    if let Some(len) = len {
+        ranges::check(target, len as u64)?;
+    }
     mapped::named(client, target)?;
     regions::upload(client)?;
     let sure = len.is_some_and(|len| ranges::is_device(client, stream.ctx, target, len as u64));
@@ -329,6 +333,7 @@ fn plane(target: u64, pitch: usize, width: usize, height: usize, element: usize)
 
 pub(super) fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     cuboid.resolve()?;
+    cuboid.check()?;
     let here = stream.client;
     let (to, from) = (cuboid.target.elsewhere(here), cuboid.source.elsewhere(here));
     let (host_source, host_target) = cuboid.host_sides();
@@ -383,9 +388,10 @@ fn source(host: &Cuboid) -> Source {
 fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: bool) -> Result {
     let client = stream.client;
     let Source { address, extent, range } = source(host);
+    let sure = host.is_sure(client, stream.ctx);
     if range.len() <= INLINE_MAX {
         let packed = packed_source(host);
-        let seq = client.post(op::COPY_BOX, |w| {
+        let seq = client.post_if(sure, op::COPY_BOX, |w| {
             body(w);
             w.bytes(&packed);
         })?;
@@ -395,6 +401,9 @@ fn upload(host: &Cuboid, stream: &Stream, body: impl Fn(&mut Writer<'_>), wait: 
         // until it has synchronized.
         let taken = wait || !ranges::is_pinned(client, address as u64, extent as u64);
         copies::bulk_post(client, op::COPY_BOX, body, (range, taken), |seq| stream.worked(seq))?;
+        if !sure {
+            stream.verdict()?;
+        }
     }
     if wait {
         stream.synchronize()?;
@@ -515,7 +524,7 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     }
     match to {
         direction::WITHIN => {
-            let seq = client.post(op::COPY_BOX, body)?;
+            let seq = client.post_if(host.is_sure(client, stream.ctx), op::COPY_BOX, body)?;
             stream.worked(seq);
             if wait && host.synchronizes(client) {
                 stream.ask(op::STREAM_SYNC)?;

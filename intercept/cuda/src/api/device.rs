@@ -202,12 +202,12 @@ driver! {
         let (client, device) = clients::device(device)?;
         core_dumps::before_context(client, device.primary_flags.load(Ordering::Relaxed));
         // Behind a fault no context begins.
-        let inactive = device.reset.load(Ordering::Relaxed) || device.retained.load(Ordering::Relaxed) == 0;
+        let inactive = device.is_destroyed() || device.retained.load(Ordering::Relaxed) == 0;
         if let Some(fault) = client.fault().filter(|_| inactive) {
             return Err(fault);
         }
         device.retaining.run(thread::id(), || {
-            device.reset.store(false, Ordering::Relaxed);
+            device.set_destroyed(false);
             device.retained.fetch_add(1, Ordering::Relaxed)
         });
         give(ctx, client.primary(device.local) as *mut c_void)
@@ -225,7 +225,12 @@ driver! {
                 .map_err(|_| INVALID_CONTEXT)?;
             // The last release destroys the context's objects, and none of those that a thread
             // creates after its own retain. Programs call it as they exit, so it does not wait.
-            if before == 1 { reset(client, device, false) } else { Ok(()) }
+            if before > 1 {
+                return Ok(());
+            }
+            let ended = reset(client, device, false);
+            device.set_destroyed(true);
+            ended
         })
     }
 
@@ -238,7 +243,7 @@ driver! {
                 Some(_) => client.reset_after_fault(),
                 None => ended?,
             }
-            device.reset.store(true, Ordering::Relaxed);
+            device.set_destroyed(true);
             Ok(())
         })
     }
@@ -247,7 +252,7 @@ driver! {
         let (_, device) = clients::device(device)?;
         give(flags, device.primary_flags.load(Ordering::Relaxed))?;
         let retained = device.retained.load(Ordering::Relaxed) > 0;
-        give(active, i32::from(retained && !device.reset.load(Ordering::Relaxed)))
+        give(active, i32::from(retained && !device.is_destroyed()))
     }
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {

@@ -467,7 +467,7 @@ driver! {
     fn cuGraphAddMemsetNode(
         node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, set: *const SetNode, ctx: *mut c_void,
     ) {
-        add(node, graph, after, count, &Content::Set(take(set)?, thread::named(ctx)?))
+        add(node, graph, after, count, &Content::fill(take(set)?, thread::named(ctx)?)?)
     }
 
     fn cuGraphAddHostNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, host: *const HostNode) {
@@ -633,7 +633,7 @@ driver! {
     }
 
     fn cuGraphExecMemsetNodeSetParams(exec: *mut c_void, node: u64, values: *const SetNode, ctx: *mut c_void) {
-        set(exec, node, &Content::Set(take(values)?, thread::named(ctx)?))
+        set(exec, node, &Content::fill(take(values)?, thread::named(ctx)?)?)
     }
 
     fn cuGraphKernelNodeSetParams_v2(node: u64, kernel: *const KernelNode) {
@@ -649,7 +649,7 @@ driver! {
     }
 
     fn cuGraphMemsetNodeSetParams(node: u64, values: *const SetNode) {
-        set(std::ptr::null_mut(), node, &Content::Set(take(values)?, thread::context()?))
+        set(std::ptr::null_mut(), node, &Content::fill(take(values)?, thread::context()?)?)
     }
 
     fn cuGraphExecUpdate_v2(exec: *mut c_void, graph: *mut c_void, info: *mut UpdateInfo) {

@@ -15,7 +15,7 @@ use crate::functions;
 use crate::graph_uses::Uses;
 use crate::host_functions::{self, HostFunction};
 use crate::regions::Named;
-use crate::{clients, events, graph_uses, mapped, objects, route, thread};
+use crate::{clients, events, graph_uses, mapped, objects, ranges, route, thread};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -245,9 +245,21 @@ impl Content {
     pub fn copy(client: &'static Client, copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
         let mut cuboid = take(copy)?;
         cuboid.resolve()?;
+        cuboid.check()?;
         let ctx = crate::thread::named(ctx)?;
         let (ids, regions) = cuboid.name_regions(client)?;
         Ok(Self::Copy { cuboid: Box::new(cuboid), ctx, ids, regions })
+    }
+
+    /// A node that fills memory, all of it in one allocation.
+    pub fn fill(set: SetNode, ctx: u64) -> Result<Self> {
+        let row = set.width.checked_mul(set.element as usize).ok_or(INVALID_VALUE)?;
+        if let Some(rows) = set.height.checked_sub(1) {
+            let before = if rows == 0 { Some(0) } else { set.pitch.checked_mul(rows) };
+            let len = before.and_then(|before| before.checked_add(row)).ok_or(INVALID_VALUE)?;
+            ranges::check(set.address, len as u64)?;
+        }
+        Ok(Self::Set(set, ctx))
     }
 
     pub fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
@@ -287,7 +299,7 @@ impl Content {
             0 => Ok(Self::Kernel(take(body.as_ptr().cast())?)),
             // Flags, the context, then the copy of `cuGraphAddMemcpyNode`.
             1 => Self::copy(client, body[2..].as_ptr().cast(), pointer(1)),
-            2 => Ok(Self::Set(take(body.as_ptr().cast())?, crate::thread::named(pointer(5))?)),
+            2 => Self::fill(take(body.as_ptr().cast())?, crate::thread::named(pointer(5))?),
             3 => Self::host(client, body.as_ptr().cast()),
             4 => match body[1] & u64::from(u32::MAX) {
                 ownership @ 0..=MOVE => Self::child(pointer(0), ownership == MOVE),

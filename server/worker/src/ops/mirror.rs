@@ -84,10 +84,9 @@ impl InHost {
             let shadow = self.shadow.lock();
             let end = shadow.len().min(first + COMPARED_BYTES);
             let Some(piece) = shadow.get(first..end).filter(|piece| !piece.is_empty()) else { break };
-            let address = (self.address + first) as *const u8;
             // SAFETY: memory of that length lives while the shadow does, which this thread has
             // locked. A kernel that runs may change the bytes; the next call compares them again.
-            if unsafe { std::slice::from_raw_parts(address, piece.len()) } != piece {
+            if unsafe { watched_memory::differs(self.address + first, piece) } {
                 return true;
             }
         }
@@ -146,8 +145,7 @@ unsafe fn compare(
         let (address, offset) = (address + at, at as u64);
         // SAFETY: by the caller's promise. A kernel that still runs may change the bytes; the next
         // call compares them again.
-        let now = unsafe { std::slice::from_raw_parts(address as *const u8, old.len()) };
-        if now != old {
+        if unsafe { watched_memory::differs(address, old) } {
             let mut copy = [0; BLOCK];
             let new = &mut copy[..old.len()];
             // SAFETY: as above.

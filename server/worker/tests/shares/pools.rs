@@ -112,6 +112,8 @@ pub fn exports_pools() {
     let own = import_pool(&cuda, &shared).unwrap();
     let again = import_pointer(&cuda, own, &foreign).unwrap();
     cuda.ok("cuDevicePrimaryCtxReset_v2", &[0]);
+    // Without a retain, work in the context returns that it is destroyed.
+    cuda.get("cuDevicePrimaryCtxRetain", &[0]);
     assert!(import_pool(&cuda, &shared).is_ok());
     assert_eq!(import_pointer(&cuda, own, &foreign), Ok(again));
     cuda.ok("cuMemFree_v2", &[again]);
