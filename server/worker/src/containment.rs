@@ -195,6 +195,15 @@ mod tests {
                 for file in ["/proc/cpuinfo", "/proc/meminfo", "/proc/sys/kernel/osrelease", "/proc/mounts"] {
                     assert!(std::fs::read(file).is_ok(), "{file}");
                 }
+                assert!(std::fs::read("/sys/devices/system/cpu/online").is_ok());
+                for file in ["/proc/interrupts", "/proc/loadavg", "/proc/locks", "/proc/sys/fs/file-nr"] {
+                    let other = std::fs::read(file).unwrap_err();
+                    assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{file}");
+                }
+                for folder in ["/sys/fs", "/sys/kernel", "/sys/class"] {
+                    let other = std::fs::read_dir(folder).unwrap_err();
+                    assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{folder}");
+                }
             }
             lacking => assert!(lacking.len() == 1 && lacking[0].starts_with("landlock: "), "{lacking:?}"),
         }

@@ -9,81 +9,110 @@ use crate::driver::{Handle, Status, status};
 
 /// Maximum number of handles of one kind: bounds the table that a hostile client can cause.
 const MAX_SLOTS: usize = 1 << 22;
+/// Slots that the table adds at a time: a client that skips numbers pays with an object of the
+/// driver for each such part.
+const PART: usize = 64;
 
 /// Objects behind the handles of one kind, by slot.
 pub struct Table<T> {
     kind: u8,
-    slots: RwLock<Vec<Option<(u16, T)>>>,
+    parts: RwLock<Vec<Option<Box<Part<T>>>>>,
 }
+
+type Part<T> = [Option<(u16, T)>; PART];
 
 fn generation(handle: u64) -> u16 {
     (handle >> 32) as u16
 }
 
+/// Returns the part of the table that has a handle, and the place there.
+fn place(handle: u64) -> (usize, usize) {
+    let slot = handle as u32 as usize;
+    (slot / PART, slot % PART)
+}
+
 impl<T: Copy> Table<T> {
     /// Creates an empty table for handles of this kind.
     pub const fn new(kind: u8) -> Self {
-        Self { kind, slots: RwLock::new(Vec::new()) }
+        Self { kind, parts: RwLock::new(Vec::new()) }
     }
 
     /// Returns the object behind a handle; a stale or foreign handle is an error.
     pub fn get(&self, handle: u64) -> Result<T, Status> {
-        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        match slots.get(handle as u32 as usize) {
-            Some(Some((g, value))) if *g == generation(handle) && (handle >> 56) as u8 == self.kind => {
-                Ok(*value)
-            }
+        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
+        let (part, at) = place(handle);
+        match parts.get(part) {
+            Some(Some(slots)) => match slots[at] {
+                Some((g, value)) if g == generation(handle) && (handle >> 56) as u8 == self.kind => Ok(value),
+                _ => Err(status::INVALID_HANDLE),
+            },
             _ => Err(status::INVALID_HANDLE),
         }
     }
 
     /// Returns all objects.
     pub fn all(&self) -> Vec<T> {
-        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        slots.iter().flatten().map(|(_, value)| *value).collect()
+        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
+        objects(&parts).map(|(_, _, value)| *value).collect()
     }
 
     /// Returns `true` if no handle has an object.
     pub fn is_empty(&self) -> bool {
-        self.slots.read().unwrap_or_else(PoisonError::into_inner).iter().all(Option::is_none)
+        objects(&self.parts.read().unwrap_or_else(PoisonError::into_inner)).next().is_none()
     }
 
     /// Returns the client's handle of an object, without the number of its server.
     pub fn handle_of(&self, is: impl Fn(&T) -> bool) -> Option<u64> {
-        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        let found = slots.iter().enumerate().find_map(|(slot, entry)| {
-            entry.as_ref().filter(|(_, value)| is(value)).map(|(generation, _)| (slot, *generation))
-        });
-        found.map(|(slot, generation)| kind::make(self.kind, 0, generation, slot as u32))
+        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
+        let found = objects(&parts).find(|(_, _, value)| is(value));
+        found.map(|(slot, generation, _)| kind::make(self.kind, 0, generation, slot as u32))
     }
 
     /// Forgets the objects for which `goes` returns `true`.
     pub fn forget(&self, goes: impl Fn(&T) -> bool) {
-        for slot in self.slots.write().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
+        for slot in parts.iter_mut().flatten().flat_map(|slots| slots.iter_mut()) {
             slot.take_if(|(_, value)| goes(value));
         }
     }
 
     /// Stores the object behind a new handle.
     pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
-        let slot = handle as u32 as usize;
-        if (handle >> 56) as u8 != self.kind || slot >= MAX_SLOTS {
+        let (part, at) = place(handle);
+        if (handle >> 56) as u8 != self.kind || part * PART + at >= MAX_SLOTS {
             return Err(status::INVALID_HANDLE);
         }
-        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-        if slots.len() <= slot {
-            slots.resize_with(slot + 1, || None);
+        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
+        if parts.len() <= part {
+            parts.resize_with(part + 1, || None);
         }
-        slots[slot] = Some((generation(handle), value));
+        let slots = parts[part].get_or_insert_with(|| Box::new([const { None }; PART]));
+        slots[at] = Some((generation(handle), value));
         Ok(())
     }
 
     /// Forgets a handle and returns its object.
     pub fn take(&self, handle: u64) -> Result<T, Status> {
         let value = self.get(handle)?;
-        self.slots.write().unwrap_or_else(PoisonError::into_inner)[handle as u32 as usize] = None;
+        let (part, at) = place(handle);
+        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(slots)) = parts.get_mut(part) {
+            slots[at] = None;
+        }
         Ok(value)
     }
+}
+
+/// Returns each object with its slot and generation.
+fn objects<T>(parts: &[Option<Box<Part<T>>>]) -> impl Iterator<Item = (usize, u16, &T)> {
+    parts.iter().enumerate().filter_map(|(part, slots)| Some((part, slots.as_deref()?))).flat_map(
+        |(part, slots)| {
+            slots.iter().enumerate().filter_map(move |(at, entry)| {
+                let (generation, value) = entry.as_ref()?;
+                Some((part * PART + at, *generation, value))
+            })
+        },
+    )
 }
 
 /// Kinds of handles, as the client mints them.
@@ -120,5 +149,25 @@ mod tests {
         assert_eq!(table.put(kind::make(kind::STREAM, 0, 1, 1), 1), Err(status::INVALID_HANDLE));
         assert_eq!(table.put(kind::make(kind::EVENT, 0, 1, u32::MAX), 1), Err(status::INVALID_HANDLE));
         assert_eq!(table.get(u64::MAX), Err(status::INVALID_HANDLE));
+        assert_eq!(table.take(u64::MAX), Err(status::INVALID_HANDLE));
+    }
+
+    #[test]
+    fn skipped_numbers_take_no_slots() {
+        let table = Table::new(kind::EVENT);
+        let last = kind::make(kind::EVENT, 0, 3, MAX_SLOTS as u32 - 1);
+        let beyond = kind::make(kind::EVENT, 0, 3, MAX_SLOTS as u32);
+        table.put(last, 7).unwrap();
+        assert_eq!(table.put(beyond, 7), Err(status::INVALID_HANDLE));
+        assert_eq!(
+            (table.get(last), table.all(), table.handle_of(|n| *n == 7)),
+            (Ok(7), vec![7], Some(last))
+        );
+        assert_eq!(table.parts.read().unwrap().iter().flatten().count(), 1);
+        // Slot 0 lies in another part.
+        table.put(kind::make(kind::EVENT, 0, 1, 0), 8).unwrap();
+        assert_eq!(table.parts.read().unwrap().iter().flatten().count(), 2);
+        table.forget(|n| *n == 7);
+        assert_eq!((table.get(last), table.all()), (Err(status::INVALID_HANDLE), vec![8]));
     }
 }
