@@ -55,6 +55,8 @@ pub struct Standing {
     pub facts: Facts,
     /// Why the latest renewal failed; empty if none did.
     pub trouble: String,
+    /// When the daemon last warned that the certificate ends, in seconds since 1970.
+    pub warned: Option<u64>,
 }
 
 /// Renewal that a certificate's age asks for.
@@ -173,7 +175,7 @@ impl Renewer {
     }
 
     fn publish(&self, trouble: String) {
-        let standing = Some(Standing { facts: self.identity.facts(), trouble });
+        let standing = Some(Standing { facts: self.identity.facts(), trouble, warned: self.warned });
         self.standing.send_if_modified(|known| {
             let differs = *known != standing;
             *known = standing;
@@ -285,6 +287,7 @@ impl Renewer {
         }
         self.warned = Some(unix);
         let trouble = self.standing.borrow().as_ref().map(|s| s.trouble.clone()).unwrap_or_default();
+        self.publish(trouble.clone());
         let why = match trouble.as_str() {
             "" => "it is not renewed by this process".to_owned(),
             trouble => format!("it could not be renewed: {trouble}"),

@@ -2,6 +2,7 @@
 
 /// Tests of one subject each.
 mod bus {
+    mod identity;
     mod servers;
     mod sessions;
 }

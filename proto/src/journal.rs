@@ -128,6 +128,23 @@ events! {
          gpusessiond renews an expired certificate for the time renew_grace of the servers (30 days).\n\
          Later, `gpuserver clients forget NAME` on each server and `gpusession join` with a new token give the client a new one.\n\
          If no certificate can have expired, compare the clocks of client and server.";
+    /// A machine joined the pool.
+    ClientJoined = 0x06b9233f1feb4575a1aabe758093c44c: SERVER, "A machine joined the pool", "gpuserver-clients(8)",
+        "The machine @GPUSESSION_CLIENT@ joined the pool and has an identity now. `gpuserver clients` lists all;\n\
+         `gpuserver clients revoke NAME` ends its use of the pool.";
+    /// A machine was not let into the pool.
+    ClientRefused = 0xa71b948842024764991c302778d81279: SERVER, "A machine was not let into the pool", "gpuserver-token(8)",
+        "A machine tried to join the pool as @GPUSESSION_CLIENT@: @GPUSESSION_REASON@.\n\
+         If an administrator set that machine up, make a new token for it with `gpuserver token create`; else someone tries tokens.";
+    /// A client's name has another identity than before.
+    ClientReplaced = 0x068996a9ff4644b794aa4c61eb49b3c0: SERVER, "A client's name belongs to another machine", "gpuserver-clients(8)",
+        "The name @GPUSESSION_CLIENT@ has another identity than before: @GPUSESSION_REASON@.\n\
+         `gpuserver clients forget` freed the name. The new machine has the limits and reservations of that name.";
+    /// An identity was refused.
+    IdentityRefused = 0xed0ab48f4d30493e9dada75a9b049e0d: BOTH, "An identity was refused", "gpusession-status(1)",
+        "A server does not accept the identity of a client: @GPUSESSION_REASON@.\n\
+         An administrator has revoked or forgotten it, a later certificate has replaced it, or two machines use it.\n\
+         On the client, `gpusession status` shows its identity; `gpuserver clients` of the server lists those that it knows.";
     /// A rotation of the pool's authority took a step.
     AuthorityRotation = 0x3be2075ef0544f15856441b8cffbdc99: BOTH, "The pool's authority is being replaced", "gpuserver-pool-rotate(8)",
         "A rotation of the pool's authority took a step: @GPUSESSION_REASON@.\n\

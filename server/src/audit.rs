@@ -59,6 +59,9 @@ pub struct Event {
     /// Client that the event is about.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub client: String,
+    /// SHA-256 of the public key with which that client joined, in hex.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub identity: String,
     /// Lease that the event is about.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub lease: String,

@@ -564,6 +564,10 @@ impl Manager {
         reason: &str,
     ) -> zbus::Result<()>;
 
+    #[zbus(signal)]
+    pub(super) async fn identity_expiring(emitter: &SignalEmitter<'_>, expires_usec: u64)
+    -> zbus::Result<()>;
+
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> &str {
         env!("CARGO_PKG_VERSION")

@@ -27,6 +27,8 @@ pub struct Publisher {
     /// Exported servers by name, with their indexes.
     servers: HashMap<String, usize>,
     manager: Option<ManagerView>,
+    /// Latest warning of the identity's end that a signal announced.
+    warned: Option<u64>,
 }
 
 impl Publisher {
@@ -39,6 +41,7 @@ impl Publisher {
             devices: BTreeMap::new(),
             servers: HashMap::new(),
             manager: None,
+            warned: None,
         }
     }
 
@@ -60,7 +63,7 @@ impl Publisher {
                     None => return,
                 },
                 Ok(()) = settings.changed() => self.show_manager().await,
-                Ok(()) = identity.changed() => self.show_manager().await,
+                Ok(()) = identity.changed() => self.show_identity().await,
             };
             if let Err(error) = result {
                 warn!("D-Bus: cannot publish a change: {error}");
@@ -248,6 +251,16 @@ impl Publisher {
             Manager::device_removed(&self.emitter(PATH)?, &uuid, path).await?;
         }
         Ok(())
+    }
+
+    async fn show_identity(&mut self) -> zbus::Result<()> {
+        self.show_manager().await?;
+        let warned = self.shared.identity.borrow().as_ref().and_then(|standing| standing.warned);
+        if std::mem::replace(&mut self.warned, warned) == warned || warned.is_none() {
+            return Ok(());
+        }
+        let expires_usec = self.shared.identity_expires_usec();
+        Manager::identity_expiring(&self.emitter(PATH)?, expires_usec).await
     }
 
     async fn show_manager(&mut self) -> zbus::Result<()> {

@@ -49,8 +49,11 @@ const OPEN_FILES: u64 = 16_384;
 const SLOW_WRITE_MS: u128 = 100;
 /// Length of the shortest word of a token file that is a secret.
 const MIN_TOKEN: usize = 20;
-/// Remaining life of the authority's certificate below which a check warns, in seconds.
-const EXPIRES_SOON: i64 = 90 * 24 * 3600;
+/// Remaining life of the authority's certificate below which a check warns, in seconds: a rotation
+/// takes months.
+const EXPIRES_SOON: i64 = 2 * 365 * 24 * 3600;
+/// Remaining life below which that is a fault.
+const EXPIRES_NEXT: i64 = 365 * 24 * 3600;
 
 /// Options of `gpuserver health`.
 #[derive(Debug, Args)]
@@ -343,10 +346,11 @@ fn authority(facts: &Facts) -> Finding {
             "the pool's authority has expired",
             "gpuserver pool init in a new state_dir; clients join again",
         ),
-        Some(left) if left < EXPIRES_SOON => Finding::warning(
-            format!("the pool's authority ends in {} days", left / 86400),
-            "gpuserver pool rotate begin; docs/admin-guide.md has the steps",
-        ),
+        Some(left) if left < EXPIRES_SOON => {
+            let found = format!("the pool's authority ends in {} days", left / 86400);
+            let remedy = "gpuserver pool rotate begin; docs/admin-guide.md has the steps";
+            if left < EXPIRES_NEXT { Finding::fault(found, remedy) } else { Finding::warning(found, remedy) }
+        }
         Some(left) => Finding::ok(format!("the pool's authority is valid for another {} days", left / 86400)),
     }
 }
@@ -762,7 +766,7 @@ mod tests {
         let key = rcgen::KeyPair::generate().unwrap();
         let mut params = rcgen::CertificateParams::new(vec!["pool".into()]).unwrap();
         let day = std::time::Duration::from_secs(86400);
-        for (days, state) in [(400, State::Ok), (30, State::Warning)] {
+        for (days, state) in [(800, State::Ok), (400, State::Warning), (300, State::Fault)] {
             let now = std::time::Duration::from_secs(facts.machine.now);
             params.not_after = (std::time::UNIX_EPOCH + now + day * days).into();
             plant(&root, "var/lib/gpuserver/ca/authority.pem", &params.self_signed(&key).unwrap().pem());

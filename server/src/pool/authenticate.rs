@@ -91,7 +91,7 @@ impl Pool {
     async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
         let unix = self.clock.unix();
         let authority = self.signer.present().named(certificate.issuer);
-        let (client, what) = {
+        let (client, what, earlier) = {
             let mut clients = locked(&self.clients);
             let known = clients.identify(&certificate.fingerprint, unix);
             let holder = certificate.holder.as_ref().filter(|holder| holder.role == Role::Client);
@@ -109,21 +109,23 @@ impl Pool {
                 (Ok((name, true)), _) => {
                     complete(&mut clients);
                     self.client_file.changed();
-                    (name, "uses its renewed certificate")
+                    (name, "uses its renewed certificate", None)
                 }
                 (Err(Refusal::Unknown), Some(holder)) => {
-                    clients.introduce(&certificate.fingerprint, holder, unix)?;
+                    let earlier = clients.introduce(&certificate.fingerprint, holder, unix)?;
                     complete(&mut clients);
                     self.client_file.changed();
                     (
                         holder.name.clone(),
                         "new on this server; another server of the pool issued its certificate",
+                        earlier,
                     )
                 }
                 (Err(refusal), _) => return Err(refusal),
             }
         };
         info!(gpusession_client = client, "client {client}: {what}");
+        self.note_replaced(&client, "", earlier);
         if let Err(e) = self.store_clients().await {
             error!("client {client}: cannot be stored: {e}; this server forgets it when it exits");
         }
@@ -189,7 +191,11 @@ impl Pool {
             return Err(Status::unauthenticated(why));
         }
         self.issuer(certificate)?;
-        let client = self.identify(certificate).await.map_err(refused)?;
+        let client = self.identify(certificate).await.map_err(|refusal| {
+            let named = certificate.holder.as_ref().map_or("unknown", |holder| &holder.name);
+            self.warn_of_refused(named, &refusal);
+            refused(refusal)
+        })?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
             && !locked(&self.rates).allow(&format!("{client}{calls}"), most, self.clock.now())
@@ -270,9 +276,7 @@ impl Pool {
                 .await
             }
             Err(refusal) => {
-                if let Some(more) = self.quiet.may() {
-                    warn!(gpusession_client = client, "client {client}: call refused: {refusal}{more}");
-                }
+                self.warn_of_refused(client, &refusal);
                 Err(refused(refusal))
             }
         }

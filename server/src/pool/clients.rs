@@ -108,6 +108,8 @@ pub struct Saved<'a> {
     clients: Cow<'a, BTreeMap<String, ClientRecord>>,
     #[serde(default)]
     forgotten: Cow<'a, BTreeMap<String, u64>>,
+    #[serde(default)]
+    earlier: Cow<'a, BTreeMap<String, String>>,
 }
 
 /// Machine and boot that use an identity at present.
@@ -180,6 +182,8 @@ pub struct Clients {
     /// For forgotten names: certificates issued up to this time, in seconds since 1970, are
     /// invalid.
     forgotten: BTreeMap<String, u64>,
+    /// For forgotten names that no machine has taken since: the identity, in hex.
+    earlier: BTreeMap<String, String>,
     by_certificate: HashMap<String, String>,
     presence: HashMap<String, Presence>,
     /// Identities that a statement of the pool refuses for ever.
@@ -206,12 +210,13 @@ impl Clients {
     /// Creates the table with the clients of an earlier run.
     pub fn new(saved: Saved<'_>) -> Self {
         let (records, forgotten) = (saved.clients.into_owned(), saved.forgotten.into_owned());
+        let earlier = saved.earlier.into_owned();
         let all = |(name, record): (&String, &ClientRecord)| {
             record.certificates().map(|c| (c.clone(), name.clone())).collect::<Vec<_>>()
         };
         let by_certificate = records.iter().flat_map(all).collect();
         let (presence, refused) = Default::default();
-        Self { records, forgotten, by_certificate, presence, refused }
+        Self { records, forgotten, earlier, by_certificate, presence, refused }
     }
 
     /// Notes a call with a certificate that `authority` has issued; `true` if the record changed.
@@ -270,7 +275,11 @@ impl Clients {
 
     /// Returns the part of the state that must survive a restart.
     pub fn save(&self) -> Saved<'_> {
-        Saved { clients: Cow::Borrowed(&self.records), forgotten: Cow::Borrowed(&self.forgotten) }
+        Saved {
+            clients: Cow::Borrowed(&self.records),
+            forgotten: Cow::Borrowed(&self.forgotten),
+            earlier: Cow::Borrowed(&self.earlier),
+        }
     }
 
     /// Returns the name of the client with this certificate, and whether the table changed.
@@ -362,16 +371,23 @@ impl Clients {
     ///
     /// The pool's authority has signed its certificate, and [`identify`](Self::identify) does not
     /// know it. A certificate stays invalid if a later one of the same key replaced it, if the name
-    /// was forgotten here, or if another key has the name.
-    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, unix: u64) -> Result<(), Refusal> {
+    /// was forgotten here, or if another key has the name. Returns as [`join`](Self::join) does.
+    pub fn introduce(
+        &mut self,
+        certificate: &[u8; 32],
+        holder: &Holder,
+        unix: u64,
+    ) -> Result<Option<String>, Refusal> {
         self.may_introduce(holder)?;
         let Holder { name: client, issued_unix, expires_unix, identity, .. } = holder;
         let newer = Dated::new(certificate, *issued_unix, *expires_unix);
-        match self.records.contains_key(client) {
-            true => self.succeed(client, newer, unix),
+        Ok(match self.records.contains_key(client) {
+            true => {
+                self.succeed(client, newer, unix);
+                None
+            }
             false => self.join(client, newer, identity, ""),
-        }
-        Ok(())
+        })
     }
 
     fn may_introduce(&self, holder: &Holder) -> Result<(), Refusal> {
@@ -405,7 +421,9 @@ impl Clients {
     }
 
     /// Makes a certificate the only valid one of `name`.
-    pub fn join(&mut self, name: &str, dated: Dated, key: &[u8; 32], machine_id: &str) {
+    ///
+    /// Returns the identity that had the name until it was forgotten, if that was another one.
+    pub fn join(&mut self, name: &str, dated: Dated, key: &[u8; 32], machine_id: &str) -> Option<String> {
         let certificate = dated.certificate.clone();
         let record = ClientRecord {
             certificate: dated.certificate,
@@ -427,12 +445,14 @@ impl Clients {
             }
         }
         self.by_certificate.insert(certificate, name.into());
+        self.earlier.remove(name).filter(|earlier| *earlier != data_encoding::HEXLOWER.encode(key))
     }
 
-    /// Makes a certificate the only valid one of `name`, for a client of another server.
-    pub fn join_elsewhere(&mut self, name: &str, dated: Dated, key: &[u8; 32]) {
-        self.join(name, dated, key, "");
+    /// As [`join`](Self::join), for a client of another server.
+    pub fn join_elsewhere(&mut self, name: &str, dated: Dated, key: &[u8; 32]) -> Option<String> {
+        let earlier = self.join(name, dated, key, "");
         self.records.get_mut(name).into_iter().for_each(|record| record.elsewhere = true);
+        earlier
     }
 
     /// Records a client's call. `machine_id` is empty if the call does not carry it.
@@ -545,6 +565,9 @@ impl Clients {
         if let Some(record) = &record {
             for certificate in record.certificates() {
                 self.by_certificate.remove(certificate);
+            }
+            if !record.key.is_empty() {
+                self.earlier.insert(name.into(), record.key.clone());
             }
         }
         let joined = record.as_ref().map_or(0, |r| r.joined_unix);
@@ -697,21 +720,21 @@ mod tests {
         let of = holder;
         let vm = |name: &str, issued_unix| of(name, issued_unix, [11; 32]);
         let mut clients = joined();
-        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), 9), Ok(()));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), 9), Ok(None));
         assert_eq!(called(&mut clients, 9, 9), Ok("vm-9".into()));
         // The newest certificate of a name is the valid one.
         assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5), 9), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6), 9), Ok(()));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6), 9), Ok(None));
         assert_eq!(called(&mut clients, 9, 9 + OVERLAP_GRACE.as_secs()), Err(Refusal::Unknown));
         assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), 9), Err(Refusal::Unknown));
         let taken = Err(Refusal::Taken("vm-9".into()));
         assert_eq!(clients.introduce(&[6; 32], &of("vm-9", 7, [12; 32]), 9), taken, "another identity");
         clients.seen("vm-9", "b1", "m1", T).unwrap();
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), 9), Ok(()), "a newer one of the same");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), 9), Ok(None), "a newer one of the same");
         assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1", 9));
         let mut clients = Clients::new(clients.save());
         assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), 9), Err(Refusal::Unknown), "forgotten");
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), 9), Ok(()), "joined anew");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), 9), Ok(None), "joined anew");
         let revoked = Err(Refusal::Revoked("vm-1".into()));
         assert_eq!(
             clients.introduce(&[6; 32], &vm("vm-1", 99), 9),
@@ -750,7 +773,8 @@ mod tests {
         // Another machine takes the name, from the next second on.
         assert_eq!((clients.forgotten_ahead("vm-1", 59), clients.forgotten_ahead("vm-1", 61)), (2, 0));
         assert_eq!(clients.introduce(&[3; 32], &holder("vm-1", 60, [12; 32]), 60), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[3; 32], &holder("vm-1", 61, [12; 32]), 61), Ok(()));
+        let earlier = Some("0b".repeat(32));
+        assert_eq!(clients.introduce(&[3; 32], &holder("vm-1", 61, [12; 32]), 61), Ok(earlier));
         let again = Verdict::ForgetClient { name: "vm-1".into(), identity: None };
         assert_eq!(settle(&mut clients, 60, 2, again), None);
         assert_eq!(
@@ -856,7 +880,7 @@ mod tests {
     #[test]
     fn another_server_takes_a_renewed_certificate_and_keeps_the_older_one_for_a_while() {
         let mut clients = joined();
-        assert_eq!(clients.introduce(&[2; 32], &holder("vm-1", 50, [11; 32]), 60), Ok(()));
+        assert_eq!(clients.introduce(&[2; 32], &holder("vm-1", 50, [11; 32]), 60), Ok(None));
         assert_eq!(called(&mut clients, 2, 61), Ok("vm-1".into()));
         assert_eq!(called(&mut clients, 1, 61), Ok("vm-1".into()));
         assert_eq!(called(&mut clients, 1, 60 + OVERLAP_GRACE.as_secs()), Err(Refusal::Unknown));

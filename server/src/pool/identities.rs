@@ -3,11 +3,12 @@
 use gpusession_proto::journal::Event as Said;
 use tracing::{error, info, warn};
 
-use super::clients::EXPIRY_WINDOW;
+use super::clients::{EXPIRY_WINDOW, Refusal};
 use super::endings::DAY;
 pub use super::endings::Ending;
 use super::lock::locked;
 use super::state::Pool;
+use crate::audit;
 use crate::certificate::day;
 use crate::signer::Refused;
 
@@ -47,6 +48,39 @@ impl Pool {
                 gpusession_reason = e.remedy().1,
                 "{}",
                 e.warning(unix)
+            );
+        }
+    }
+
+    /// Notes that another identity has a client's name than before `gpuserver clients forget`.
+    pub(super) fn note_replaced(&self, client: &str, from: &str, earlier: Option<String>) {
+        let Some(earlier) = earlier else { return };
+        let identity = locked(&self.clients).identity(client).unwrap_or_default();
+        let identity = data_encoding::HEXLOWER.encode(&identity);
+        let why = format!("identity {identity}; before it was forgotten here: {earlier}");
+        warn!(
+            message_id = Said::ClientReplaced.id(),
+            gpusession_client = client,
+            gpusession_reason = why,
+            "client {client}: another machine has the name: {why}"
+        );
+        self.audit.note(audit::Event {
+            from: from.into(),
+            client: client.into(),
+            identity,
+            detail: format!("before it was forgotten: {earlier}"),
+            ..audit::own("client-replaced")
+        });
+    }
+
+    /// Logs that the identity of a client is refused.
+    pub(super) fn warn_of_refused(&self, client: &str, refusal: &Refusal) {
+        if let Some(more) = self.quiet.may() {
+            warn!(
+                message_id = Said::IdentityRefused.id(),
+                gpusession_client = client,
+                gpusession_reason = refusal.to_string(),
+                "client {client}: call refused: {refusal}{more}"
             );
         }
     }

@@ -369,6 +369,18 @@ impl Pool {
                         ..audit::own(kind)
                     });
                 }
+                Ok(Event::Killed { client, lease, gpus, worker, why }) => {
+                    let event = audit::own("worker-killed");
+                    let worker = hex(&worker);
+                    self.note_within_allowance(audit::Event {
+                        client,
+                        lease,
+                        gpus,
+                        worker,
+                        detail: why,
+                        ..event
+                    });
+                }
                 Ok(Event::Stuck { .. }) => {}
                 Err(broadcast::error::RecvError::Lagged(events)) => self.audit.lose(events),
                 Err(broadcast::error::RecvError::Closed) => return,

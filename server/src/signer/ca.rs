@@ -25,7 +25,7 @@ use crate::store::{self, StoreError};
 const DAY: Duration = Duration::from_secs(24 * 3600);
 // prose: ok: a unit of time
 const YEAR: Duration = Duration::from_secs(365 * DAY.as_secs());
-const AUTHORITY_TTL: Duration = Duration::from_secs(20 * YEAR.as_secs());
+const AUTHORITY_TTL: Duration = Duration::from_secs(10 * YEAR.as_secs());
 /// Life of a client's certificate: its daemon renews it before the last third.
 pub const CLIENT_TTL: Duration = Duration::from_secs(90 * DAY.as_secs());
 /// Life of the certificate of a client that does not renew it: one of an earlier version.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use super::exit::stop;
+use super::exit::stop_offender;
 use super::stock::WorkerId;
 use super::supervisor::{State, Supervisor};
 use super::worker::{Phase, Worker, WorkerRecord, hex};
@@ -97,7 +97,7 @@ impl State {
             }
             let reason =
                 format!("its client's programs wrote {excess}: the server keeps less; start it again");
-            stop(id, worker, &reason);
+            stop_offender(id, worker, &reason);
         }
     }
 }

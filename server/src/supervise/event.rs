@@ -50,6 +50,19 @@ pub enum Event {
         /// Description for administrators.
         why: String,
     },
+    /// A worker was killed for what its process did, whether or not it served a program.
+    Killed {
+        /// Client of the worker.
+        client: String,
+        /// Id of its lease.
+        lease: String,
+        /// UUIDs of its GPUs.
+        gpus: Vec<String>,
+        /// Worker that exited.
+        worker: WorkerId,
+        /// Description for administrators.
+        why: String,
+    },
     /// A killed worker does not exit, or the memory of an exited one is still in use.
     Stuck {
         /// UUIDs of the worker's GPUs.

@@ -59,7 +59,9 @@ impl Supervisor {
 
     pub(super) fn on_exit(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(Worker { book: worker, lease_key, kept, .. }) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, lease_key, kept, offends, .. }) = state.workers.remove(id) else {
+            return;
+        };
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
@@ -82,6 +84,9 @@ impl Supervisor {
         };
         if let Some(ends) = worker.program_event(Some(&reason)) {
             let _ = self.0.events.send(ends);
+        }
+        if offends {
+            let _ = self.0.events.send(worker.killed_event(&reason));
         }
         if worker.given {
             state.farewells.add(*id, lease_key, reason.clone(), self.0.clock.now());
@@ -146,6 +151,12 @@ pub(super) fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
     worker.ended_because = Some(reason.into());
     worker.remember();
     worker.orders.end.send_replace(Some(reason.into()));
+}
+
+/// Stops a worker for what its process did; the audit trail has it.
+pub(super) fn stop_offender(id: &WorkerId, worker: &mut Worker, reason: &str) {
+    worker.offends |= worker.phase != Phase::Ending;
+    stop(id, worker, reason);
 }
 
 pub(super) fn describe(status: Option<ExitStatus>) -> String {

@@ -9,7 +9,7 @@
 
 use std::collections::HashMap;
 
-use super::exit::stop;
+use super::exit::stop_offender;
 use super::stock::WorkerId;
 use super::supervisor::{LeaseState, State, Supervisor};
 use super::worker::{Phase, Worker, exceeds};
@@ -116,7 +116,7 @@ impl State {
                     });
             if let Some(exceeded) = exceeded {
                 exceeds(id, worker, &exceeded, "");
-                stop(id, worker, &exceeded.to_string());
+                stop_offender(id, worker, &exceeded.to_string());
             }
         }
         for (client, has) in clients {
@@ -153,7 +153,7 @@ fn stop_largest(
         );
         let exceeded = limit.exceeded(why, "end a program, or an administrator raises it");
         exceeds(id, worker, &exceeded, "");
-        stop(id, worker, &exceeded.to_string());
+        stop_offender(id, worker, &exceeded.to_string());
     }
 }
 
@@ -225,11 +225,13 @@ impl Supervisor {
         let worker = *id;
         let asked = tokio::task::spawn_blocking(move || groups.killed(&client, &worker));
         let met = asked.await.ok()??;
-        let state = self.state();
-        let worker = state.workers.get(id)?;
+        let mut state = self.state();
+        let State { workers, limits, .. } = &mut *state;
+        let worker = workers.get_mut(id)?;
+        worker.offends = met != Met::Host;
         let limit = match met {
-            Met::Worker => state.limits.of(&worker.client, worker.user()),
-            Met::Client => state.limits.of(&worker.client, ""),
+            Met::Worker => limits.of(&worker.client, worker.user()),
+            Met::Client => limits.of(&worker.client, ""),
             Met::Host => return Some("the kernel killed it: this service or host has no memory left".into()),
         };
         let limit = match met {

@@ -226,6 +226,7 @@ impl Supervisor {
             parked_at: Some(self.0.clock.now()),
             unadmitted: Unadmitted::default(),
             presented: false,
+            offends: false,
             ticket: None,
             orders,
         };

@@ -7,7 +7,7 @@ use tracing::warn;
 
 use super::attend::REAP_TIMEOUT;
 use super::event::Event;
-use super::exit::stop;
+use super::exit::stop_offender;
 use super::messages::say;
 use super::park::{GONE_TIMEOUT, LEFT_BYTES};
 use super::stock::WorkerId;
@@ -66,7 +66,7 @@ impl Supervisor {
                     hex(id)
                 );
                 lease.stock.leave(id, worker.starts());
-                stop(id, worker, "its process uses a GPU that its lease does not have");
+                stop_offender(id, worker, "its process uses a GPU that its lease does not have");
             }
             // It could also restore its own memory, which others' leases may have by now.
             let asked = now.saturating_sub(age);
@@ -83,7 +83,7 @@ impl Supervisor {
                     hex(id),
                     left >> 20
                 );
-                stop(id, worker, "its program is parked, but its process holds device memory");
+                stop_offender(id, worker, "its program is parked, but its process holds device memory");
             }
         }
         for lease in leases.values_mut() {
@@ -108,7 +108,7 @@ impl Supervisor {
                 if let Some(lease) = leases.get_mut(&worker.lease) {
                     lease.stock.leave(&id, worker.starts());
                 }
-                stop(
+                stop_offender(
                     &id,
                     worker,
                     "its lease is over its memory limit, and its process holds the most memory that was never granted",

@@ -153,6 +153,7 @@ pub(super) mod tests {
                 parked_at: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
+                offends: false,
                 ticket: None,
                 orders,
             };

@@ -134,6 +134,7 @@ impl Supervisor {
                 parked_at: None,
                 unadmitted: Unadmitted::default(),
                 presented: false,
+                offends: false,
                 ticket: None,
                 orders,
             },
@@ -194,6 +195,9 @@ impl Supervisor {
                 }
                 process.kill();
                 self.reaped(id, &mut process).await;
+                if let Some(worker) = self.state().workers.get_mut(id) {
+                    worker.offends = true;
+                }
                 reason
             }
         };

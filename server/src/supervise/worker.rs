@@ -62,6 +62,8 @@ pub(super) struct Worker {
     pub(super) unadmitted: Unadmitted,
     /// A process has shown it a ticket, so that it may have contexts on its GPUs.
     pub(super) presented: bool,
+    /// The server or the kernel kills it for what its process did.
+    pub(super) offends: bool,
     /// The genuine ticket that its process has shown last.
     pub(super) ticket: Option<Ticket>,
     pub(super) orders: Orders,
@@ -123,6 +125,17 @@ impl WorkerRecord {
             program: process.program.clone(),
             end: end.map(str::to_owned),
         })
+    }
+
+    /// Returns the event of a worker that was killed for what its process did.
+    pub(super) fn killed_event(&self, why: &str) -> Event {
+        Event::Killed {
+            client: self.client.clone(),
+            lease: self.lease.clone(),
+            gpus: self.gpus.clone(),
+            worker: self.id,
+            why: why.into(),
+        }
     }
 
     /// Returns the event of a refusal for the audit trail.

@@ -44,6 +44,17 @@ async fn joins_and_changes_are_there_before_their_answers() {
     assert!(verified["lines"].as_u64().unwrap() > 10, "{verified}");
 
     server.run().await;
+    // Another machine takes the name that was forgotten.
+    let joined =
+        |server: &Server| server.json(&["audit", "--event", "join", "--client", "vm-2"])["audit"].clone();
+    let before = joined(&server)[0]["identity"].clone();
+    eventually("the name is free", async || server.enrol(&server.token(&[]), "vm-2", "m2").await.is_ok())
+        .await;
+    let after = joined(&server)[1]["identity"].clone();
+    assert!(before != after && before.as_str().is_some_and(|text| text.len() == 64), "{before} {after}");
+    let replaced = server.json(&["audit", "--event", "client-replaced"])["audit"][0].clone();
+    assert_eq!((&replaced["client"], &replaced["identity"]), (&"vm-2".into(), &after));
+    assert!(replaced["detail"].as_str().unwrap().contains(before.as_str().unwrap()), "{replaced}");
     server.signal(Signal::SIGTERM);
     let verified = server.json(&["audit", "verify"])["audit"].clone();
     assert!(verified["checkpoints"].as_u64().unwrap() >= 1, "{verified}");

@@ -17,6 +17,7 @@ use gpusessiond::client::{self, Remote};
 use gpusessiond::identity::{Home, join_pool, server_name};
 use gpusessiond::pool::{PoolServer as _, Trouble};
 use gpusessiond::renewal::{Renewer, Standing};
+use nix::sys::signal::Signal;
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
@@ -234,7 +235,8 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
     renewer_.renew_if_due().await;
     let new = identity.facts();
     assert_ne!(new.certificate, old.certificate);
-    assert_eq!(standing.borrow().as_ref().unwrap(), &Standing { facts: new.clone(), trouble: String::new() });
+    let renewed = Standing { facts: new.clone(), trouble: String::new(), warned: None };
+    assert_eq!(standing.borrow().as_ref().unwrap(), &renewed);
     assert!(key() != first && !home.identity.join("renewing.key").exists());
     let reply = remote.renew(vec![lease.id.clone()], "b1".into()).await.unwrap();
     assert!(!reply.leases[0].lost, "{reply:?}");
@@ -247,6 +249,27 @@ async fn a_daemon_renews_in_time_and_loses_neither_lease_nor_watch() {
     let event = tokio::time::timeout(LONG, arriving.recv()).await.unwrap().unwrap();
     assert_eq!(event.lease, lease.id, "the watch continues on the new connection");
     watching.abort();
+}
+
+#[tokio::test]
+async fn an_identity_that_no_server_renews_is_announced_once_a_day() {
+    let mut server = Server::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let home = identity_of(&server, folder.path(), "vm-1", unix() - 80 * DAY);
+    server.signal(Signal::SIGKILL);
+    let later = Arc::new(AtomicU64::new(0));
+    let (begun, clock) = (unix(), later.clone());
+    let (mut renewer_, _, standing) = renewer(&home, move || begun + clock.load(Ordering::Relaxed));
+    let mut warned = async |after: u64| {
+        later.store(after, Ordering::Relaxed);
+        renewer_.renew_if_due().await;
+        let standing = standing.borrow().clone().unwrap();
+        assert!(!standing.trouble.is_empty());
+        standing.warned.unwrap() - begun
+    };
+    assert_eq!(warned(0).await, 0);
+    assert_eq!(warned(DAY - 1).await, 0);
+    assert_eq!(warned(DAY + 1).await, DAY + 1);
 }
 
 #[tokio::test]

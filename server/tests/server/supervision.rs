@@ -267,6 +267,11 @@ async fn a_worker_says_once_that_it_is_ready() {
     assert!(rest(&mut lane).is_empty(), "ended");
     let journal = || std::fs::read_to_string(server.path("journal")).unwrap();
     eventually("the journal says why", async || journal().contains("that it is ready out of turn")).await;
+    let killed = || server.json(&["audit", "--event", "worker-killed"])["audit"][0].clone();
+    eventually("the trail says why", async || killed()["detail"].is_string()).await;
+    let killed = killed();
+    assert!(killed["detail"].as_str().unwrap().contains("ready out of turn"), "{killed}");
+    assert_eq!((&killed["client"], &killed["lease"]), (&"vm-1".into(), &lease.id.into()));
 }
 
 #[tokio::test]

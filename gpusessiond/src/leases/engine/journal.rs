@@ -15,8 +15,9 @@ impl Actor {
         for (index, server) in snapshot.known_servers().map(|(index, server)| (index, &server.facts)) {
             let lost = matches!(server.state.as_str(), "suspect" | "offline" | "stopped" | "unauthorized");
             if lost && self.lost.insert(index) {
+                let refused = server.state == "unauthorized";
                 warn!(
-                    message_id = Event::ServerLost.id(),
+                    message_id = if refused { Event::IdentityRefused } else { Event::ServerLost }.id(),
                     gpusession_server = server.name,
                     gpusession_reason = server.trouble,
                     "server {}: {}: {}",

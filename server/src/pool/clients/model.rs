@@ -85,7 +85,7 @@ proptest! {
                     let one = held[at].entry(holder.name.clone()).or_default();
                     let known = match clients.identify(certificate, unix) {
                         Err(Refusal::Unknown) => {
-                            clients.introduce(certificate, holder, unix).map(|()| holder.name.clone())
+                            clients.introduce(certificate, holder, unix).map(|_| holder.name.clone())
                         }
                         other => other.map(|(name, _)| name),
                     };

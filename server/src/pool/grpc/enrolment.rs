@@ -3,6 +3,7 @@
 use gpusession_proto::control as wire;
 use gpusession_proto::control::enrolment_server::Enrolment;
 use gpusession_proto::join::{JoinToken, is_name};
+use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
 use tracing::{info, warn};
 
@@ -32,7 +33,12 @@ impl Enrolment for Service {
         let refuse = |status: Status| {
             if let Some(more) = pool.quiet.may() {
                 let why = status.message();
-                warn!(gpusession_client = wish.client_name, "join from {peer}: refused: {why}{more}");
+                warn!(
+                    message_id = Said::ClientRefused.id(),
+                    gpusession_client = wish.client_name,
+                    gpusession_reason = why,
+                    "join from {peer}: refused: {why}{more}"
+                );
                 // As often as the journal's lines: strangers must not push out earlier events.
                 pool.audit.note(audit::Event {
                     result: "refused".into(),
@@ -54,7 +60,7 @@ impl Enrolment for Service {
         let name = wish.client_name.clone();
         let key =
             requested_key(&wish.csr_pem).map_err(|e| refuse(Status::invalid_argument(e.to_string())))?;
-        let issued = {
+        let (issued, earlier) = {
             let _signing = pool.signing.lock().await;
             let refused_by_signer = |e| refuse(unsigned(&format!("join of {name}"), &e));
             // First, so that strangers do not learn which names exist.
@@ -68,17 +74,23 @@ impl Enrolment for Service {
             let issued = pool.signer.aside(move |signer| signer.link().sign(order)).await;
             let issued = issued.map_err(refused_by_signer)?;
             let dated = Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix);
-            locked(&pool.clients).join(&name, dated, &key, &wish.machine_id);
+            let earlier = locked(&pool.clients).join(&name, dated, &key, &wish.machine_id);
             pool.client_file.changed();
-            issued
+            (issued, earlier)
         };
         pool.store_clients().await.map_err(stored)?;
         let joined = audit::Event {
+            identity: data_encoding::HEXLOWER.encode(&key),
             detail: format!("token {}", data_encoding::HEXLOWER.encode(&token.id)),
             ..client_event("join", &name, &peer)
         };
         pool.audited(joined).await.map_err(Status::unavailable)?;
-        info!(gpusession_client = name, "client {name} joined from {peer}");
+        pool.note_replaced(&name, &peer, earlier);
+        info!(
+            message_id = Said::ClientJoined.id(),
+            gpusession_client = name,
+            "client {name}: joined from {peer}"
+        );
         Ok(Response::new(wire::JoinReply {
             certificate_pem: issued.pem,
             authority_pem: pool.signer.present().list().into(),

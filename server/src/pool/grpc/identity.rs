@@ -30,7 +30,7 @@ pub(super) async fn renew(
         return Err(Status::resource_exhausted("too many renewals of this client; try again later"));
     }
     let wire::RenewIdentityRequest { csr_pem, proof } = request.into_inner();
-    let (pem, expires_unix) = {
+    let (pem, expires_unix, identity) = {
         let _signing = pool.signing.lock().await;
         let authority = {
             let clients = locked(&pool.clients);
@@ -46,16 +46,17 @@ pub(super) async fn renew(
         let issued = issued.map_err(|e| unsigned(&format!("renewal of {client}"), &e))?;
         let mut clients = locked(&pool.clients);
         // An administrator may have revoked the client meanwhile.
-        clients.may_renew(&client, &present).map_err(refused)?;
+        let identity = clients.may_renew(&client, &present).map_err(refused)?;
         clients.renew(&client, Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix));
         pool.client_file.changed();
-        (issued.pem, issued.expires_unix)
+        (issued.pem, issued.expires_unix, identity)
     };
     pool.store_clients().await.map_err(stored)?;
     let event = audit::Event {
         actor: format!("client {client}"),
         from: from.unwrap_or_default(),
         client: client.clone(),
+        identity: data_encoding::HEXLOWER.encode(&identity),
         detail: format!("until {}", day(expires_unix)),
         ..audit::own("identity-renewed")
     };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use gpusession_proto::control as wire;
 use gpusession_proto::control::issuer_server::Issuer;
 use gpusession_proto::join::is_name;
+use gpusession_proto::journal::Event as Said;
 use gpusession_proto::message::{self, MAX_MESSAGE};
 use tonic::{Request, Response, Status};
 use tracing::{info, warn};
@@ -170,10 +171,16 @@ async fn answer(pool: &Arc<Pool>, server: &str, from: &str, order: Operation) ->
     match (&outcome, joining) {
         (Ok(Done::Issued(issued)), Some((name, key))) => {
             let dated = Dated::new(&issued.fingerprint, pool.clock.unix(), issued.expires_unix);
-            locked(&pool.clients).join_elsewhere(&name, dated, &key);
+            let earlier = locked(&pool.clients).join_elsewhere(&name, dated, &key);
             pool.client_file.changed();
             pool.store_clients().await.map_err(stored)?;
-            info!(gpusession_client = name, "client {name}: joined through server {server}");
+            pool.note_replaced(&name, "", earlier);
+            info!(
+                message_id = Said::ClientJoined.id(),
+                gpusession_client = name,
+                gpusession_server = server,
+                "client {name}: joined through server {server}"
+            );
         }
         (Ok(Done::Issued(issued)), None) if renews => {
             let until = crate::certificate::day(issued.expires_unix);
