@@ -311,6 +311,7 @@ mod tests {
             multiprocessors: 1,
             context_bytes: 0,
             compute_mode: 0,
+            pageable_access: false,
             sharing: Sharing::TimeSlice,
             withheld_bytes: 0,
         }

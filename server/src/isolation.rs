@@ -125,6 +125,28 @@ pub fn decide(wanted: Isolation, verdict: Verdict) -> Result<Decision, String> {
     }
 }
 
+/// Looks for GPUs whose kernels reach all memory of their process, and so of a worker.
+///
+/// Returns a warning where the configuration allows them; the error is why the server does not
+/// start.
+pub fn reach(wanted: Isolation, allowed: bool, gpus: &[Gpu]) -> Result<Option<String>, String> {
+    let reach: Vec<_> = gpus.iter().filter(|gpu| gpu.pageable_access).map(|gpu| gpu.uuid.as_str()).collect();
+    if reach.is_empty() {
+        return Ok(None);
+    }
+    let what = format!(
+        "{}: kernels reach all memory of their process, so a program's wrong pointer reaches its worker's memory",
+        reach.join(", ")
+    );
+    if wanted == Isolation::Require && !allowed {
+        return Err(format!(
+            "isolation = \"require\": {what}; put `options nvidia-uvm uvm_disable_hmm=1` into \
+             /etc/modprobe.d/gpuserver.conf and restart the host, or set allow_pageable_access = \"on\""
+        ));
+    }
+    Ok(Some(what))
+}
+
 /// Tests this host, and decides; logs the result.
 ///
 /// `hidden` are folders that workers must not reach.
@@ -135,6 +157,10 @@ pub async fn settle(
     driver: &Path,
     gpus: &[Gpu],
 ) -> Result<Decision, ConfigError> {
+    let bad = |why| ConfigError::new(config.origin("isolation"), why);
+    if let Some(reach) = reach(config.isolation, config.allow_pageable_access, gpus).map_err(bad)? {
+        warn!("{reach}");
+    }
     let decision = match config.isolation {
         Isolation::Off => Decision::off("isolation = \"off\""),
         wanted => {
@@ -142,7 +168,7 @@ pub async fn settle(
             if let Verdict::Works(_, Some(unknown)) = &verdict {
                 warn!("isolation: not tested with the driver: {unknown}; workers start only isolated");
             }
-            decide(wanted, verdict).map_err(|why| ConfigError::new(config.origin("isolation"), why))?
+            decide(wanted, verdict).map_err(bad)?
         }
     };
     let noting = std::env::var_os("GPUSERVER_UNLISTED_CALLS").is_some_and(|value| value == "log");

@@ -61,6 +61,8 @@ pub struct Config {
     pub checkpoint_ms: u64,
     pub threads: usize,
     pub concurrent_managed: bool,
+    /// Whether kernels say that they reach all memory of their process.
+    pub pageable_access: bool,
     /// Size that the driver claims for every parameter of a kernel; 0 for the true one.
     pub param_size: u32,
     pub trace: bool,
@@ -98,6 +100,7 @@ impl Default for Config {
             checkpoint_ms: 0,
             threads: 0,
             concurrent_managed: false,
+            pageable_access: false,
             param_size: 0,
             trace: false,
         }
@@ -171,6 +174,7 @@ impl Config {
                 "checkpoint_ms" => self.checkpoint_ms = number(value)?,
                 "threads" => self.threads = number(value)? as usize,
                 "concurrent_managed" => self.concurrent_managed = flag(value)?,
+                "pageable_access" => self.pageable_access = flag(value)?,
                 "param_size" => self.param_size = number(value)? as u32,
                 "trace" => self.trace = flag(value)?,
                 _ => return None,

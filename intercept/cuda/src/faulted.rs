@@ -4,8 +4,6 @@
 //! calls that the library answers by itself, and has one error for all objects of a context that a
 //! reset has destroyed. The worker's own context of a device lives on.
 
-use std::sync::atomic::Ordering;
-
 use gpusession_common::context_calls::{self, Broken};
 
 use crate::client::any_fault;
@@ -35,7 +33,6 @@ pub fn broken(ctx: u64) -> Option<Broken> {
         Some(CONTEXT_IS_DESTROYED) => Some(Broken::ResetAfterFault),
         Some(fault) => Some(Broken::Fault(fault)),
         None if ctx != client.primary(device.local) || !device.is_destroyed() => None,
-        None if device.retained.load(Ordering::Relaxed) == 0 => Some(Broken::Released),
-        None => Some(Broken::Reset),
+        None => Some(Broken::Destroyed),
     }
 }

@@ -71,7 +71,6 @@ const CALLS: &[&str] = &[
     "cuStreamWaitEvent",
 ];
 
-const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 const CONTEXT_IS_DESTROYED: i32 = 709;
 
@@ -82,10 +81,8 @@ pub enum Broken {
     Fault(i32),
     /// A reset of the device behind a fault has destroyed it.
     ResetAfterFault,
-    /// A reset of the device has destroyed it.
-    Reset,
-    /// The last release has destroyed this primary context.
-    Released,
+    /// A reset of the device has destroyed it, or its last release.
+    Destroyed,
 }
 
 /// Returns the error of a call in such a context; `None`: the call continues.
@@ -97,10 +94,7 @@ pub fn error(name: &str, context: Broken) -> Option<i32> {
     Some(match context {
         Broken::Fault(fault) => fault,
         _ if name.starts_with("cuFunc") => INVALID_HANDLE,
-        Broken::Reset | Broken::Released if name.starts_with("cuModule") && name != "cuModuleLoadData" => {
-            INVALID_HANDLE
-        }
-        Broken::Released if name == "cuEventDestroy" => INVALID_CONTEXT,
+        Broken::Destroyed if name.starts_with("cuModule") && name != "cuModuleLoadData" => INVALID_HANDLE,
         _ => CONTEXT_IS_DESTROYED,
     })
 }
@@ -116,15 +110,13 @@ mod tests {
             ["cuMemAlloc", "cuMemAlloc_v2", "cuMemcpyHtoD_v2_ptds", "cuStreamGetId_ptsz", "cuMemsetD32_v2"]
         {
             let of = |context| error(name, context);
-            let all = [Broken::Fault(700), Broken::ResetAfterFault, Broken::Reset, Broken::Released].map(of);
-            assert_eq!(all, [Some(700), Some(709), Some(709), Some(709)], "{name}");
+            let all = [Broken::Fault(700), Broken::ResetAfterFault, Broken::Destroyed].map(of);
+            assert_eq!(all, [Some(700), Some(709), Some(709)], "{name}");
         }
         assert_eq!(error("cuFuncGetAttribute", Broken::Fault(719)), Some(719));
         assert_eq!(error("cuFuncGetAttribute", Broken::ResetAfterFault), Some(400));
         assert_eq!(error("cuModuleUnload", Broken::ResetAfterFault), Some(709));
-        assert_eq!(error("cuModuleUnload", Broken::Reset), Some(400));
-        assert_eq!(error("cuEventDestroy_v2", Broken::Reset), Some(709));
-        assert_eq!(error("cuEventDestroy_v2", Broken::Released), Some(201));
+        assert_eq!(error("cuModuleUnload", Broken::Destroyed), Some(400));
         for name in ["cuGraphCreate", "cuMemCreate", "cuDeviceGetCount", "cuMemsetD8", "cuMemset"] {
             assert_eq!(error(name, Broken::Fault(700)), None, "{name}");
         }

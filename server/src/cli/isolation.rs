@@ -22,19 +22,25 @@ pub(super) fn check_isolation(out: &mut Output<'_>, config: &Config) -> anyhow::
         let found = discovery::probe(&starter, &driver).await?;
         let gpus = discovery::choose(&config.gpus, found.devices)?;
         let hidden = [&*config.state_dir, &*Cache::images_of(config)];
-        Ok(isolation::probe(&hidden, &starter, &driver, &gpus).await)
+        let reach = isolation::reach(config.isolation, config.allow_pageable_access, &gpus);
+        Ok((isolation::probe(&hidden, &starter, &driver, &gpus).await, reach))
     });
-    let verdict = verdict.map_err(|e: discovery::DiscoveryError| e.placed(config))?;
+    let (verdict, reach) = verdict.map_err(|e: discovery::DiscoveryError| e.placed(config))?;
     let (untested, lacking) = match &verdict {
         Verdict::Works(_, untested) => (untested.clone(), None),
         Verdict::Lacks(_) | Verdict::DriverFails(_) => (None, Some(verdict.clone())),
     };
     let decision = isolation::decide(config.isolation, verdict);
+    let (decision, reach) = match reach {
+        Ok(reach) => (decision, reach),
+        Err(why) => (decision.and(Err(why)), None),
+    };
     let value = json!({
         "allowed": lacking.is_none(),
         "level": decision.as_ref().map_or("off", |d| d.level.as_str()),
         "lacking": decision.as_ref().map_or("", |d| d.lacking.as_str()),
         "untested": untested,
+        "reach": reach,
         "starts": decision.is_ok(),
         "reason": decision.as_ref().err(),
     });
@@ -42,6 +48,9 @@ pub(super) fn check_isolation(out: &mut Output<'_>, config: &Config) -> anyhow::
         match &decision {
             Ok(decision) => writeln!(out, "Workers of this host: {decision}")?,
             Err(why) => writeln!(out, "The server does not start: {why}")?,
+        }
+        if let Some(reach) = &reach {
+            writeln!(out, "{reach}")?;
         }
         if let Some(untested) = &untested {
             writeln!(out, "Not tested with the driver: {untested}")?;

@@ -135,6 +135,14 @@ keys! {
         /// The rights are files, sockets, processes and rare system calls.
         /// `gpuserver check-isolation` shows which ones this host allows.
         isolation: Isolation = "require", ISOLATION;
+        /// GPUs whose kernels reach all memory of their process (pageable memory access): "off",
+        /// the server does not start with them and isolation = "require"; "on", it serves them.
+        ///
+        /// There a program's wrong pointer reads or writes memory of its worker; elsewhere it is an
+        /// error.
+        /// The option uvm_disable_hmm=1 of the module nvidia-uvm takes that access from all
+        /// programs, except on GPUs that share page tables with the processor.
+        allow_pageable_access: bool = "off", SWITCH;
         /// Look whether the driver has cleared memory that it gives: "off"; with "verify", each
         /// worker reads a sample before a program gets the worker.
         ///

@@ -60,6 +60,9 @@ pub struct Gpu {
     /// `CUcomputemode`; 0 lets several programs use the GPU.
     #[serde(default)]
     pub compute_mode: u32,
+    /// Whether kernels reach all memory of their process.
+    #[serde(default)]
+    pub pageable_access: bool,
     /// Sharing of the GPU by the configuration.
     #[serde(default)]
     pub sharing: Sharing,

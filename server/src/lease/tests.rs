@@ -19,6 +19,7 @@ pub(crate) fn gpu(n: u32, memory_bytes: u64) -> Gpu {
         multiprocessors: 132,
         context_bytes: 0,
         compute_mode: 0,
+        pageable_access: false,
         sharing: Sharing::TimeSlice,
         withheld_bytes: 0,
     }

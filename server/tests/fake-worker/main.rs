@@ -10,6 +10,7 @@
 //! * `...crash...`: workers exit as soon as they are started.
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
+//! * `...pageable...`: kernels on the second GPU reach all memory of their process.
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
 //! * `...unmapped...`: a program makes its worker write 1 GiB into a file in memory that it maps
@@ -70,7 +71,8 @@ fn main() {
                     "uuid": format!("GPU-00000000-0000-0000-0000-{i:012}"), "name": "Fake GPU",
                     "memory_bytes": 16_u64 << 30, "compute_major": 9, "compute_minor": 0,
                     "pci_address": format!("0000:{i:02x}:00.0"), "multiprocessors": 132,
-                    "compute_mode": if driver.contains("alone") && i == 0 { 3 } else { 0 }
+                    "compute_mode": if driver.contains("alone") && i == 0 { 3 } else { 0 },
+                    "pageable_access": driver.contains("pageable") && i == 1
                 })
             })
             .collect();

@@ -1,7 +1,9 @@
 //! The audit trail of a real server: what is in it, in which order, and that it verifies.
 
-use gpusession_proto::control::ReleaseRequest;
+use gpusession_proto::control::pool_client::PoolClient;
+use gpusession_proto::control::{ReleaseRequest, RenewIdentityRequest};
 use nix::sys::signal::Signal;
+use rcgen::{CertificateParams, KeyPair};
 
 use gpusession_test_server::{Server, eventually};
 
@@ -68,6 +70,43 @@ async fn joins_and_changes_are_there_before_their_answers() {
     let refused = server.verb(&["audit", "verify"]);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     assert!(String::from_utf8_lossy(&refused.stderr).contains("the line before was changed"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_killed_behind_an_answer_has_its_identity_event() {
+    let mut server = Server::start().await;
+    // A join, and the renewal of that client.
+    let mut vm = server.client("vm-1").await;
+    server.signal(Signal::SIGKILL);
+    assert_eq!(events(&server, &["--event", "join"]).len(), 1);
+    server.run().await;
+    vm.pool = PoolClient::new(server.connect(Some(vm.identity.clone())).await.unwrap());
+    let key = KeyPair::generate().unwrap();
+    let csr_pem = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
+    vm.pool.renew_identity(RenewIdentityRequest { csr_pem, proof: Vec::new() }).await.unwrap();
+    server.signal(Signal::SIGKILL);
+    assert_eq!(events(&server, &["--event", "identity-renewed"]).len(), 1);
+    // Administrators' acts.
+    let file = server.path("ann.pem").display().to_string();
+    for (words, event) in [
+        (&["token", "create", "--name", "vm-7"][..], "token-create"),
+        (&["fleet", "create", "--name", "vm-*"], "fleet-create"),
+        (&["admin", "create", "ann", "--out", &file], "administrator-create"),
+        (&["admin", "revoke", "ann"], "administrator-revoke"),
+        (&["clients", "revoke", "vm-1"], "revoke"),
+        (&["clients", "forget", "vm-1"], "forget"),
+        (&["pool", "rotate", "begin"], "rotate-begin"),
+    ] {
+        server.run().await;
+        let before = events(&server, &["--event", event]).len();
+        let done = server.verb(words);
+        server.signal(Signal::SIGKILL);
+        assert!(done.status.success(), "{words:?}: {done:?}");
+        let noted = events(&server, &["--event", event]);
+        assert_eq!(noted.len(), before + 1, "{words:?}: {noted:?}");
+        assert_eq!(noted[before].2, "ok", "{words:?}: {noted:?}");
+    }
+    assert!(server.verb(&["audit", "verify"]).status.success());
 }
 
 #[tokio::test]

@@ -221,6 +221,30 @@ async fn isolation_is_decided_before_a_port_opens() {
 }
 
 #[tokio::test]
+async fn a_gpu_whose_kernels_reach_all_memory_is_served_by_choice_alone() {
+    let server = Server::prepare("pageable-libcuda.so.1", "").await;
+    for (verb, code) in [("serve", 1), ("check-isolation", 2)] {
+        let done = server.verb(&[verb]);
+        let said = format!("{done:?}");
+        assert!(
+            said.contains("GPU-00000000-0000-0000-0000-000000000001: kernels reach all memory"),
+            "{said}"
+        );
+        assert!(said.contains("uvm_disable_hmm=1") && said.contains("allow_pageable_access"), "{said}");
+        assert_eq!(done.status.code(), Some(code), "{said}");
+    }
+    for lines in ["allow_pageable_access = \"on\"", "isolation = \"try\""] {
+        let server = Server::start_with("pageable-libcuda.so.1", lines).await;
+        let warnings = server.json(&["status"])["server"]["warnings"].to_string();
+        assert!(warnings.contains("a program's wrong pointer reaches its worker's memory"), "{warnings}");
+        assert!(server.json(&["check-isolation"])["isolation"]["reach"].is_string());
+    }
+    // The other GPU alone.
+    let server = Server::start_with("pageable-libcuda.so.1", "gpus = [0]").await;
+    assert_eq!(server.json(&["status"])["server"]["warnings"], serde_json::json!([]));
+}
+
+#[tokio::test]
 async fn a_worker_says_how_isolated_it_is_before_it_serves() {
     let mut server = Server::prepare("boasting-libcuda.so.1", "").await;
     server.run_into("journal").await;

@@ -29,6 +29,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
     const MAJOR: i32 = 75;
     const MINOR: i32 = 76;
     const COMPUTE_MODE: i32 = 20;
+    const PAGEABLE_MEMORY_ACCESS: i32 = 88;
     let driver = Driver::load(Path::new(path))?;
     let call = &driver.call;
     let say = |what: &'static str| move |s: Status| format!("{what} of {path}: CUDA error {s}");
@@ -70,6 +71,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
             "pci_address": text(&bus),
             "multiprocessors": attribute(MULTIPROCESSORS)?,
             "compute_mode": attribute(COMPUTE_MODE)?,
+            "pageable_access": attribute(PAGEABLE_MEMORY_ACCESS)? != 0,
             "context_bytes": contexts.get(device as usize).copied().unwrap_or(0),
         }));
     }

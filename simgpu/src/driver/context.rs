@@ -29,8 +29,7 @@ pub fn error_of_call(name: &str) -> Result {
         (Err(_), true) if life.check().is_ok() => return Ok(()),
         (Err(Error(fault)), true) => Broken::Fault(fault as i32),
         (Err(_), false) => Broken::ResetAfterFault,
-        (Ok(()), false) if ctx.references.load(Ordering::SeqCst) == 0 => Broken::Released,
-        (Ok(()), false) => Broken::Reset,
+        (Ok(()), false) => Broken::Destroyed,
     };
     let Some(code) = context_calls::error(name, broken) else { return Ok(()) };
     // The call may be the one that shows what the kernel printed before its fault.

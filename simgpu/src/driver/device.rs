@@ -122,7 +122,7 @@ impl Device {
             85 => self.ordinal as i32,
             86 => 0,
             87 => 32,
-            88 => 0,
+            88 => i32::from(c.pageable_access),
             89 => i32::from(c.concurrent_managed),
             90 => 1,
             91 => 1,

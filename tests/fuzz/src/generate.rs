@@ -11,7 +11,7 @@ const SIZES: [usize; 12] =
     [64, 256, 1024, 4096, 16 << 10, 40_000, 65_532, 65_536, 65_540, 200_000, 1 << 20, 5 << 20];
 /// Kernels and functions of the program touch at most these bytes.
 const MAX_MIX: usize = 16 << 10;
-const INVALID: [Invalid; 14] = [
+const INVALID: [Invalid; 19] = [
     Invalid::AllocateNothing,
     Invalid::AllocateTooMuch,
     Invalid::FreeUnknown,
@@ -26,6 +26,11 @@ const INVALID: [Invalid; 14] = [
     Invalid::AttributeOfUnknown,
     Invalid::NoMode,
     Invalid::EmptyGrid,
+    Invalid::FillBeyond,
+    Invalid::CopyToBeyond,
+    Invalid::CopyFromBeyond,
+    Invalid::CopyWithinBeyond,
+    Invalid::CopyFromUnknown,
 ];
 pub const SIGNALS: usize = 64;
 

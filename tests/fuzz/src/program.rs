@@ -176,6 +176,11 @@ pub enum Invalid {
     AttributeOfUnknown,
     NoMode,
     EmptyGrid,
+    FillBeyond,
+    CopyToBeyond,
+    CopyFromBeyond,
+    CopyWithinBeyond,
+    CopyFromUnknown,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

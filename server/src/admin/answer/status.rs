@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::statements::PeerView;
 use super::{micros, show};
 use crate::certificate::day;
+use crate::isolation;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 use crate::starter::link::users;
@@ -87,6 +88,7 @@ pub struct StopView {
 
 pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
     let (facts, unix) = (pool.facts(), pool.unix());
+    let gpus = pool.registry().gpus().await;
     show(serde_json::to_value(StatusView {
         name: facts.config.name.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
@@ -106,23 +108,26 @@ pub(in crate::admin) async fn status(pool: &Pool) -> Result<Value, Refusal> {
         users: users(facts.config.starter.as_deref()).into(),
         certificate_expires_unix: pool.certificate_expires_unix(),
         authority_expires_unix: pool.authority_expires_unix(),
-        warnings: warnings(pool, unix),
+        warnings: warnings(pool, &gpus, unix),
         peers: pool.peers().into_iter().map(PeerView::from).collect(),
         statements: pool.statements(Statements::len),
-        gpus: pool.registry().gpus().await.len(),
+        gpus: gpus.len(),
         leases: pool.registry().count().await,
         workers: pool.supervisor().workers().len(),
         programs: pool.supervisor().programs(true),
     }))
 }
 
-fn warnings(pool: &Pool, unix: u64) -> Vec<String> {
+fn warnings(pool: &Pool, gpus: &[crate::registry::GpuUse], unix: u64) -> Vec<String> {
     let mut warnings: Vec<_> = pool.ending(unix).iter().map(|e| e.warning(unix)).collect();
     if !pool.audit().works() {
         warnings.push("the audit trail cannot be written; the journal has the reason".into());
     }
     warnings.extend(pool.issuers_trouble());
-    let server = pool.facts().config.name.as_str();
+    let config = &pool.facts().config;
+    let gpus: Vec<_> = gpus.iter().map(|g| g.gpu.clone()).collect();
+    warnings.extend(isolation::reach(config.isolation, true, &gpus).into_iter().flatten());
+    let server = config.name.as_str();
     if pool.statements(|all| all.server(server).is_some()) {
         warnings.push(format!(
             "this server, {server}, is revoked: clients and the pool's other servers refuse it"

@@ -1,6 +1,7 @@
 //! Calls that the driver refuses.
 
 use super::{Kernel, LEGACY, Run};
+use crate::generate::SIGNALS;
 use crate::program::{Invalid, Op};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,12 +11,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// A program that continued could use memory which it does not have.
 pub static STRICT: AtomicBool = AtomicBool::new(false);
 
+/// Bytes of a value for which streams wait.
+const WORD: usize = 4;
+
 impl Run<'_> {
     /// Makes a call that the driver refuses.
     pub(super) fn refused(&self, number: usize, invalid: Invalid) {
         let driver = &self.device.driver;
         let (mut address, mut handle) = (0u64, null_mut());
         let out = &raw mut address;
+        let last = self.signals + (WORD * (SIGNALS - 1)) as u64;
         // SAFETY: pointers are locals of the right types; the driver reads no memory that a refused
         // call names.
         let (name, result) = unsafe {
@@ -68,6 +73,30 @@ impl Run<'_> {
                     "cuPointerGetAttribute of an unknown address",
                     (driver.cuPointerGetAttribute)(out.cast(), 2, 0x1000),
                 ),
+                Invalid::FillBeyond => (
+                    "cuMemsetD8Async beyond an allocation",
+                    (driver.cuMemsetD8Async)(last, 0, WORD + 1, LEGACY),
+                ),
+                Invalid::CopyToBeyond => {
+                    let bytes = [0u8; 2 * WORD];
+                    let result = (driver.cuMemcpyHtoDAsync_v2)(last, bytes.as_ptr().cast(), 2 * WORD, LEGACY);
+                    ("cuMemcpyHtoDAsync beyond an allocation", result)
+                }
+                Invalid::CopyFromBeyond => {
+                    let mut bytes = [0u8; 2 * WORD];
+                    let result = (driver.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), last, 2 * WORD);
+                    ("cuMemcpyDtoH beyond an allocation", result)
+                }
+                Invalid::CopyWithinBeyond => (
+                    "cuMemcpyDtoD beyond an allocation",
+                    (driver.cuMemcpyDtoD_v2)(self.signals, self.signals + WORD as u64, SIGNALS * WORD),
+                ),
+                Invalid::CopyFromUnknown => {
+                    let mut bytes = [0u8; WORD];
+                    let result =
+                        (driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), 0x1000, WORD, LEGACY);
+                    ("cuMemcpyDtoHAsync from an unknown address", result)
+                }
                 Invalid::NoMode => {
                     let mut stream = null_mut();
                     (driver.cuStreamCreate)(&raw mut stream, 1);
