@@ -123,11 +123,11 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         w.word(stream.handle);
         w.word(u64::from(inline));
     };
+    let sure = ranges::is_device(client, stream.ctx, target, len as u64);
     if len <= INLINE_MAX {
         // SAFETY: by the call's contract the program has `len` readable bytes at `source`.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
         mapped::sent_within(client, bytes);
-        let sure = ranges::is_device(client, stream.ctx, target, len as u64);
         let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
             body(w, true);
             w.bytes(bytes);
@@ -141,13 +141,8 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     }
     let taken = wait || !ranges::is_pinned(client, source as u64, len as u64);
     let posted = |seq| {
-        if taken && !shown && ranges::is_device(client, stream.ctx, target, len as u64) {
-            stream.copied_in(seq)
-        } else {
-            stream.worked(seq)
-        }
+        if taken && !shown && sure { stream.copied_in(seq) } else { stream.worked(seq) }
     };
-    let sure = ranges::is_device(client, stream.ctx, target, len as u64);
     bulk_post(client, op::COPY_TO_DEVICE, |w| body(w, false), (range, taken), posted)?;
     if !sure {
         stream.verdict()?;
