@@ -126,9 +126,14 @@ async fn each_event_says_whom_it_concerns_and_why() {
     journal.has(Event::LimitRefuses, &[("LEASE", "much"), ("REASON", "over the limit")]).await;
 
     sim.with(|s| s.failing = Some(PoolError::new(Trouble::Refused, "revoked")));
-    journal.has(Event::ServerLost, &[("SERVER", "gpu-a"), ("REASON", "revoked")]).await;
+    journal.has(Event::IdentityRefused, &[("SERVER", "gpu-a"), ("REASON", "revoked")]).await;
     sim.with(|s| s.failing = None);
     journal.has(Event::ServerBack, &[("SERVER", "gpu-a")]).await;
+    until(&engine, |s| s.server_facts().all(|s| s.state == "online")).await;
+    sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "no answer")));
+    journal.has(Event::ServerLost, &[("SERVER", "gpu-a"), ("REASON", "no answer")]).await;
+    sim.with(|s| s.failing = None);
+    until(&engine, |s| s.server_facts().all(|s| s.state == "online")).await;
 
     let mut strangers = config.clone();
     strangers.access.users.clear();

@@ -392,7 +392,8 @@ impl Pool {
     /// allowance of that one.
     fn note_within_allowance(&self, event: audit::Event) {
         let cause = if event.client.is_empty() { &event.actor } else { &event.client };
-        let taken = locked(&self.allowance).take(cause, &event.event, self.clock.now());
+        let stranger = event.from.parse().ok().filter(|_| cause == STRANGER);
+        let taken = locked(&self.allowance).take(cause, stranger, &event.event, self.clock.now());
         let Some(left_out) = taken else {
             if event.event == LEASE_GRANTED {
                 locked(&self.allowance).leave_out(&event.lease);
