@@ -187,23 +187,7 @@ mod tests {
                 std::thread::spawn(other).join().unwrap().unwrap();
                 assert!(std::fs::write("/proc/self/oom_score_adj", "0").is_err());
                 assert!(name(1).is_err(), "another process");
-                for file in ["status", "cmdline", "stat", "cgroup"] {
-                    let other =
-                        std::fs::read(format!("/proc/{}/{file}", std::os::unix::process::parent_id()));
-                    assert_eq!(other.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied, "{file}");
-                }
-                for file in ["/proc/cpuinfo", "/proc/meminfo", "/proc/sys/kernel/osrelease", "/proc/mounts"] {
-                    assert!(std::fs::read(file).is_ok(), "{file}");
-                }
-                assert!(std::fs::read("/sys/devices/system/cpu/online").is_ok());
-                for file in ["/proc/interrupts", "/proc/loadavg", "/proc/locks", "/proc/sys/fs/file-nr"] {
-                    let other = std::fs::read(file).unwrap_err();
-                    assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{file}");
-                }
-                for folder in ["/sys/fs", "/sys/kernel", "/sys/class"] {
-                    let other = std::fs::read_dir(folder).unwrap_err();
-                    assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{folder}");
-                }
+                facts_of_the_machine_alone();
             }
             lacking => assert!(lacking.len() == 1 && lacking[0].starts_with("landlock: "), "{lacking:?}"),
         }
@@ -280,6 +264,26 @@ mod tests {
         }
         println!("contained");
         std::process::exit(0);
+    }
+
+    /// Reads what a driver needs of `/proc` and `/sys`, and tries what tells about others.
+    fn facts_of_the_machine_alone() {
+        for file in ["status", "cmdline", "stat", "cgroup"] {
+            let other = std::fs::read(format!("/proc/{}/{file}", std::os::unix::process::parent_id()));
+            assert_eq!(other.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied, "{file}");
+        }
+        for file in ["/proc/cpuinfo", "/proc/meminfo", "/proc/sys/kernel/osrelease", "/proc/mounts"] {
+            assert!(std::fs::read(file).is_ok(), "{file}");
+        }
+        assert!(std::fs::read("/sys/devices/system/cpu/online").is_ok());
+        for file in ["/proc/interrupts", "/proc/loadavg", "/proc/locks", "/proc/sys/fs/file-nr"] {
+            let other = std::fs::read(file).unwrap_err();
+            assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{file}");
+        }
+        for folder in ["/sys/fs", "/sys/kernel", "/sys/class"] {
+            let other = std::fs::read_dir(folder).unwrap_err();
+            assert_eq!(other.kind(), std::io::ErrorKind::PermissionDenied, "{folder}");
+        }
     }
 
     /// Tries to make a file without a name, and to keep the server from listing open files.
