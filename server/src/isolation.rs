@@ -129,8 +129,13 @@ pub fn decide(wanted: Isolation, verdict: Verdict) -> Result<Decision, String> {
 ///
 /// Returns a warning where the configuration allows them; the error is why the server does not
 /// start.
-pub fn reach(wanted: Isolation, allowed: bool, gpus: &[Gpu]) -> Result<Option<String>, String> {
-    let reach: Vec<_> = gpus.iter().filter(|gpu| gpu.pageable_access).map(|gpu| gpu.uuid.as_str()).collect();
+pub fn reach<'a>(
+    wanted: Isolation,
+    allowed: bool,
+    gpus: impl IntoIterator<Item = &'a Gpu>,
+) -> Result<Option<String>, String> {
+    let reach = gpus.into_iter().filter(|gpu| gpu.pageable_access);
+    let reach: Vec<_> = reach.map(|gpu| gpu.uuid.as_str()).collect();
     if reach.is_empty() {
         return Ok(None);
     }

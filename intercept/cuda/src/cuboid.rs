@@ -252,7 +252,8 @@ impl Cuboid {
         Ok((ids, regions))
     }
 
-    /// Checks that each side stays within the allocation that it begins in.
+    /// Checks that each side stays within the allocation that it begins in, whatever numbers the
+    /// program has given.
     pub fn check(&self) -> Result {
         let [Some(rows), Some(layers)] = [self.height, self.depth].map(|n| n.checked_sub(1)) else {
             return Ok(());
@@ -280,11 +281,14 @@ impl Cuboid {
 
     /// Returns `true` if work in a context may read and write each side that is device memory.
     pub fn is_sure(&self, client: &Client, ctx: u64) -> bool {
-        [self.source, self.target].into_iter().filter(|side| side.kind == DEVICE).all(|side| {
-            let there = Self { source: Side { host: side.device, ..side }, ..*self };
-            let (first, len) = there.span(0);
-            ranges::is_device(client, ctx, first as u64, len as u64)
-        })
+        let sure = |(first, len)| ranges::is_device(client, ctx, first, len as u64);
+        [self.source, self.target].into_iter().all(|side| self.device_span(side).is_none_or(sure))
+    }
+
+    /// Returns first byte and length of a side's device memory; `None` for other memory.
+    fn device_span(&self, side: Side) -> Option<(u64, usize)> {
+        let there = Self { source: Side { host: side.device, ..side }, ..*self };
+        (side.kind == DEVICE).then(|| there.span(0)).map(|(first, len)| (first as u64, len))
     }
 
     /// Returns first byte and length of the host memory of a side (0: source, 1: target).
@@ -298,10 +302,7 @@ impl Cuboid {
 
     /// Returns first byte and length of the source's device memory; `None` for other memory.
     pub fn device_source(&self) -> Option<(u64, usize)> {
-        let source = Side { host: self.source.device, ..self.source };
-        (source.kind == DEVICE)
-            .then(|| Self { source, ..*self }.span(0))
-            .map(|(first, len)| (first as u64, len))
+        self.device_span(self.source)
     }
 
     /// Returns the source's array, and where the box lies in it: first byte, row and layer, and

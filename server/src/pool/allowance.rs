@@ -4,10 +4,11 @@
 //! A client's loop could otherwise push the lines of others out of the trail.
 
 use std::collections::{HashMap, HashSet};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::clock::Moment;
+use crate::signer::tokens::place;
 
 /// Events of one kind that a client may cause at once, and in each hour.
 pub(super) const EVENTS: f64 = 600.0;
@@ -23,7 +24,7 @@ pub struct Allowance {
     /// Rest by client and kind of event, so that many programs leave out no lease.
     left: HashMap<(String, String), Left>,
     /// Of peers without a certificate: rest by network and kind of event.
-    of_networks: HashMap<(IpAddr, String), Left>,
+    of_networks: HashMap<(String, String), Left>,
     /// Leases whose beginning was left out, so that their end is, too.
     unseen: HashSet<String>,
 }
@@ -55,14 +56,6 @@ impl Left {
         }
         self.events -= 1.0;
         Some(std::mem::take(&mut self.left_out))
-    }
-}
-
-/// Returns the network that one peer may have to itself: an address, of IPv6 its /64.
-fn network(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX)).into(),
-        v4 => v4,
     }
 }
 
@@ -100,7 +93,7 @@ impl Allowance {
             return true;
         }
         let full = || Left::full(now, EVENTS_OF_NETWORK);
-        let left = self.of_networks.entry((network(from), event.into())).or_insert_with(full);
+        let left = self.of_networks.entry((place(from.to_canonical()), event.into())).or_insert_with(full);
         left.take(now, EVENTS_OF_NETWORK).is_some()
     }
 

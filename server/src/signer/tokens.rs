@@ -554,7 +554,7 @@ fn hash_of_name(name: &str) -> u64 {
 }
 
 /// Returns the place of an address that counts as one: a host has a whole /64 of IPv6.
-fn place(address: IpAddr) -> String {
+pub fn place(address: IpAddr) -> String {
     match address {
         IpAddr::V4(address) => address.to_string(),
         IpAddr::V6(address) => {

@@ -125,8 +125,8 @@ fn warnings(pool: &Pool, gpus: &[crate::registry::GpuUse], unix: u64) -> Vec<Str
     }
     warnings.extend(pool.issuers_trouble());
     let config = &pool.facts().config;
-    let gpus: Vec<_> = gpus.iter().map(|g| g.gpu.clone()).collect();
-    warnings.extend(isolation::reach(config.isolation, true, &gpus).into_iter().flatten());
+    let reach = isolation::reach(config.isolation, true, gpus.iter().map(|g| &g.gpu));
+    warnings.extend(reach.into_iter().flatten());
     let server = config.name.as_str();
     if pool.statements(|all| all.server(server).is_some()) {
         warnings.push(format!(
