@@ -14,6 +14,7 @@ mod parts;
 pub mod resume;
 #[cfg(test)]
 mod search;
+pub mod spin;
 pub mod threads;
 pub mod tls;
 pub mod transport;

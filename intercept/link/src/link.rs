@@ -28,6 +28,7 @@ use crate::link::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::outbox::Outbox;
 use crate::parts::Parts;
 use crate::resume::{self, SessionKey};
+use crate::spin::{self, Spin};
 use crate::threads;
 use crate::transport::{Transport, Wait, Watch};
 use crate::worker_end::ACKNOWLEDGED_EVERY;
@@ -179,6 +180,8 @@ pub struct Link {
     /// Replies of which the last frame has not come.
     parts: Mutex<Parts>,
     incoming: Mutex<Incoming<Transport>>,
+    /// How long the reader spins.
+    spin: Spin,
     lost: OnceLock<LinkLost>,
     late_error: AtomicI32,
     /// Number and duration of waits, by operation.
@@ -242,6 +245,7 @@ impl Link {
             inbox_changed: Condvar::new(),
             parts: Mutex::default(),
             incoming: Mutex::new(Incoming::new(line)),
+            spin: Spin::default(),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
             waits: std::array::from_fn(|_| Waits::default()),
@@ -456,33 +460,27 @@ impl Link {
 
     fn send_loop(&self) {
         self.outbox.set_sender(std::thread::current());
-        let spin = threads::spin_time();
+        let spin = Spin::default();
+        let mut idle = Instant::now();
         while self.lost.get().is_none() {
             if self.broken.load(Ordering::Acquire) {
                 self.come_back();
                 continue;
             }
-            let started = Instant::now();
-            let mut found = self.outbox.pending();
-            while !found && started.elapsed() < spin {
-                std::hint::spin_loop();
-                found = self.outbox.pending();
-            }
-            if !found {
+            if !spin::until(spin.time(), || self.outbox.pending()) {
                 self.outbox.sleep();
                 continue;
             }
-            if !spin.is_zero() {
+            spin.waited(idle.elapsed());
+            if !spin.time().is_zero() {
                 // More frames usually follow, and one write for several costs as much as for one.
-                let found = Instant::now();
-                while found.elapsed() < GATHER_WINDOW && self.outbox.pending() {
-                    std::hint::spin_loop();
-                }
+                spin::until(GATHER_WINDOW, || !self.outbox.pending());
             }
             // A waiting thread may have sent everything meanwhile.
             if self.outbox.pending() && self.flush().is_err() {
                 return;
             }
+            idle = Instant::now();
         }
     }
 
@@ -529,7 +527,7 @@ impl Link {
     /// Reads frames, as the only reader, until the reply to `seq` comes.
     fn read_until(&self, seq: u64) -> Result<Reply, Stop> {
         let mut incoming = lock(&self.incoming);
-        let spin = threads::spin_time();
+        let (begin, spin) = (Instant::now(), self.spin.time());
         let greeted = self.session.get().is_some();
         let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING_TIMEOUT) };
         loop {
@@ -541,6 +539,7 @@ impl Link {
             })?;
             if let Some((answered, reply)) = taken {
                 if answered == seq {
+                    self.spin.waited(begin.elapsed());
                     return Ok(reply);
                 }
                 let mut inbox = lock(&self.inbox);

@@ -3,7 +3,6 @@
 use std::io;
 use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
 
 use nix::sys::signal::{SigSet, SigmaskHow, pthread_sigmask};
 
@@ -21,9 +20,4 @@ pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<Join
 pub fn usable_cpus() -> usize {
     static CPUS: OnceLock<usize> = OnceLock::new();
     *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
-}
-
-/// Returns the time that a thread may spin before it sleeps; zero with two CPUs or fewer.
-pub fn spin_time() -> Duration {
-    if usable_cpus() > 2 { Duration::from_micros(50) } else { Duration::ZERO }
 }

@@ -8,13 +8,15 @@ use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gpusession_proto::preface::{Refusal, refusal_len};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, sendmsg, setsockopt, sockopt};
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+
+use crate::spin;
 
 /// Time that a receiver waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -406,7 +408,6 @@ impl Transport {
             Wait::Spin(spin) => (spin, None),
             Wait::AtMost(spin, sleep) => (spin, Some(sleep)),
         };
-        let mut started = None;
         // A check and a vain read cost more than to wait first.
         let mut waited = self.cookie.is_none() || !spin.is_zero() || sleep == Some(Duration::ZERO);
         if waited {
@@ -423,8 +424,7 @@ impl Transport {
                 if sleep == Some(Duration::ZERO) {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
-                if *started.get_or_insert_with(Instant::now) + spin > Instant::now() {
-                    std::hint::spin_loop();
+                if !spin.is_zero() && spin::until(spin, || self.readable()) {
                     continue;
                 }
             }
@@ -440,6 +440,15 @@ impl Transport {
                 Err(e) => return Err(e.into()),
             }
         }
+    }
+
+    /// Returns `true` if a read returns at once.
+    ///
+    /// A read holds the socket's lock, for which a thread that sends would have to sleep; this
+    /// takes none.
+    fn readable(&self) -> bool {
+        let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(n) if n > 0)
     }
 
     /// Returns bytes that only the two ends of this TLS session have; zeros in clear.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, BytesMut};
 use gpusession_link::line::Line;
-use gpusession_link::threads;
+use gpusession_link::spin;
 use gpusession_link::transport::Wait;
 use gpusession_link::worker_end::Next;
 use gpusession_proto::frame::{HEADER, Header, op};
@@ -143,8 +143,8 @@ pub trait Perform: Send + Sync + 'static {
 pub struct Replay {
     state: Mutex<State>,
     changed: Condvar,
-    /// Number of frames ready for the main executor, so that it can spin without the lock.
-    ready: AtomicU64,
+    /// Number of times that frames arrived, so that the main executor can spin without the lock.
+    arrivals: AtomicU64,
     spinning: AtomicU64,
 }
 
@@ -154,7 +154,7 @@ impl Replay {
         Self {
             state: Mutex::default(),
             changed: Condvar::new(),
-            ready: AtomicU64::new(0),
+            arrivals: AtomicU64::new(0),
             spinning: AtomicU64::new(0),
         }
     }
@@ -259,15 +259,15 @@ impl Replay {
             self.enqueue(session, frames)?;
             return Ok(Read::Some);
         }
-        let spin = threads::spin_time();
+        let mut spin = spin::short();
         let received = loop {
-            let wait = if self.watching() {
-                Wait::AtMost(Duration::ZERO, BLOCKED_TIMEOUT)
-            } else {
-                Wait::Spin(spin)
-            };
+            // The frame before is usually still in the queue, and the next one comes soon.
+            let wait = if self.watching() { Wait::AtMost(spin, BLOCKED_TIMEOUT) } else { Wait::Spin(spin) };
             match line.transport.recv(scratch, wait) {
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.relieve(session, &mut self.lock())?,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.relieve(session, &mut self.lock())?;
+                    spin = Duration::ZERO;
+                }
                 Ok(0) => return Ok(Read::Ended),
                 Ok(received) => break received,
                 Err(e) => return Ok(Read::Broken(e)),
@@ -302,10 +302,11 @@ impl Replay {
             state.pause = Pause::Wanted;
             session.supervisor().report(&FromWorker::Wanted);
         }
-        self.ready.store(state.queue.len() as u64, Ordering::Release);
         let wake = self.spinning.load(Ordering::Relaxed) == 0;
         self.relieve(session, &mut state)?;
         drop(state);
+        // Without the lock, for which a spinning executor would have to wait.
+        self.arrivals.fetch_add(1, Ordering::Release);
         if wake {
             self.changed.notify_all();
         }
@@ -426,8 +427,7 @@ impl Replay {
     ///
     /// The executor has finished its previous frame.
     fn next<P: Perform>(&self, session: &P, executor: &mut Executor) -> Option<(Frame, bool)> {
-        let spin = threads::spin_time();
-        let mut spun = false;
+        let mut spin_until = None;
         let mut state = self.lock();
         if state.main == executor.id {
             state.busy = None;
@@ -459,7 +459,6 @@ impl Replay {
             }
             if state.main == executor.id {
                 while let Some(frame) = state.queue.pop_front() {
-                    self.ready.store(state.queue.len() as u64, Ordering::Release);
                     let taken = place(session, &mut state, frame);
                     let (Place::Here(frame) | Place::Known(frame)) = &taken else { continue };
                     state.queued_bytes -= frame.held_bytes();
@@ -494,16 +493,14 @@ impl Replay {
                 state.kept_by.retain(|_, keeper| *keeper != executor.id);
                 state.idle.push(executor.id);
             }
-            if !spun && state.main == executor.id && !spin.is_zero() {
-                // A short spin: the next frame usually arrives soon, and a sleep costs more than
-                // the call.
-                spun = true;
+            let spin_end = *spin_until.get_or_insert_with(|| Instant::now() + spin::short());
+            let left = spin_end.saturating_duration_since(Instant::now());
+            if state.main == executor.id && !left.is_zero() {
+                // The next frame usually arrives soon, and a sleep costs more than the call.
+                let seen = self.arrivals.load(Ordering::Acquire);
                 self.spinning.fetch_add(1, Ordering::SeqCst);
                 drop(state);
-                let started = Instant::now();
-                while self.ready.load(Ordering::Acquire) == 0 && started.elapsed() < spin {
-                    std::hint::spin_loop();
-                }
+                spin::until(left, || self.arrivals.load(Ordering::Acquire) != seen);
                 self.spinning.fetch_sub(1, Ordering::SeqCst);
                 state = self.lock();
                 continue;
@@ -521,7 +518,7 @@ impl Replay {
             } else {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
-            spun = false;
+            spin_until = None;
         }
     }
 

@@ -1,0 +1,89 @@
+//! Time for which a thread spins before it sleeps.
+//!
+//! A sleep costs the thread that ends it a system call. The sleeper needs 5 us more on an H200's
+//! virtual machine, and up to 50 us after a sleep of a millisecond.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::threads::usable_cpus;
+
+const SHORT_WINDOW: Duration = Duration::from_micros(50);
+/// Longest wait that a thread may spend spinning.
+///
+/// NVIDIA's driver spins for the whole wait, unless the program asks for sleep.
+const LONG_WINDOW: Duration = Duration::from_micros(500);
+
+/// Returns the time that any thread may spin; zero with two CPUs or fewer.
+pub fn short() -> Duration {
+    if usable_cpus() > 2 { SHORT_WINDOW } else { Duration::ZERO }
+}
+
+/// Spins for at most `time`; returns whether `ready` did.
+///
+/// Other threads go first once the spin is a long one.
+pub fn until(time: Duration, mut ready: impl FnMut() -> bool) -> bool {
+    let begin = Instant::now();
+    loop {
+        if ready() {
+            return true;
+        }
+        match begin.elapsed() {
+            elapsed if elapsed >= time => return false,
+            elapsed if elapsed < SHORT_WINDOW => std::hint::spin_loop(),
+            _ => std::thread::yield_now(),
+        }
+    }
+}
+
+/// Waits of one kind: whether the next one may be a long spin.
+#[derive(Debug, Default)]
+pub struct Spin {
+    long: AtomicBool,
+}
+
+impl Spin {
+    /// Returns the time to spin: long if the wait before was short enough to be spent so.
+    pub fn time(&self) -> Duration {
+        if usable_cpus() > 2 && self.long.load(Ordering::Relaxed) { LONG_WINDOW } else { short() }
+    }
+
+    /// Notes the length of a wait, with its sleep.
+    pub fn waited(&self, time: Duration) {
+        let long = time < LONG_WINDOW;
+        // Most waits are like the one before, and other threads read this.
+        if self.long.load(Ordering::Relaxed) != long {
+            self.long.store(long, Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_spin_follows_a_wait_that_it_would_have_covered() {
+        let spin = Spin::default();
+        assert_eq!(spin.time(), short());
+        spin.waited(LONG_WINDOW - Duration::from_micros(1));
+        assert!(spin.time() >= short());
+        assert_eq!(spin.time() == LONG_WINDOW, usable_cpus() > 2, "two CPUs have other work");
+        spin.waited(LONG_WINDOW);
+        assert_eq!(spin.time(), short());
+    }
+
+    #[test]
+    fn spin_ends_when_it_is_ready_or_its_time_is_over() {
+        let mut polls = 0;
+        let third = || {
+            polls += 1;
+            polls == 3
+        };
+        assert!(until(Duration::from_secs(60), third));
+        let begin = Instant::now();
+        assert!(!until(2 * SHORT_WINDOW, || false));
+        assert!(begin.elapsed() >= 2 * SHORT_WINDOW);
+        assert!(until(Duration::ZERO, || true));
+    }
+}
