@@ -40,6 +40,10 @@ pub mod lanes;
 const MAX_OUTBOX: usize = 4 << 20;
 /// Time that the sender waits for more frames before it writes.
 const GATHER_WINDOW: Duration = Duration::from_micros(3);
+/// Time between two posts within which the sender sends the second one, even if it has to wake.
+///
+/// It then stays awake for the posts that follow as soon.
+const BURST_WINDOW: Duration = Duration::from_micros(50);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for the greeting: a worker replies at once, or when a program that ends has made room.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
@@ -128,6 +132,8 @@ struct Sending {
     batch: Vec<u8>,
     /// The log stays empty if the link cannot come back.
     outgoing: Outgoing<Transport>,
+    /// When a post was last sent in place of the sleeping sender.
+    for_sleeper: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -225,8 +231,11 @@ impl Link {
             connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT, &Watch::PATIENT)?;
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
-        let sending =
-            Sending { batch: Vec::with_capacity(READ_BYTES), outgoing: Outgoing::new(line.clone()) };
+        let sending = Sending {
+            batch: Vec::with_capacity(READ_BYTES),
+            outgoing: Outgoing::new(line.clone()),
+            for_sleeper: None,
+        };
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             server: endpoint.server.clone(),
@@ -287,12 +296,15 @@ impl Link {
     /// connection if the log is full.
     pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, LinkLost> {
         self.check()?;
-        let (seq, waiting) = self.outbox.post(|buf, seq| self.write(buf, seq, op, 0, caller, body));
-        if waiting > MAX_OUTBOX {
+        let posted = self.outbox.post(|buf, seq| self.write(buf, seq, op, 0, caller, body));
+        if posted.waiting > MAX_OUTBOX {
             self.flush()?;
             self.wait_for_room()?;
         }
-        Ok(seq)
+        if posted.asleep && !self.send_for_sleeper()? {
+            self.outbox.rouse();
+        }
+        Ok(posted.seq)
     }
 
     /// Appends a frame and waits for its reply.
@@ -441,8 +453,26 @@ impl Link {
     ///
     /// Two threads never write at once, and the bytes keep their order.
     fn flush(&self) -> Result<(), LinkLost> {
-        let mut sending = lock(&self.sending);
-        let Sending { batch, outgoing } = &mut *sending;
+        self.send_waiting(lock(&self.sending))
+    }
+
+    /// Writes the frames in place of the sleeping sender, whose wake-up would take longer.
+    ///
+    /// Returns `false` if that could wait, or if posts follow each other so fast that the sender
+    /// should take them.
+    fn send_for_sleeper(&self) -> Result<bool, LinkLost> {
+        let Ok(mut sending) = self.sending.try_lock() else { return Ok(false) };
+        let burst = sending.for_sleeper.is_some_and(|before| before.elapsed() < BURST_WINDOW);
+        let writable = || sending.outgoing.line.as_ref().is_some_and(|line| line.transport.writable());
+        if burst || !writable() {
+            return Ok(false);
+        }
+        sending.for_sleeper = Some(Instant::now());
+        self.send_waiting(sending).map(|()| true)
+    }
+
+    fn send_waiting(&self, mut sending: MutexGuard<'_, Sending>) -> Result<(), LinkLost> {
+        let Sending { batch, outgoing, .. } = &mut *sending;
         let last = self.outbox.take(batch);
         let acknowledged = || self.acknowledged.load(Ordering::Relaxed);
         let sent = outgoing.send(batch, last, acknowledged, self.returns.load(Ordering::Relaxed));
@@ -460,19 +490,17 @@ impl Link {
 
     fn send_loop(&self) {
         self.outbox.set_sender(std::thread::current());
-        let spin = Spin::default();
-        let mut idle = Instant::now();
+        let spin = spin::short();
         while self.lost.get().is_none() {
             if self.broken.load(Ordering::Acquire) {
                 self.come_back();
                 continue;
             }
-            if !spin::until(spin.time(), || self.outbox.pending()) {
+            if !spin::until(spin, || self.outbox.pending()) {
                 self.outbox.sleep();
                 continue;
             }
-            spin.waited(idle.elapsed());
-            if !spin.time().is_zero() {
+            if !spin.is_zero() {
                 // More frames usually follow, and one write for several costs as much as for one.
                 spin::until(GATHER_WINDOW, || !self.outbox.pending());
             }
@@ -480,7 +508,6 @@ impl Link {
             if self.outbox.pending() && self.flush().is_err() {
                 return;
             }
-            idle = Instant::now();
         }
     }
 

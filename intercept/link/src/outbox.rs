@@ -1,6 +1,7 @@
 //! Frames that no thread has written to the connection yet, and the sleep of the sender thread.
 //!
-//! A caller sends its frames itself. A post leaves that to the sender thread. Frames, the mark of
+//! A caller sends its frames itself. A post leaves that to the sender thread, unless the sender
+//! sleeps: then the thread that posts sends the frame or wakes the sender. Frames, the mark of
 //! waiting posts and the sender's sleep share one lock, so no post stays behind a sleeping sender.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +14,17 @@ pub struct Outbox {
     /// Whether `inner` holds a post; written under the lock, so the sender can spin without it.
     pending: AtomicBool,
     sender: OnceLock<Thread>,
+}
+
+/// A frame that was appended, and that the sender sends if it is awake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Posted {
+    /// Position of the frame.
+    pub seq: u64,
+    /// Bytes that wait.
+    pub waiting: usize,
+    /// The caller has to send the frame, or to [`Outbox::rouse`] the sender.
+    pub asleep: bool,
 }
 
 struct Inner {
@@ -45,19 +57,19 @@ impl Outbox {
         self.lock().append(write)
     }
 
-    /// As [`Outbox::append`], but the sender sends the frame.
-    ///
-    /// Returns the position, and the number of bytes that wait.
-    pub fn post(&self, write: impl FnOnce(&mut Vec<u8>, u64)) -> (u64, usize) {
+    /// As [`Outbox::append`], but the sender sends the frame unless it sleeps.
+    pub fn post(&self, write: impl FnOnce(&mut Vec<u8>, u64)) -> Posted {
         let mut inner = self.lock();
         let seq = inner.append(write);
         self.pending.store(true, Ordering::Release);
-        let (bytes, asleep) = (inner.buf.len(), std::mem::take(&mut inner.asleep));
-        drop(inner);
-        if asleep {
+        Posted { seq, waiting: inner.buf.len(), asleep: inner.asleep }
+    }
+
+    /// Wakes the sender if it sleeps.
+    pub fn rouse(&self) {
+        if std::mem::take(&mut self.lock().asleep) {
             self.wake();
         }
-        (seq, bytes)
     }
 
     /// Exchanges the frames with those of `batch`, which is empty; returns the latest position.
@@ -119,35 +131,42 @@ mod tests {
         Post,
         Append,
         Take,
+        Rouse,
         Sleep,
     }
 
     #[test]
     fn no_post_stays_behind_a_sleeping_sender() {
-        use Step::{Append, Post, Sleep, Take};
+        use Step::{Append, Post, Rouse, Sleep, Take};
         const LENGTH: u32 = 7;
+        let all = [Post, Append, Take, Rouse, Sleep];
         let mut slept = 0;
-        for number in 0..4u32.pow(LENGTH) {
-            let steps: Vec<Step> =
-                (0..LENGTH).map(|i| [Post, Append, Take, Sleep][(number >> (2 * i)) as usize % 4]).collect();
+        for number in 0..all.len().pow(LENGTH) {
+            let steps: Vec<Step> = (0..LENGTH).map(|i| all[number / all.len().pow(i) % all.len()]).collect();
             let outbox = Outbox::new(64);
             let (mut posts, mut sleeps) = (0, false);
+            // A thread has posted while the sender slept, and sends or rouses next.
+            let mut owed = false;
             for step in &steps {
                 match step {
                     Post => {
-                        outbox.post(|buf, seq| buf.push(seq as u8));
-                        // The post that finds the sender asleep wakes it.
-                        (posts, sleeps) = (posts + 1, sleeps && outbox.lock().asleep);
+                        owed |= outbox.post(|buf, seq| buf.push(seq as u8)).asleep;
+                        posts += 1;
                     }
                     Append => drop(outbox.append(|buf, seq| buf.push(seq as u8))),
                     Take => {
                         outbox.take(&mut Vec::new());
-                        posts = 0;
+                        (posts, owed) = (0, false);
+                    }
+                    Rouse => {
+                        outbox.rouse();
+                        (sleeps, owed) = (false, false);
                     }
                     // A parked thread takes no step.
                     Sleep => sleeps = sleeps || outbox.may_sleep(),
                 }
-                assert!(!(sleeps && posts > 0), "{steps:?}: a post waits, and the sender sleeps");
+                assert!(owed || !(sleeps && posts > 0), "{steps:?}: a post waits, and the sender sleeps");
+                assert!(!sleeps || outbox.lock().asleep, "{steps:?}: no post would wake the sender");
                 assert_eq!(outbox.pending(), posts > 0, "{steps:?}");
                 slept += u32::from(sleeps);
             }
@@ -159,15 +178,16 @@ mod tests {
     fn positions_count_all_frames() {
         let outbox = Outbox::new(64);
         assert_eq!(outbox.append(|buf, seq| buf.push(seq as u8)), 1);
-        assert_eq!(outbox.post(|buf, seq| buf.push(seq as u8)), (2, 2));
+        let posted = |seq, waiting| Posted { seq, waiting, asleep: false };
+        assert_eq!(outbox.post(|buf, seq| buf.push(seq as u8)), posted(2, 2));
         let mut batch = Vec::new();
         assert_eq!((outbox.take(&mut batch), outbox.position()), (2, 2));
         assert_eq!(batch, [1, 2]);
-        assert_eq!(outbox.post(|buf, seq| buf.push(seq as u8)), (3, 1));
+        assert_eq!(outbox.post(|buf, seq| buf.push(seq as u8)), posted(3, 1));
     }
 
     #[test]
-    fn post_wakes_the_sender() {
+    fn post_of_a_thread_that_rouses_wakes_the_sender() {
         let outbox = std::sync::Arc::new(Outbox::new(64));
         let (asleep, begun) = std::sync::mpsc::channel();
         let sender = std::thread::spawn({
@@ -182,6 +202,7 @@ mod tests {
         });
         begun.recv().unwrap();
         outbox.post(|buf, _| buf.push(1));
+        outbox.rouse();
         sender.join().unwrap();
     }
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, BytesMut};
 use gpusession_link::line::Line;
-use gpusession_link::spin;
+use gpusession_link::spin::{self, Spin};
 use gpusession_link::transport::Wait;
 use gpusession_link::worker_end::Next;
 use gpusession_proto::frame::{HEADER, Header, op};
@@ -146,6 +146,9 @@ pub struct Replay {
     /// Number of times that frames arrived, so that the main executor can spin without the lock.
     arrivals: AtomicU64,
     spinning: AtomicU64,
+    /// How long the reader and the main executor spin.
+    reading: Spin,
+    executing: Spin,
 }
 
 impl Replay {
@@ -156,6 +159,8 @@ impl Replay {
             changed: Condvar::new(),
             arrivals: AtomicU64::new(0),
             spinning: AtomicU64::new(0),
+            reading: Spin::default(),
+            executing: Spin::default(),
         }
     }
 
@@ -259,7 +264,7 @@ impl Replay {
             self.enqueue(session, frames)?;
             return Ok(Read::Some);
         }
-        let mut spin = spin::short();
+        let (begin, mut spin) = (Instant::now(), self.reading.time());
         let received = loop {
             // The frame before is usually still in the queue, and the next one comes soon.
             let wait = if self.watching() { Wait::AtMost(spin, BLOCKED_TIMEOUT) } else { Wait::Spin(spin) };
@@ -269,7 +274,10 @@ impl Replay {
                     spin = Duration::ZERO;
                 }
                 Ok(0) => return Ok(Read::Ended),
-                Ok(received) => break received,
+                Ok(received) => {
+                    self.reading.waited(begin.elapsed());
+                    break received;
+                }
                 Err(e) => return Ok(Read::Broken(e)),
             }
         };
@@ -427,7 +435,7 @@ impl Replay {
     ///
     /// The executor has finished its previous frame.
     fn next<P: Perform>(&self, session: &P, executor: &mut Executor) -> Option<(Frame, bool)> {
-        let mut spin_until = None;
+        let (spin, mut idle) = (self.executing.time(), None);
         let mut state = self.lock();
         if state.main == executor.id {
             state.busy = None;
@@ -466,6 +474,7 @@ impl Replay {
                     session.activity().frame(frame.header.op.get(), now);
                     match taken {
                         Place::Here(frame) => {
+                            idle.iter().for_each(|since: &Instant| self.executing.waited(since.elapsed()));
                             state.busy = Some((now, frame.clone()));
                             return Some((frame, false));
                         }
@@ -493,8 +502,7 @@ impl Replay {
                 state.kept_by.retain(|_, keeper| *keeper != executor.id);
                 state.idle.push(executor.id);
             }
-            let spin_end = *spin_until.get_or_insert_with(|| Instant::now() + spin::short());
-            let left = spin_end.saturating_duration_since(Instant::now());
+            let left = spin.saturating_sub(idle.get_or_insert_with(Instant::now).elapsed());
             if state.main == executor.id && !left.is_zero() {
                 // The next frame usually arrives soon, and a sleep costs more than the call.
                 let seen = self.arrivals.load(Ordering::Acquire);
@@ -518,7 +526,6 @@ impl Replay {
             } else {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
-            spin_until = None;
         }
     }
 
