@@ -186,8 +186,8 @@ pub struct Link {
     /// Replies of which the last frame has not come.
     parts: Mutex<Parts>,
     incoming: Mutex<Incoming<Transport>>,
-    /// How long the reader spins.
-    spin: Spin,
+    /// How long a thread that waits for a reply spins.
+    pub spin: Spin,
     lost: OnceLock<LinkLost>,
     late_error: AtomicI32,
     /// Number and duration of waits, by operation.

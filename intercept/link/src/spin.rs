@@ -46,12 +46,19 @@ pub fn until(time: Duration, mut ready: impl FnMut() -> bool) -> bool {
 #[derive(Debug, Default)]
 pub struct Spin {
     long: AtomicBool,
+    never_long: AtomicBool,
 }
 
 impl Spin {
     /// Returns the time to spin: long if the wait before was short enough to be spent so.
     pub fn time(&self) -> Duration {
-        if usable_cpus() > 2 && self.long.load(Ordering::Relaxed) { LONG_WINDOW } else { short() }
+        let long = self.long.load(Ordering::Relaxed) && !self.never_long.load(Ordering::Relaxed);
+        if usable_cpus() > 2 && long { LONG_WINDOW } else { short() }
+    }
+
+    /// Selects whether every wait spins for the short time only.
+    pub fn never_long(&self, never: bool) {
+        self.never_long.store(never, Ordering::Relaxed);
     }
 
     /// Notes the length of a wait, with its sleep.
@@ -75,6 +82,10 @@ mod tests {
         spin.waited(LONG_WINDOW - Duration::from_micros(1));
         assert!(spin.time() >= short());
         assert_eq!(spin.time() == LONG_WINDOW, usable_cpus() > 2, "two CPUs have other work");
+        spin.never_long(true);
+        assert_eq!(spin.time(), short());
+        spin.never_long(false);
+        assert!(spin.time() >= short());
         spin.waited(LONG_WINDOW);
         assert_eq!(spin.time(), short());
     }

@@ -10,7 +10,7 @@ use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use super::device::check_flags;
+use super::device::{check_flags, wait_as};
 use super::green;
 use crate::client::{Client, ContextInfo, unavailable, word};
 use crate::devices::Device;
@@ -40,6 +40,7 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
         w.word(u64::from(flags));
         w.word(u64::from(device.local));
     })?;
+    wait_as(client, flags);
     let created = ContextInfo { device: device.local, flags, version, users: 1 };
     writing(client).insert(new, created);
     thread::push(new);
@@ -260,6 +261,7 @@ driver! {
             Some(created) => created.flags = flags,
             None => device.primary_flags.store(flags, Ordering::Relaxed),
         }
+        wait_as(client, flags);
         Ok(())
     }
 

@@ -257,10 +257,20 @@ driver! {
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {
         check_flags(flags)?;
-        // These flags select how to wait for a local card; the library only stores them.
-        clients::device(device)?.1.primary_flags.store(flags, Ordering::Relaxed);
+        let (client, device) = clients::device(device)?;
+        device.primary_flags.store(flags, Ordering::Relaxed);
+        wait_as(client, flags);
         Ok(())
     }
+}
+
+/// Lets threads wait as a context's flags select.
+///
+/// The other ways differ only in how a thread waits for a local card.
+pub fn wait_as(client: &Client, flags: u32) {
+    /// `CU_CTX_SCHED_BLOCKING_SYNC`
+    const SLEEPS: u32 = 4;
+    client.link.spin.never_long(flags & SLEEPS != 0);
 }
 
 /// Returns an error for flags of a context that no release of the driver knows.
