@@ -22,33 +22,27 @@ use gpusession_proto::preface::{FLAG_TLS, LANES, Preface, Refusal};
 use zerocopy::IntoBytes;
 
 use self::comeback::Interruption;
+use self::sending::Sending;
 use crate::flight::Ended;
-use crate::line::{Incoming, Line, Outgoing, Stop};
+use crate::line::{Incoming, Line, Stop};
 use crate::link::lanes::{Detached, DownTransfers, Lanes, Sent};
 use crate::outbox::Outbox;
 use crate::parts::Parts;
 use crate::resume::{self, SessionKey};
-use crate::spin::{self, Spin};
+use crate::spin::Spin;
 use crate::threads;
 use crate::transport::{Transport, Wait, Watch};
 use crate::worker_end::ACKNOWLEDGED_EVERY;
 
 mod comeback;
 pub mod lanes;
+mod sending;
 
 /// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
 const MAX_OUTBOX: usize = 4 << 20;
-/// Time that the sender waits for more frames before it writes.
-const GATHER_WINDOW: Duration = Duration::from_micros(3);
-/// Time between two posts within which the sender sends the second one, even if it has to wake.
-///
-/// It then stays awake for the posts that follow as soon.
-const BURST_WINDOW: Duration = Duration::from_micros(50);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for the greeting: a worker replies at once, or when a program that ends has made room.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes of the log that a worker leaves unacknowledged only if it is broken.
-const MAX_LOG: usize = 512 << 20;
 /// Longest time, in seconds, that the link believes a worker to wait for a lost program.
 const MAX_GRACE: u64 = 3600;
 /// Usual number of bytes of one read from the socket.
@@ -125,15 +119,6 @@ pub trait Events: Send + Sync {
     fn outage(&self, _outage: Outage) -> Option<String> {
         None
     }
-}
-
-/// The sender's side of a connection.
-struct Sending {
-    batch: Vec<u8>,
-    /// The log stays empty if the link cannot come back.
-    outgoing: Outgoing<Transport>,
-    /// When a post was last sent in place of the sleeping sender.
-    for_sleeper: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -231,11 +216,6 @@ impl Link {
             connect(endpoint, 0, 0, &attempts[0], CONNECT_TIMEOUT, &Watch::PATIENT)?;
         let transport = Arc::new(transport);
         let line = Line { transport: transport.clone(), attempt };
-        let sending = Sending {
-            batch: Vec::with_capacity(READ_BYTES),
-            outgoing: Outgoing::new(line.clone()),
-            for_sleeper: None,
-        };
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             server: endpoint.server.clone(),
@@ -245,7 +225,7 @@ impl Link {
             encrypted: transport.encrypted(),
             present: Mutex::new(transport),
             outbox: Outbox::new(READ_BYTES),
-            sending: Mutex::new(sending),
+            sending: Mutex::new(Sending::new(line.clone())),
             received: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             returns: AtomicBool::new(false),
@@ -301,7 +281,7 @@ impl Link {
             self.flush()?;
             self.wait_for_room()?;
         }
-        if posted.asleep && !self.send_for_sleeper()? {
+        if posted.asleep && !self.send_for_sleeper(posted.waiting)? {
             self.outbox.rouse();
         }
         Ok(posted.seq)
@@ -447,68 +427,6 @@ impl Link {
     /// Returns the reason if the link is lost.
     pub fn check(&self) -> Result<(), LinkLost> {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
-    }
-
-    /// Writes all frames that were appended before; during an outage only into the log.
-    ///
-    /// Two threads never write at once, and the bytes keep their order.
-    fn flush(&self) -> Result<(), LinkLost> {
-        self.send_waiting(lock(&self.sending))
-    }
-
-    /// Writes the frames in place of the sleeping sender, whose wake-up would take longer.
-    ///
-    /// Returns `false` if that could wait, or if posts follow each other so fast that the sender
-    /// should take them.
-    fn send_for_sleeper(&self) -> Result<bool, LinkLost> {
-        let Ok(mut sending) = self.sending.try_lock() else { return Ok(false) };
-        let burst = sending.for_sleeper.is_some_and(|before| before.elapsed() < BURST_WINDOW);
-        let writable = || sending.outgoing.line.as_ref().is_some_and(|line| line.transport.writable());
-        if burst || !writable() {
-            return Ok(false);
-        }
-        sending.for_sleeper = Some(Instant::now());
-        self.send_waiting(sending).map(|()| true)
-    }
-
-    fn send_waiting(&self, mut sending: MutexGuard<'_, Sending>) -> Result<(), LinkLost> {
-        let Sending { batch, outgoing, .. } = &mut *sending;
-        let last = self.outbox.take(batch);
-        let acknowledged = || self.acknowledged.load(Ordering::Relaxed);
-        let sent = outgoing.send(batch, last, acknowledged, self.returns.load(Ordering::Relaxed));
-        let too_long = outgoing.log.bytes() > MAX_LOG;
-        let broken = sent.err().and_then(|e| outgoing.line.take().map(|line| (line.attempt, e)));
-        drop(sending);
-        if too_long {
-            return Err(self.lose(&format!("{} acknowledges nothing", self.server)));
-        }
-        match broken {
-            Some((attempt, e)) => self.stopped(Stop::Broken(attempt, e)),
-            None => self.check(),
-        }
-    }
-
-    fn send_loop(&self) {
-        self.outbox.set_sender(std::thread::current());
-        let spin = spin::short();
-        while self.lost.get().is_none() {
-            if self.broken.load(Ordering::Acquire) {
-                self.come_back();
-                continue;
-            }
-            if !spin::until(spin, || self.outbox.pending()) {
-                self.outbox.sleep();
-                continue;
-            }
-            if !spin.is_zero() {
-                // More frames usually follow, and one write for several costs as much as for one.
-                spin::until(GATHER_WINDOW, || !self.outbox.pending());
-            }
-            // A waiting thread may have sent everything meanwhile.
-            if self.outbox.pending() && self.flush().is_err() {
-                return;
-            }
-        }
     }
 
     fn wait_reply(&self, seq: u64) -> Result<Reply, LinkLost> {
