@@ -45,6 +45,7 @@ def bench_groups(args):
         ("micro", [python, "bench.py", *quick, "ops", "cuda_graph", "compile_mlp"], 400, 0),
         ("copies", [python, "bench.py", *quick, "copies"], 200, 0),
         ("launch-c", [str(args.tools / "launchLoop")], 120, 0),
+        ("pauses", [str(args.tools / "pauses")], 60, 0),
         ("gpt2", [python, "bench.py", *quick, "train_gpt2", "generate_gpt2"], 400, 0),
         ("resnet50", [python, "bench.py", *quick, "train_resnet50"], 400, 0),
     ] + ([("ranks", ranks, 400, 0)] if args.gpus > 1 else [])
@@ -244,7 +245,7 @@ def bench(args, runner, server, samples, link, problems):
         bench_process(args, runner, samples, problems)
     groups = [group for group in bench_groups(args) if wanted(args, group[0])]
     if args.no_torch:
-        groups = [group for group in groups if group[0] == "launch-c"]
+        groups = [group for group in groups if group[0] in ("launch-c", "pauses")]
     for name, command, limit, warm_up in groups:
         for _ in range(warm_up):
             for side in ("native", "remote"):
