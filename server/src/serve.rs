@@ -318,6 +318,12 @@ impl Host {
         // A mode keeps another user out of `state_dir`, whatever the restrictions do.
         let code = cache.filter(|_| self.starter.desk().is_some()).map(Cache::code_folder);
         let hidden = [code.as_deref().unwrap_or(&config.state_dir), &*images];
+        if self.uid == 0 {
+            warn!(
+                "workers run as root: a program that takes over its worker meets the restrictions of isolation alone; \
+                 start gpuserver by its unit, or as another user"
+            );
+        }
         isolation::settle(config, &hidden, &self.starter, &self.driver, &self.gpus).await
     }
 }
