@@ -148,7 +148,8 @@ fn write_back(session: &Session) {
 impl HostCalls {
     /// Queues a call of the client's function `id` on a stream.
     ///
-    /// The driver makes the call of a callback behind a fault, too. A call that a graph may repeat
+    /// The driver makes the call of a callback behind a fault, too. The worker makes it if the
+    /// driver refuses it: the program's call has returned success. A call that a graph may repeat
     /// is for no position of the log.
     pub fn enqueue(
         session: &Arc<Session>,
@@ -179,9 +180,15 @@ impl HostCalls {
                 false => (call.cuLaunchHostFunc)(stream, run, number as *mut c_void),
             }
         });
-        if queued.is_err() {
+        if let Err(status) = queued {
             // The driver refused, so it calls nothing.
             session.host_calls.begin(number);
+            if callback {
+                session.replies.send_with(op::CALL_HOST, 0, 0, |w| {
+                    w.word(id);
+                    w.word(status as u32 as u64);
+                });
+            }
         }
         queued
     }
