@@ -44,9 +44,8 @@ impl Link {
         self.send_waiting(lock(&self.sending))
     }
 
-    /// Writes a post of `len` bytes in place of the sleeping sender.
+    /// Writes a post of `len` bytes in place of the sleeping sender, whose wake-up costs as much.
     ///
-    /// The sender's wake-up would take longer.
     /// Returns `false` if that could wait, or if posts follow each other so fast that the sender
     /// should take them.
     pub(super) fn send_for_sleeper(&self, len: usize) -> Result<bool, LinkLost> {
