@@ -560,4 +560,32 @@ mod tests {
         assert_eq!(theirs.read(&mut read).unwrap(), 4);
         assert_eq!(&read[..4], b"mine");
     }
+
+    #[test]
+    fn a_receiver_gets_bytes_that_come_while_it_spins_and_while_it_sleeps() {
+        const SPIN: Duration = Duration::from_millis(20);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = Transport::plain(TcpStream::connect(listener.local_addr().unwrap()).unwrap()).unwrap();
+        let (mut peer, _) = listener.accept().unwrap();
+        let (ask, asked) = std::sync::mpsc::channel::<Duration>();
+        let sender = std::thread::spawn(move || {
+            for pause in asked {
+                std::thread::park_timeout(pause);
+                peer.write_all(b"x").unwrap();
+            }
+        });
+        for pause in [Duration::ZERO, SPIN / 4, 3 * SPIN] {
+            for wait in [Wait::Spin(SPIN), Wait::AtMost(SPIN, Duration::from_secs(20))] {
+                ask.send(pause).unwrap();
+                assert_eq!(stream.recv(&mut [0; 4], wait).unwrap(), 1, "{pause:?} {wait:?}");
+            }
+        }
+        let begin = std::time::Instant::now();
+        let none = stream.recv(&mut [0; 4], Wait::AtMost(SPIN, SPIN)).unwrap_err();
+        assert_eq!(none.kind(), io::ErrorKind::WouldBlock);
+        assert!(begin.elapsed() >= 2 * SPIN);
+        drop(ask);
+        sender.join().unwrap();
+        assert_eq!(stream.recv(&mut [0; 4], Wait::Spin(SPIN)).unwrap(), 0, "the end of the stream");
+    }
 }
