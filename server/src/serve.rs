@@ -320,8 +320,8 @@ impl Host {
         let hidden = [code.as_deref().unwrap_or(&config.state_dir), &*images];
         if self.uid == 0 {
             warn!(
-                "workers run as root: a program that takes over its worker meets the restrictions of isolation alone; \
-                 start gpuserver by its unit, or as another user"
+                "workers run as root: a program that takes over its worker has root's rights, less what isolation \
+                 denies; start gpuserver.service, or run gpuserver as another user"
             );
         }
         isolation::settle(config, &hidden, &self.starter, &self.driver, &self.gpus).await

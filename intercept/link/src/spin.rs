@@ -64,7 +64,7 @@ impl Spin {
     /// Notes the length of a wait, with its sleep.
     pub fn waited(&self, time: Duration) {
         let long = time < LONG_WINDOW;
-        // Most waits are like the one before, and other threads read this.
+        // Other threads read the flag, so that a write costs more than a look.
         if self.long.load(Ordering::Relaxed) != long {
             self.long.store(long, Ordering::Relaxed);
         }

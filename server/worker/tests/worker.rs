@@ -822,3 +822,48 @@ fn the_last_report_has_all_the_work_of_a_short_program() {
     assert_eq!((usage.bytes_to_device, usage.bytes_from_device), (1 << 20, 8));
     assert!(usage.calls >= 3 && usage.memory_bytes >= 2 * MIB, "{usage:?}");
 }
+
+#[test]
+fn a_callback_that_the_driver_refuses_behind_a_fault_is_called_with_it() {
+    const ILLEGAL_ADDRESS: i32 = 700;
+    const CALLBACK: u64 = 5;
+    let (module, function) = (handle::make(handle::MODULE, 0, 1, 1), handle::make(handle::FUNC, 0, 1, 1));
+    let driver = vec![("SIMGPU_FAULT_AT_LAUNCH", "1".into())];
+    let mut worker = Worker::start_with(&Machine::new(), &Options { driver, ..Options::default() });
+    let mut guest = worker.guest();
+    let image = gpusession_test_support::cuda::KERNEL.to_bytes_with_nul();
+    let hash = blake3::hash(image);
+    let sent = guest.ask(op::IMAGE_DATA, |w| {
+        w.bytes(hash.as_bytes());
+        w.word(image.len() as u64);
+        w.bytes(image);
+    });
+    assert_eq!(sent, Ok(0));
+    let loaded = guest.ask(op::MODULE_LOAD, |w| {
+        w.word(module);
+        w.bytes(hash.as_bytes());
+        w.word(0);
+    });
+    assert_eq!(loaded, Ok(0));
+    let found = guest.ask(op::GET_FUNCTION, |w| {
+        [function, module, 0].into_iter().for_each(|word| w.word(word));
+        w.bytes(b"increment");
+    });
+    assert_eq!(found, Ok(0));
+    let launched = guest.ask(op::LAUNCH, |w| {
+        [function, 1 | 1 << 32, 1 | 1 << 32, 1 | 1 << 32, 0, 0].into_iter().for_each(|word| w.word(word));
+        w.bytes(&[]);
+        w.bytes(&WINDOW.to_le_bytes());
+    });
+    assert!(matches!(launched, Ok(0 | ILLEGAL_ADDRESS)), "{launched:?}");
+    assert_eq!(guest.ask_words(op::CTX_SYNC, &[]), Ok(ILLEGAL_ADDRESS));
+    // A program that has not seen the fault posts the call, which has returned success.
+    guest.seq += 1;
+    let words = [0, CALLBACK, 0, 1];
+    let mut queued = frame(op::HOST_FUNC, guest.seq, |w| words.iter().for_each(|word| w.word(*word)));
+    no_wait(&mut queued);
+    guest.write(&queued);
+    let called = std::iter::from_fn(|| guest.frame()).find(|(header, _)| header.op.get() == op::CALL_HOST);
+    let (_, body) = called.expect("the call");
+    assert_eq!(body, [CALLBACK, ILLEGAL_ADDRESS as u64].map(u64::to_le_bytes).concat());
+}

@@ -264,9 +264,9 @@ driver! {
     }
 }
 
-/// Lets threads wait as a context's flags select.
+/// Lets the program's threads wait as the flags select that it has set last, for any context.
 ///
-/// The other ways differ only in how a thread waits for a local card.
+/// The other flags select how a thread waits for a local card.
 pub fn wait_as(client: &Client, flags: u32) {
     /// `CU_CTX_SCHED_BLOCKING_SYNC`
     const SLEEPS: u32 = 4;
