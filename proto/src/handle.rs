@@ -2,6 +2,10 @@
 //!
 //! A handle is kind (8 bits), server (8), generation (16), slot (32). It is never null, and never
 //! one of the small constants that have a meaning in CUDA.
+//!
+//! Slots are multiples of [`ALIGNMENT`], but for primary contexts and for libraries before
+//! 2026-12: programs take handles for pointers, and use the lowest bits of pointers. The lowest bit
+//! of a stream's handle tells PyTorch whether the stream is its own (`c10/cuda/CUDAStream.cpp`).
 
 /// Kind of contexts; slots below the number of the worker's devices are the primary contexts.
 pub const CTX: u8 = 0x11;
@@ -37,6 +41,14 @@ pub const SURFREF: u8 = 0x1f;
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {
     (kind as u64) << 56 | (server as u64) << 48 | (generation as u64) << 32 | slot as u64
+}
+
+/// Distance between slots that libraries give out, which is the alignment of `malloc`.
+pub const ALIGNMENT: u32 = 16;
+
+/// Returns the number of a slot that is a multiple of [`ALIGNMENT`], for tables.
+pub const fn index(handle: u64) -> usize {
+    (slot(handle) / ALIGNMENT) as usize
 }
 
 /// Returns the kind of a handle.

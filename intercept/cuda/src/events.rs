@@ -53,7 +53,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
         shared: AtomicBool::new(false),
         in_graphs: AtomicBool::new(false),
     });
-    let slot = handle::slot(new) as usize;
+    let slot = handle::index(new);
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
     if events.len() <= slot {
         events.resize(slot + 1, None);
@@ -67,7 +67,7 @@ pub fn find(event: u64) -> Result<Arc<Event>> {
         return Err(INVALID_HANDLE);
     }
     let events = EVENTS.read().unwrap_or_else(PoisonError::into_inner);
-    match events.get(handle::slot(event) as usize) {
+    match events.get(handle::index(event)) {
         Some(Some(found)) if found.handle == event => Ok(found.clone()),
         _ => Err(INVALID_HANDLE),
     }
@@ -76,7 +76,7 @@ pub fn find(event: u64) -> Result<Arc<Event>> {
 /// Removes an event from the table and returns it.
 pub fn take(event: u64) -> Result<Arc<Event>> {
     let found = find(event)?;
-    EVENTS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(event) as usize] = None;
+    EVENTS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(event)] = None;
     Ok(found)
 }
 

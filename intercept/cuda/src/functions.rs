@@ -83,7 +83,7 @@ pub fn find(function: u64) -> Result<Arc<Function>> {
         return Err(INVALID_HANDLE);
     }
     let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
-    match functions.get(handle::slot(function) as usize) {
+    match functions.get(handle::index(function)) {
         Some(Some(found)) if found.handle == function => Ok(found.clone()),
         _ => Err(INVALID_HANDLE),
     }
@@ -126,7 +126,7 @@ fn keep(client: &Client, key: Key, function: Function, attributes: Attributes) -
     *function.known.lock().unwrap_or_else(PoisonError::into_inner) = 1 << client.number;
     *function.attributes.lock().unwrap_or_else(PoisonError::into_inner) = attributes;
     let new = function.handle;
-    let slot = handle::slot(new) as usize;
+    let slot = handle::index(new);
     let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
     let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(first) = names.get_or_insert_default().get(&key) {

@@ -17,6 +17,7 @@ pub const FIRST_CREATED: u32 = 256;
 
 #[derive(Default)]
 struct Slots {
+    /// Number of slots that were given out.
     next: u32,
     /// Freed slots with their last generation, oldest first.
     ///
@@ -33,9 +34,9 @@ pub fn mint(kind: u8, server: u8) -> u64 {
     let slots = slots.entry(kind).or_default();
     let rested = if slots.free.len() > RESTING { slots.free.pop_front() } else { None };
     let (slot, generation) = rested.unwrap_or_else(|| {
-        let first = if kind == handle::CTX { FIRST_CREATED } else { 0 };
+        let first = if kind == handle::CTX { FIRST_CREATED / handle::ALIGNMENT } else { 0 };
         slots.next = slots.next.max(first) + 1;
-        (slots.next - 1, 0)
+        ((slots.next - 1) * handle::ALIGNMENT, 0)
     });
     handle::make(kind, server, generation.wrapping_add(1), slot)
 }
@@ -70,6 +71,18 @@ mod tests {
         let (one, two) = (mint(KIND, 0), mint(KIND, 1));
         assert_ne!(handle::slot(one), handle::slot(two), "one table by slot serves both");
         assert_eq!((handle::server(one), handle::server(two)), (0, 1));
+    }
+
+    #[test]
+    fn handles_are_aligned_as_pointers() {
+        for kind in [handle::CTX, handle::STREAM, 0x73] {
+            let (one, two) = (mint(kind, 3), mint(kind, 3));
+            assert!(
+                [one, two].iter().all(|new| new % u64::from(handle::ALIGNMENT) == 0),
+                "{one:#x} {two:#x}"
+            );
+            assert_ne!(handle::index(one), handle::index(two));
+        }
     }
 
     #[test]

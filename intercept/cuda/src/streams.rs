@@ -61,7 +61,7 @@ pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> R
     })?;
     let stream =
         Arc::new(Stream::new(client, new, ctx, flags, priority, NEXT_ID.fetch_add(1, Ordering::Relaxed)));
-    let slot = handle::slot(new) as usize;
+    let slot = handle::index(new);
     let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
     if streams.len() <= slot {
         streams.resize(slot + 1, None);
@@ -88,7 +88,7 @@ fn destroy_known(known: &Stream) -> Result {
             handles::retire(capture.graph);
         }
     }
-    STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
+    STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(stream)] = None;
     if known.blocking() {
         // A synchronization of the default stream still covers the work that this stream has waited
         // for.
@@ -107,7 +107,7 @@ fn by_handle(stream: u64) -> Result<Arc<Stream>> {
         return Err(INVALID_HANDLE);
     }
     let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
-    match streams.get(handle::slot(stream) as usize) {
+    match streams.get(handle::index(stream)) {
         Some(Some(found)) if found.handle == stream => Ok(found.clone()),
         _ => Err(INVALID_HANDLE),
     }

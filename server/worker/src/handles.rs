@@ -7,7 +7,7 @@ use std::sync::{PoisonError, RwLock};
 
 use crate::driver::{Handle, Status, status};
 
-/// Maximum number of handles of one kind: bounds the table that a hostile client can cause.
+/// Maximum number of slots in a list: bounds the table that a hostile client can cause.
 const MAX_SLOTS: usize = 1 << 22;
 /// Slots that the table adds at a time: a client that skips numbers pays with an object of the
 /// driver for each such part.
@@ -16,32 +16,49 @@ const PART: usize = 64;
 /// Objects behind the handles of one kind, by slot.
 pub struct Table<T> {
     kind: u8,
-    parts: RwLock<Vec<Option<Box<Part<T>>>>>,
+    lists: RwLock<[List<T>; 2]>,
 }
 
+type List<T> = Vec<Option<Box<Part<T>>>>;
 type Part<T> = [Option<(u16, T)>; PART];
+
+/// Place of a handle: list, part of the list, slot of the part.
+///
+/// Multiples of [`kind::ALIGNMENT`] have a list of their own, so that both are dense: present
+/// libraries use only these slots, earlier ones each slot.
+struct Place {
+    list: usize,
+    part: usize,
+    at: usize,
+}
 
 fn generation(handle: u64) -> u16 {
     (handle >> 32) as u16
 }
 
-/// Returns the part of the table that has a handle, and the place there.
-fn place(handle: u64) -> (usize, usize) {
-    let slot = handle as u32 as usize;
-    (slot / PART, slot % PART)
+fn place(handle: u64) -> Place {
+    let slot = kind::slot(handle);
+    let (list, number) = if slot % kind::ALIGNMENT == 0 { (0, slot / kind::ALIGNMENT) } else { (1, slot) };
+    Place { list, part: number as usize / PART, at: number as usize % PART }
+}
+
+/// Returns the slot of a place, the reverse of [`place`].
+fn slot(list: usize, part: usize, at: usize) -> u32 {
+    let number = (part * PART + at) as u32;
+    if list == 0 { number * kind::ALIGNMENT } else { number }
 }
 
 impl<T: Copy> Table<T> {
     /// Creates an empty table for handles of this kind.
     pub const fn new(kind: u8) -> Self {
-        Self { kind, parts: RwLock::new(Vec::new()) }
+        Self { kind, lists: RwLock::new([Vec::new(), Vec::new()]) }
     }
 
     /// Returns the object behind a handle; a stale or foreign handle is an error.
     pub fn get(&self, handle: u64) -> Result<T, Status> {
-        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
-        let (part, at) = place(handle);
-        match parts.get(part) {
+        let lists = self.lists.read().unwrap_or_else(PoisonError::into_inner);
+        let Place { list, part, at } = place(handle);
+        match lists[list].get(part) {
             Some(Some(slots)) => match slots[at] {
                 Some((g, value)) if g == generation(handle) && (handle >> 56) as u8 == self.kind => Ok(value),
                 _ => Err(status::INVALID_HANDLE),
@@ -52,37 +69,37 @@ impl<T: Copy> Table<T> {
 
     /// Returns all objects.
     pub fn all(&self) -> Vec<T> {
-        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
-        objects(&parts).map(|(_, _, value)| *value).collect()
+        let lists = self.lists.read().unwrap_or_else(PoisonError::into_inner);
+        objects(&lists).map(|(_, _, value)| *value).collect()
     }
 
     /// Returns `true` if no handle has an object.
     pub fn is_empty(&self) -> bool {
-        objects(&self.parts.read().unwrap_or_else(PoisonError::into_inner)).next().is_none()
+        objects(&self.lists.read().unwrap_or_else(PoisonError::into_inner)).next().is_none()
     }
 
     /// Returns the client's handle of an object, without the number of its server.
     pub fn handle_of(&self, is: impl Fn(&T) -> bool) -> Option<u64> {
-        let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
-        let found = objects(&parts).find(|(_, _, value)| is(value));
-        found.map(|(slot, generation, _)| kind::make(self.kind, 0, generation, slot as u32))
+        let lists = self.lists.read().unwrap_or_else(PoisonError::into_inner);
+        let found = objects(&lists).find(|(_, _, value)| is(value));
+        found.map(|(slot, generation, _)| kind::make(self.kind, 0, generation, slot))
     }
 
     /// Forgets the objects for which `goes` returns `true`.
     pub fn forget(&self, goes: impl Fn(&T) -> bool) {
-        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
-        for slot in parts.iter_mut().flatten().flat_map(|slots| slots.iter_mut()) {
+        let mut lists = self.lists.write().unwrap_or_else(PoisonError::into_inner);
+        for slot in lists.iter_mut().flatten().flatten().flat_map(|slots| slots.iter_mut()) {
             slot.take_if(|(_, value)| goes(value));
         }
     }
 
     /// Stores the object behind a new handle.
     pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
-        let (part, at) = place(handle);
-        if (handle >> 56) as u8 != self.kind || part * PART + at >= MAX_SLOTS {
+        let Place { list, part, at } = place(handle);
+        if (handle >> 56) as u8 != self.kind || part >= MAX_SLOTS / PART {
             return Err(status::INVALID_HANDLE);
         }
-        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
+        let parts = &mut self.lists.write().unwrap_or_else(PoisonError::into_inner)[list];
         if parts.len() <= part {
             parts.resize_with(part + 1, || None);
         }
@@ -94,9 +111,9 @@ impl<T: Copy> Table<T> {
     /// Forgets a handle and returns its object.
     pub fn take(&self, handle: u64) -> Result<T, Status> {
         let value = self.get(handle)?;
-        let (part, at) = place(handle);
-        let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Some(slots)) = parts.get_mut(part) {
+        let Place { list, part, at } = place(handle);
+        let mut lists = self.lists.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Some(slots)) = lists[list].get_mut(part) {
             slots[at] = None;
         }
         Ok(value)
@@ -104,15 +121,16 @@ impl<T: Copy> Table<T> {
 }
 
 /// Returns each object with its slot and generation.
-fn objects<T>(parts: &[Option<Box<Part<T>>>]) -> impl Iterator<Item = (usize, u16, &T)> {
-    parts.iter().enumerate().filter_map(|(part, slots)| Some((part, slots.as_deref()?))).flat_map(
-        |(part, slots)| {
-            slots.iter().enumerate().filter_map(move |(at, entry)| {
-                let (generation, value) = entry.as_ref()?;
-                Some((part * PART + at, *generation, value))
-            })
-        },
-    )
+fn objects<T>(lists: &[List<T>; 2]) -> impl Iterator<Item = (u32, u16, &T)> {
+    let parts = lists.iter().enumerate().flat_map(|(list, parts)| {
+        parts.iter().enumerate().filter_map(move |(part, slots)| Some((list, part, slots.as_deref()?)))
+    });
+    parts.flat_map(|(list, part, slots)| {
+        slots.iter().enumerate().filter_map(move |(at, entry)| {
+            let (generation, value) = entry.as_ref()?;
+            Some((slot(list, part, at), *generation, value))
+        })
+    })
 }
 
 /// Kinds of handles, as the client mints them.
@@ -156,18 +174,36 @@ mod tests {
     fn skipped_numbers_take_no_slots() {
         let table = Table::new(kind::EVENT);
         let last = kind::make(kind::EVENT, 0, 3, MAX_SLOTS as u32 - 1);
-        let beyond = kind::make(kind::EVENT, 0, 3, MAX_SLOTS as u32);
+        let beyond = kind::make(kind::EVENT, 0, 3, MAX_SLOTS as u32 + 1);
         table.put(last, 7).unwrap();
         assert_eq!(table.put(beyond, 7), Err(status::INVALID_HANDLE));
         assert_eq!(
             (table.get(last), table.all(), table.handle_of(|n| *n == 7)),
             (Ok(7), vec![7], Some(last))
         );
-        assert_eq!(table.parts.read().unwrap().iter().flatten().count(), 1);
-        // Slot 0 lies in another part.
-        table.put(kind::make(kind::EVENT, 0, 1, 0), 8).unwrap();
-        assert_eq!(table.parts.read().unwrap().iter().flatten().count(), 2);
+        let parts = || table.lists.read().unwrap().iter().flatten().flatten().count();
+        assert_eq!(parts(), 1);
+        // Slot 1 lies in another part.
+        table.put(kind::make(kind::EVENT, 0, 1, 1), 8).unwrap();
+        assert_eq!(parts(), 2);
         table.forget(|n| *n == 7);
         assert_eq!((table.get(last), table.all()), (Err(status::INVALID_HANDLE), vec![8]));
+    }
+
+    #[test]
+    fn slots_of_present_and_earlier_libraries_are_dense() {
+        let table = Table::new(kind::EVENT);
+        let handles = |step| (0..1_000).map(move |number| kind::make(kind::EVENT, 0, 1, number * step));
+        let every: Vec<u64> = handles(1).chain(handles(kind::ALIGNMENT)).collect();
+        for handle in &every {
+            table.put(*handle, *handle).unwrap();
+        }
+        assert!(every.iter().all(|handle| table.get(*handle) == Ok(*handle)));
+        assert!(every.iter().all(|handle| table.handle_of(|of| of == handle) == Some(*handle)));
+        let parts = table.lists.read().unwrap().iter().flatten().flatten().count();
+        assert_eq!(parts, 2 * 1_000_usize.div_ceil(PART));
+        let last = kind::make(kind::EVENT, 0, 1, (MAX_SLOTS as u32 - 1) * kind::ALIGNMENT);
+        assert_eq!(table.put(last, 5), Ok(()));
+        assert_eq!(table.put(last + u64::from(kind::ALIGNMENT), 5), Err(status::INVALID_HANDLE));
     }
 }

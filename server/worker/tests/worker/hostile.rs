@@ -333,7 +333,7 @@ fn bad_handles_are_errors_and_nothing_else() {
         assert_eq!(launch, Ok(INVALID_HANDLE));
     }
     // A new handle must be of its kind and its slot within bounds.
-    for bad in [0, event(5), handle::make(handle::STREAM, 0, 1, 1 << 22), u64::MAX] {
+    for bad in [0, event(5), handle::make(handle::STREAM, 0, 1, 1 << 26), u64::MAX] {
         assert_eq!(guest.ask_words(op::STREAM_CREATE, &[bad, 1, 0]), Ok(INVALID_HANDLE), "{bad:#x}");
     }
     // An invalid context.
