@@ -37,6 +37,7 @@ mod libraries;
 mod limits;
 mod linker;
 mod long_waits;
+mod managed_places;
 mod mapped;
 mod modules;
 mod nccl;

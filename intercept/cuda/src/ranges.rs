@@ -7,8 +7,8 @@ use std::sync::{PoisonError, RwLock};
 use gpusession_proto::handle;
 
 use crate::client::Client;
-use crate::clients;
 use crate::status::{INVALID_VALUE, Result};
+use crate::{clients, managed_places};
 
 /// Origin of an address range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,6 +98,9 @@ static NAMED: AtomicUsize = AtomicUsize::new(0);
 /// Adds an allocation to the table.
 pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+    if kind.managed() {
+        managed_places::forget(base, size);
+    }
     if kind.named() {
         NAMED.fetch_add(1, Ordering::Relaxed);
     }

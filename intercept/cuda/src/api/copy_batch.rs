@@ -62,13 +62,13 @@ fn reads_now(order: u32) -> Result<bool> {
 }
 
 /// Returns the stream of a batch, which the driver takes on no legacy default stream.
-fn stream_of(stream: *mut c_void, default: streams::Default) -> Result<std::sync::Arc<Stream>> {
+pub fn stream_of(stream: *mut c_void, default: streams::Default) -> Result<std::sync::Arc<Stream>> {
     let stream = named(stream, default)?;
     if stream.handle == 0 { Err(INVALID_VALUE) } else { Ok(stream) }
 }
 
 /// Returns the elements of an array of the program.
-fn elements<T: Copy>(array: *const T, count: usize) -> Result<Vec<T>> {
+pub fn elements<T: Copy>(array: *const T, count: usize) -> Result<Vec<T>> {
     if array.is_null() {
         return Err(INVALID_VALUE);
     }

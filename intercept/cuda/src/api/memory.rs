@@ -9,8 +9,8 @@ use gpusession_proto::frame::{Writer, op};
 use super::{pool, vmm};
 use crate::client::{Client, string, word};
 use crate::entry::{
-    HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
-    OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional, take,
+    HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
+    Result, UNKNOWN, alias, bytes, driver, give, give_optional, take,
 };
 use crate::freed_blocks::Block;
 use crate::ranges::{self, Kind, Range};
@@ -441,47 +441,6 @@ driver! {
         give(address, base)
     }
 
-    fn cuMemAdvise(address: u64, len: usize, advice: i32, device: i32) {
-        advise(address, len, advice, device)
-    }
-
-    fn cuMemAdvise_v2(address: u64, len: usize, advice: i32, location: u64) {
-        advise(address, len, advice, device_at(location))
-    }
-
-    fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz [default] (address: u64, len: usize, device: i32, stream: *mut c_void) {
-        prefetch(address, len, device, find(stream, default)?.1.ctx)
-    }
-
-    fn cuMemPrefetchAsync_v2 / cuMemPrefetchAsync_v2_ptsz [default] (
-        address: u64, len: usize, location: u64, flags: u32, stream: *mut c_void,
-    ) {
-        if flags != 0 {
-            return Err(INVALID_VALUE);
-        }
-        prefetch(address, len, device_at(location), find(stream, default)?.1.ctx)
-    }
-
-    fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) {
-        range_attribute(data, size, attribute, address, len)
-    }
-
-    fn cuMemRangeGetAttributes(
-        data: *const *mut c_void, sizes: *const usize, attributes: *const i32, count: usize, address: u64, len: usize,
-    ) {
-        if data.is_null() || sizes.is_null() || attributes.is_null() || count == 0 {
-            return Err(INVALID_VALUE);
-        }
-        for i in 0..count {
-            // SAFETY: the pointers are not null, and by the call's contract the arrays have `count`
-            // elements.
-            let (data, size, attribute) =
-                unsafe { (data.add(i).read(), sizes.add(i).read(), attributes.add(i).read()) };
-            range_attribute(data, size, attribute, address, len)?;
-        }
-        Ok(())
-    }
-
     fn cuMemAllocAsync / cuMemAllocAsync_ptsz [default] (address: *mut u64, size: usize, stream: *mut c_void) {
         allocate_ordered(address, size, None, stream, default)
     }
@@ -594,68 +553,6 @@ driver! {
         thread::context()?;
         // The current context, and its device or all of them.
         Err(if target == 0 && matches!(scope, 100 | 200) { NOT_SUPPORTED } else { INVALID_VALUE })
-    }
-}
-
-/// `CU_DEVICE_CPU`
-const CPU: i32 = -1;
-/// `CU_DEVICE_INVALID`: the answer of `cuMemRangeGetAttribute` if no device applies.
-const NO_DEVICE: i32 = -2;
-
-/// Returns the device that a `CUmemLocation` names: type in the low word (1: a device), id in the
-/// high one.
-fn device_at(location: u64) -> i32 {
-    const DEVICE: u32 = 1;
-    if location as u32 == DEVICE { (location >> 32) as i32 } else { CPU }
-}
-
-/// Returns an error unless a whole range lies in one managed allocation.
-fn managed(address: u64, len: usize) -> Result {
-    let range = ranges::find(address).filter(|r| r.kind.managed()).ok_or(INVALID_VALUE)?;
-    if len == 0 || len as u64 > range.size - (address - range.base) { Err(INVALID_VALUE) } else { Ok(()) }
-}
-
-/// Checks advice about managed memory, which has no effect.
-fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
-    const ADVICE: std::ops::RangeInclusive<i32> = 1..=6;
-    clients::get()?;
-    thread::context()?;
-    managed(address, len)?;
-    if !ADVICE.contains(&advice) {
-        return Err(INVALID_VALUE);
-    }
-    if device != CPU {
-        clients::device(device)?;
-    }
-    Ok(())
-}
-
-/// Refuses a prefetch of managed memory, as the driver does without `CONCURRENT_MANAGED_ACCESS`.
-///
-/// Our devices never share managed memory with the host while kernels run.
-fn prefetch(address: u64, len: usize, device: i32, ctx: u64) -> Result {
-    const CONCURRENT_MANAGED_ACCESS: usize = 89;
-    managed(address, len)?;
-    let (_, of_stream) = clients::of_context(ctx)?;
-    for device in [device, of_stream.ordinal] {
-        if device != CPU && clients::device(device)?.1.attribute(CONCURRENT_MANAGED_ACCESS) != 1 {
-            return Err(INVALID_DEVICE);
-        }
-    }
-    Ok(())
-}
-
-fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) -> Result {
-    const READ_MOSTLY: i32 = 1;
-    const PREFERRED_LOCATION: i32 = 2;
-    const LAST_PREFETCH_LOCATION: i32 = 4;
-    clients::get()?;
-    thread::context()?;
-    managed(address, len)?;
-    match (attribute, size) {
-        (READ_MOSTLY, 4) => give(data.cast(), 0i32),
-        (PREFERRED_LOCATION | LAST_PREFETCH_LOCATION, 4) => give(data.cast(), NO_DEVICE),
-        _ => Err(INVALID_VALUE),
     }
 }
 

@@ -14,6 +14,7 @@ pub mod graph_queries;
 pub mod green;
 pub mod launch;
 pub mod link;
+pub mod managed;
 pub mod memory;
 pub mod misc;
 pub mod module;
