@@ -45,7 +45,7 @@ def assertions(result):
 
 
 def recorded_alone(name, folder):
-    """Returns a card's output that stands for the native one, or None if the program can run natively."""
+    """Returns a card's output in place of a native one, or None if the program runs natively."""
     recorded = folder and folder / f"{name}.out"
     return recorded.read_text() if name.partition("@")[0] in RECORDED_ONLY and recorded and recorded.exists() else None
 

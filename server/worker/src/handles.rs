@@ -38,7 +38,8 @@ fn generation(handle: u64) -> u16 {
 
 fn place(handle: u64) -> Place {
     let slot = kind::slot(handle);
-    let (list, number) = if slot % kind::ALIGNMENT == 0 { (0, slot / kind::ALIGNMENT) } else { (1, slot) };
+    let (list, number) =
+        if slot.is_multiple_of(kind::ALIGNMENT) { (0, slot / kind::ALIGNMENT) } else { (1, slot) };
     Place { list, part: number as usize / PART, at: number as usize % PART }
 }
 

@@ -1,7 +1,7 @@
 """PyTorch's own list of operators: each on samples of its own, forwards and backwards.
 
-`torch_operators.py PART PARTS` does each PARTS-th operator. A line per operator and type has a checksum of the
-results, unless a second run in this process has another one.
+`torch_operators.py PART PARTS` does each PARTS-th operator. A line for each operator and type has a
+checksum of the results, unless a second run in this process has another one.
 """
 
 import hashlib

@@ -114,7 +114,7 @@ fn located(location: u64) -> Result<Location> {
     }
 }
 
-/// As [`located`]; of a batch, the driver keeps the id that the host has none of (H200, driver 580).
+/// As [`located`]; of a batch, the driver also keeps an id of the host (H200, driver 580).
 fn located_in_batch(location: u64) -> Result<Location> {
     let found = located(location)?;
     Ok(if found.kind == Location::HOST { Location { id: (location >> 32) as i32, ..found } } else { found })
