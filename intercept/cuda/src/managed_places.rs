@@ -1,6 +1,6 @@
 //! Advice about managed memory and its prefetches, as the program has called them.
 //!
-//! Nothing here moves memory: the table answers `cuMemRangeGetAttribute`. As natively, it counts in
+//! The table moves no memory: it answers `cuMemRangeGetAttribute`. As natively, it counts in
 //! pages (H200, driver 580).
 
 use std::collections::BTreeMap;

@@ -51,7 +51,7 @@ driver! {
         batch(&parts, Some(&Groups { locations, starts, count: groups }), flags, stream, default)
     }
 
-    // What a discarded part contains is not defined, so that it may stay as it is.
+    // The contents of a discarded part are undefined, so that it may stay as it is.
     fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz [default] (
         addresses: *const u64, lens: *const usize, count: usize, flags: u64, stream: *mut c_void,
     ) {
