@@ -114,9 +114,10 @@ fn located(location: u64) -> Result<Location> {
     }
 }
 
-/// As [`located`]; of a batch, the driver also keeps an id of the host (H200, driver 580).
+/// As [`located`]; of a batch, the driver also keeps an id of the host, and an unknown device is
+/// another error (H200, driver 580).
 fn located_in_batch(location: u64) -> Result<Location> {
-    let found = located(location)?;
+    let found = located(location).map_err(|_| INVALID_VALUE)?;
     Ok(if found.kind == Location::HOST { Location { id: (location >> 32) as i32, ..found } } else { found })
 }
 
