@@ -1,6 +1,6 @@
 //! Advice about managed memory, its prefetches, and the attributes that show both.
 //!
-//! Managed memory is where each launch needs it, so advice changes nothing. A prefetch to a device
+//! Managed memory is where each launch needs it, so advice moves nothing. A prefetch to a device
 //! sends what the program has written; the devices deny `CONCURRENT_MANAGED_ACCESS`, and a driver
 //! without it refuses prefetches, but many programs do not ask.
 
