@@ -133,6 +133,10 @@ mod tests {
             "cuMemcpy3DWithAttributesAsync cuMemcpyWithAttributesAsync cuMemBatchDecompressAsync",
         ),
         (
+            "prefetches in batches",
+            "cuMemPrefetchBatchAsync cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync",
+        ),
+        (
             "old forms, and calls that few programs have",
             "cuGraphNodeGetContainingGraph cuGraphNodeGetParams cuLaunchHostFunc_v2 cuMemHostRegister \
              cuMemRangeGetAttributes",
