@@ -326,7 +326,9 @@ impl Trail {
         self.names().hide(users, day_of(&path))?;
         let mut out = Vec::new();
         for mut event in events {
-            seq += 1;
+            let used_up =
+                || io::Error::other(format!("{}: the last line has the highest number", path.display()));
+            seq = seq.checked_add(1).ok_or_else(used_up)?;
             let mut signature = String::new();
             if event.event == CHECKPOINT {
                 (event.detail, signature) = self.signed(seq, &prev)?;

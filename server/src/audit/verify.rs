@@ -31,14 +31,14 @@ pub fn verify(state_dir: &Path, verifier: &Verifier) -> Result<Verified, Bad> {
             let line: Line = serde_json::from_slice(text).map_err(|e| bad(&format!("not a line: {e}")))?;
             if done.lines == 0 {
                 begins = Some((file.clone(), line.prev.clone()));
-            } else if line.seq != done.last_seq + 1 {
+            } else if line.seq.checked_sub(1) != Some(done.last_seq) {
                 return Err(bad(&format!("line {} is followed by line {}", done.last_seq, line.seq)));
             } else if line.prev != done.last_hash {
                 return Err(bad("the line before was changed"));
             }
             if signatures.take(&line).map_err(bad)? {
                 done.checkpoints += 1;
-                done.proved_seq = line.seq - 1;
+                done.proved_seq = line.seq.saturating_sub(1);
             }
             if line.event.event == PRUNED
                 && let Some((_, hash)) = line.event.detail.split_once(" ends with ")
@@ -143,7 +143,7 @@ impl<'a> Signatures<'a> {
     /// Checks that the trail has the place that the signer signed last.
     fn end(&self, done: &Verified) -> Result<(), String> {
         let latest = self.verifier.latest;
-        let next = place(done.last_seq + 1, &done.last_hash) == Some(latest);
+        let next = done.last_seq.checked_add(1).and_then(|seq| place(seq, &done.last_hash)) == Some(latest);
         if latest.seq == 0 || self.has_latest || next {
             return Ok(());
         }

@@ -49,6 +49,7 @@ targets! {
     signer: local::signer, seeds::signer;
     starter: local::starter, seeds::starter;
     units: local::units, seeds::units;
+    trail: local::trail, seeds::trails;
     server_config: local::server_config, seeds::server_configs;
     client_config: local::client_config, seeds::client_configs;
 }

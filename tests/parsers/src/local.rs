@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use gpuserver::admin::{Ask, read as read_answer};
+use gpuserver::audit::{self, Wanted};
 use gpuserver::certificate;
+use gpuserver::checkpoint::{Place, Verifier};
 use gpuserver::config::{Surroundings, from_text};
 use gpuserver::signer::authorities::Present;
 use gpuserver::signer::{Done, Operation, Outcome, ca};
@@ -12,6 +14,8 @@ use gpusession_common::units;
 use gpusession_login::{Reply, Request, variables as login_variables};
 use gpusession_proto::message;
 use gpusessiond::config::Config;
+
+use crate::seeds::KEY;
 
 /// Packets between the PAM module and the daemon.
 pub fn login(bytes: &[u8]) {
@@ -105,6 +109,26 @@ pub fn units(bytes: &[u8]) {
         let _ = memory;
     }
     let _ = units::nearest(text, ["memory", "leases"]);
+}
+
+/// A day of the audit trail, which somebody may have changed.
+pub fn trail(bytes: &[u8]) {
+    let state = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(state.path().join("audit")).expect("a folder");
+    std::fs::write(state.path().join("audit/2026-01-01.jsonl"), bytes).expect("a file");
+    let verifier = Verifier { key: KEY.into(), latest: Place::default() };
+    let before = audit::verify::verify(state.path(), &verifier);
+    let lines = audit::list(state.path(), &Wanted::default(), 1000).expect("the lines that can be read");
+    assert!(before.as_ref().map_or(true, |whole| lines.len() as u64 == whole.lines.min(1000)));
+    // A line without an end is one that a crash cut, and the next line takes its place.
+    let Some(before) = before.ok().filter(|_| bytes.ends_with(b"\n")) else { return };
+    match audit::note_offline(state.path(), "gpu1", audit::own("join")) {
+        Ok(()) => {
+            let after = audit::verify::verify(state.path(), &verifier).expect("one more line");
+            assert_eq!((after.lines, after.last_seq), (before.lines + 1, before.last_seq + 1));
+        }
+        Err(error) => assert_eq!(before.last_seq, u64::MAX, "{error}"),
+    }
 }
 
 /// `gpuserver.toml`.

@@ -1,6 +1,7 @@
 //! Inputs that the parsers accept: the search starts from them.
 
 use gpuserver::admin::Ask;
+use gpuserver::audit::{self, Event};
 use gpuserver::cgroups::Bounds;
 use gpuserver::checkpoint::Place;
 use gpuserver::signer::tokens::Tokens;
@@ -40,6 +41,26 @@ pub fn frames() -> Vec<Vec<u8>> {
     w.words(&changed);
     w.finish();
     vec![words, listed]
+}
+
+pub fn trails() -> Vec<Vec<u8>> {
+    let state = tempfile::tempdir().expect("a folder");
+    for client in ["vm-1", "vm-2", "vm-3"] {
+        let event = Event { client: client.into(), detail: "of a test".into(), ..audit::own("join") };
+        audit::note_offline(state.path(), "gpu1", event).expect("a line");
+    }
+    let files = std::fs::read_dir(state.path().join("audit")).expect("the trail");
+    let paths = files.map(|entry| entry.expect("a file").path());
+    let whole: Vec<u8> = paths
+        .filter(|path| path.extension().is_some_and(|e| e == "jsonl"))
+        .flat_map(|path| std::fs::read(path).expect("a day"))
+        .collect();
+    let text = String::from_utf8(whole.clone()).expect("JSON");
+    // The first line has the highest number, and one is a checkpoint that nobody signed.
+    let last = text.replacen("\"seq\":1,", &format!("\"seq\":{},", u64::MAX), 1);
+    let place = format!("1 {}", "0".repeat(64));
+    let checkpoint = text.replacen("\"join\"", "\"checkpoint\"", 1).replacen("of a test", &place, 1);
+    vec![whole, last.into(), checkpoint.into()]
 }
 
 pub fn prefaces() -> Vec<Vec<u8>> {
