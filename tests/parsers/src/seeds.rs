@@ -56,7 +56,7 @@ pub fn trails() -> Vec<Vec<u8>> {
         .flat_map(|path| std::fs::read(path).expect("a day"))
         .collect();
     let text = String::from_utf8(whole.clone()).expect("JSON");
-    // The first line has the highest number, and one is a checkpoint that nobody signed.
+    // The first line has the highest number; one is a checkpoint without a valid signature.
     let last = text.replacen("\"seq\":1,", &format!("\"seq\":{},", u64::MAX), 1);
     let place = format!("1 {}", "0".repeat(64));
     let checkpoint = text.replacen("\"join\"", "\"checkpoint\"", 1).replacen("of a test", &place, 1);
