@@ -6,7 +6,7 @@ import shutil
 import time
 
 from processes import Result, asked_of_the_link, kill_group, progress, torchrun, wait_for_line, wanted
-from verdicts import EXPECTED_STATUS, as_recorded, judge, recorded_alone
+from verdicts import EXPECTED_STATUS, as_recorded, judge, stand_in
 
 NOT_COMPARED = {"killVictim", "memFree"}  # used by other checks
 RUNTIMES = ("13", "12.4")
@@ -68,7 +68,7 @@ def check_pairs(args, runner, server):
         if not wanted(args, name, name.partition("@")[0]):
             continue
         expected = EXPECTED_STATUS.get(name.partition("@")[0], 0)
-        recorded = recorded_alone(name, args.recorded)
+        recorded = stand_in(name, args.stand_in)
         if recorded is None:
             native = runner.run("native", name, command, limit)
         else:

@@ -5,9 +5,8 @@ import re
 EXPECTED_STATUS = {"devAssert": 3, "torch-ranks-killed": 1}
 # Programs that print properties of the card.
 OF_THE_CARD = {"deviceQuery", "cooperative", "machineCode", "multiDevice"}
-# Programs of calls that the simulated driver answers by half: there, the recorded output of a card
-# stands for the native one.
-RECORDED_ONLY = {"managedPlaces"}
+# Programs of calls that the simulated driver answers by half (`--stand-in`).
+ANSWERED_BY_HALF = {"managedPlaces"}
 
 
 def difference(native, remote, names=("native", "remote")):
@@ -44,10 +43,10 @@ def assertions(result):
     return sorted(line for line in result.err.splitlines() if "Assertion" in line)
 
 
-def recorded_alone(name, folder):
+def stand_in(name, folder):
     """Returns a card's output in place of a native one, or None if the program runs natively."""
     recorded = folder and folder / f"{name}.out"
-    return recorded.read_text() if name.partition("@")[0] in RECORDED_ONLY and recorded and recorded.exists() else None
+    return recorded.read_text() if name.partition("@")[0] in ANSWERED_BY_HALF and recorded and recorded.exists() else None
 
 
 def as_recorded(name, native, folder):
