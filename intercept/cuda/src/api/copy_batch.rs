@@ -77,6 +77,19 @@ pub fn elements<T: Copy>(array: *const T, count: usize) -> Result<Vec<T>> {
     Ok((0..count).map(|i| unsafe { array.add(i).read_unaligned() }).collect())
 }
 
+/// Returns the first element of each group of a batch: 0, then rising numbers below `count`.
+pub fn starts_of(array: *const usize, groups: usize, count: usize) -> Result<Vec<usize>> {
+    if groups == 0 || groups > count {
+        return Err(INVALID_VALUE);
+    }
+    let starts = elements(array, groups)?;
+    let rising = starts.is_sorted_by(|a, b| a < b);
+    if starts[0] != 0 || !rising || starts[groups - 1] >= count {
+        return Err(INVALID_VALUE);
+    }
+    Ok(starts)
+}
+
 /// Arrays of a batch: one element for each copy, then for each group of copies.
 struct Batch {
     targets: *const u64,
@@ -104,16 +117,10 @@ fn batch(batch: &Batch, failed: *mut usize, stream: *mut c_void, default: stream
     let stream = stream_of(stream, default)?;
     let &Batch { count, groups, .. } = batch;
     give_optional(failed, usize::MAX);
-    if count == 0 || groups == 0 || groups > count {
-        return Err(INVALID_VALUE);
-    }
+    let starts = starts_of(batch.starts, groups, count)?;
     let (targets, sources) = (elements(batch.targets, count)?, elements(batch.sources, count)?);
     let lengths = elements(batch.lengths, count)?;
-    let (attributes, starts) = (elements(batch.attributes, groups)?, elements(batch.starts, groups)?);
-    let rising = starts.is_sorted_by(|a, b| a < b);
-    if starts.first() != Some(&0) || !rising || starts.last().is_none_or(|last| *last >= count) {
-        return Err(INVALID_VALUE);
-    }
+    let attributes = elements(batch.attributes, groups)?;
     let now = attributes.iter().map(|a| reads_now(a.order)).collect::<Result<Vec<_>>>()?;
     for i in 0..count {
         if targets[i] == 0 || sources[i] == 0 || lengths[i] == 0 {

@@ -6,7 +6,7 @@
 
 use std::ffi::c_void;
 
-use super::copy_batch::{elements, stream_of};
+use super::copy_batch::{elements, starts_of, stream_of};
 use crate::entry::{INVALID_DEVICE, INVALID_VALUE, Result, driver, give};
 use crate::managed_places::{self, CPU, Location};
 use crate::ranges::{self, Range};
@@ -29,7 +29,7 @@ driver! {
     fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz [default] (address: u64, len: usize, device: i32, stream: *mut c_void) {
         let (_, stream) = find(stream, default)?;
         let range = managed(address, len)?;
-        prefetch(&range, address, len, of_device(device)?, &stream)
+        prefetch(&[Prefetch { range, address, len, location: of_device(device)? }], &stream)
     }
 
     fn cuMemPrefetchAsync_v2 / cuMemPrefetchAsync_v2_ptsz [default] (
@@ -40,7 +40,7 @@ driver! {
         }
         let (_, stream) = find(stream, default)?;
         let range = managed(address, len)?;
-        prefetch(&range, address, len, located(location)?, &stream)
+        prefetch(&[Prefetch { range, address, len, location: located(location)? }], &stream)
     }
 
     fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz [default] (
@@ -156,18 +156,38 @@ fn advise(address: u64, len: usize, advice: i32, location: impl Fn() -> Result<L
     }
 }
 
-/// Sends to a device what the program has written; what devices have written comes with waits.
-fn prefetch(range: &Range, address: u64, len: usize, location: Location, stream: &Stream) -> Result {
-    stream.not_capturing()?;
-    streams::allowed()?;
-    stream.usable()?;
-    if location.kind == Location::DEVICE {
-        let (client, _) = clients::of_context(range.ctx)?;
-        client.same(clients::device(location.id)?.0)?;
-        regions::upload(client)?;
+/// A part of managed memory, and where it goes.
+struct Prefetch {
+    range: Range,
+    address: u64,
+    len: usize,
+    location: Location,
+}
+
+/// Sends to devices what the program has written; what devices have written comes with waits.
+fn prefetch(parts: &[Prefetch], stream: &Stream) -> Result {
+    outside_capture(stream)?;
+    let mut sent = Vec::new();
+    for part in parts.iter().filter(|part| part.location.kind == Location::DEVICE) {
+        let (client, _) = clients::of_context(part.range.ctx)?;
+        client.same(clients::device(part.location.id)?.0)?;
+        // One comparison sends the changes of all memory of a lease.
+        if !sent.contains(&client.number) {
+            regions::upload(client)?;
+            sent.push(client.number);
+        }
     }
-    managed_places::change(address, len as u64, |place| place.prefetched = Some(location));
+    for part in parts {
+        let location = part.location;
+        managed_places::change(part.address, part.len as u64, |place| place.prefetched = Some(location));
+    }
     Ok(())
+}
+
+/// Checks that a stream takes work that no graph can contain.
+fn outside_capture(stream: &Stream) -> Result {
+    stream.not_capturing()?;
+    stream.usable()
 }
 
 /// Arrays of a batch: address and length of each part of memory.
@@ -199,24 +219,15 @@ fn batch(
     let (addresses, lens) = (elements(parts.addresses, parts.count)?, elements(parts.lens, parts.count)?);
     let ranges: Vec<_> =
         addresses.iter().zip(&lens).map(|(address, len)| managed(*address, *len)).collect::<Result<_>>()?;
-    let Some(groups) = groups else { return stream.not_capturing() };
-    if groups.count == 0 || groups.count > parts.count {
-        return Err(INVALID_VALUE);
-    }
-    let starts: Vec<usize> = elements(groups.starts, groups.count)?;
-    if starts[0] != 0
-        || !starts.is_sorted_by(|one, next| one < next)
-        || starts[groups.count - 1] >= parts.count
-    {
-        return Err(INVALID_VALUE);
-    }
+    let Some(groups) = groups else { return outside_capture(&stream) };
+    let starts = starts_of(groups.starts, groups.count, parts.count)?;
     let given: Vec<u64> = elements(groups.locations, groups.count)?;
     let locations: Vec<_> = given.into_iter().map(located_in_batch).collect::<Result<_>>()?;
-    for (number, range) in ranges.iter().enumerate() {
+    let parts = ranges.into_iter().enumerate().map(|(number, range)| {
         let group = starts.partition_point(|start| *start <= number) - 1;
-        prefetch(range, addresses[number], lens[number], locations[group], &stream)?;
-    }
-    Ok(())
+        Prefetch { range, address: addresses[number], len: lens[number], location: locations[group] }
+    });
+    prefetch(&parts.collect::<Vec<_>>(), &stream)
 }
 
 fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) -> Result {
