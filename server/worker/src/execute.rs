@@ -34,6 +34,10 @@ use crate::order;
 use crate::replies::Replies;
 use crate::supervise::Supervisor;
 
+mod kept;
+
+use kept::{KEPT_BYTES, Kept, KeptFrame};
+
 /// Time after which a call counts as blocked while other frames wait.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
 /// Time without a connection after which the worker reports the outage to the supervisor.
@@ -43,10 +47,6 @@ const OUTAGE_DELAY: Duration = Duration::from_secs(1);
 /// A client's thread has at most 4 MiB of frames under way without news of their replay. That
 /// leaves room for some 60 threads whose streams are blocked.
 const MAX_QUEUE_BYTES: usize = 256 << 20;
-/// Bytes of a thread's kept frames above which the thread's mark stays behind them.
-///
-/// A thread with fewer kept bytes is free to continue elsewhere.
-const KEPT_BYTES: usize = 256 << 10;
 
 /// Outcome of one look at the connection.
 enum Read {
@@ -91,25 +91,6 @@ enum Pause {
     Wanted,
     /// No executor ever calls the driver again: the worker exits.
     Over,
-}
-
-struct Kept {
-    /// Frame that the executor replays.
-    current: Option<KeptFrame>,
-    later: VecDeque<KeptFrame>,
-    /// Start of the present frame if no program thread waits for it, until [`Replay::step_aside`].
-    since: Option<Instant>,
-}
-
-struct KeptFrame {
-    frame: Frame,
-    touched: order::Touched,
-}
-
-impl Kept {
-    fn frames(&self) -> impl Iterator<Item = &KeptFrame> {
-        self.current.iter().chain(&self.later)
-    }
 }
 
 /// State of the client and the operations on it, as far as the replay needs them.
@@ -288,7 +269,7 @@ impl Replay {
     /// Returns `true` if frames wait behind an executor that may be blocked without need.
     fn watching(&self) -> bool {
         let state = self.lock();
-        !state.queue.is_empty() || state.kept.values().any(|kept| !kept.later.is_empty())
+        !state.queue.is_empty() || state.kept.values().any(|kept| kept.later() > 0)
     }
 
     fn enqueue<P: Perform>(&self, session: &Arc<P>, frames: Vec<Frame>) -> io::Result<()> {
@@ -326,7 +307,7 @@ impl Replay {
     /// Another one also replays what a blocked one keeps without need.
     fn relieve<P: Perform>(&self, session: &Arc<P>, state: &mut State) -> io::Result<()> {
         let blocked = |kept: &Kept| {
-            !kept.later.is_empty() && kept.since.is_some_and(|since| since.elapsed() > BLOCKED_TIMEOUT)
+            kept.later() > 0 && kept.since().is_some_and(|since| since.elapsed() > BLOCKED_TIMEOUT)
         };
         let blocked: Vec<usize> =
             state.kept.iter().filter(|(_, kept)| blocked(kept)).map(|(id, _)| *id).collect();
@@ -354,8 +335,7 @@ impl Replay {
             state.kept_by.insert(current.thread(), blocked);
         }
         let touched = order::touches(session.streams(), &current);
-        let current = Some(KeptFrame { frame: current, touched });
-        state.kept.insert(blocked, Kept { current, later: VecDeque::new(), since: None });
+        state.kept.insert(blocked, Kept::behind(KeptFrame { frame: current, touched }));
         state.main = self.spare_executor(state, session)?;
         Ok(())
     }
@@ -367,30 +347,12 @@ impl Replay {
     /// that the thread does not wait for. The thread's work on other streams continues then, as
     /// behind such a copy of the main executor.
     fn step_aside<P: Perform>(&self, session: &Arc<P>, state: &mut State, id: usize) -> io::Result<()> {
-        let Some(kept) = state.kept.get_mut(&id) else { return Ok(()) };
-        kept.since = None;
-        let Some(current) = &kept.current else { return Ok(()) };
-        let mut before = order::Touched::default();
-        before.join(&current.touched);
-        let (mut stay, mut go) = (VecDeque::new(), VecDeque::new());
-        let mut bytes: HashMap<u32, usize> = HashMap::new();
-        for frame in kept.later.drain(..) {
-            let of_thread = bytes.entry(frame.frame.thread()).or_default();
-            let mark = frame.frame.header.op.get() == op::MARK;
-            if frame.touched.depends_on(&before) || mark && *of_thread > KEPT_BYTES {
-                before.join(&frame.touched);
-                *of_thread += frame.frame.held_bytes();
-                stay.push_back(frame);
-            } else {
-                go.push_back(frame);
-            }
-        }
-        kept.later = stay;
+        let Some(go) = state.kept.get_mut(&id).and_then(Kept::part) else { return Ok(()) };
         // The threads' next frames stay behind what they depend on, here or there.
         state.kept_by.retain(|_, keeper| *keeper != id);
         if !go.is_empty() {
             let other = self.spare_executor(state, session)?;
-            state.kept.insert(other, Kept { current: None, later: go, since: None });
+            state.kept.insert(other, go.into_iter().collect());
         }
         Ok(())
     }
@@ -440,8 +402,7 @@ impl Replay {
         if state.main == executor.id {
             state.busy = None;
         } else if let Some(kept) = state.kept.get_mut(&executor.id) {
-            let finished = kept.current.take().is_some();
-            if finished && state.held > 0 {
+            if kept.finish() && state.held > 0 {
                 self.changed.notify_all();
             }
         }
@@ -556,7 +517,7 @@ impl Replay {
         self.lock().pause = Pause::Over;
         loop {
             let state = self.lock();
-            if state.busy.is_none() && state.kept.values().all(|kept| kept.current.is_none()) {
+            if state.busy.is_none() && state.kept.values().all(|kept| !kept.replays()) {
                 return true;
             }
             drop(state);
@@ -577,11 +538,8 @@ impl Replay {
 impl State {
     /// Takes the next frame that a blocked executor keeps, to be replayed now.
     fn take_kept(&mut self, executor: usize, activity: &Activity) -> Option<Frame> {
-        let kept = self.kept.get_mut(&executor)?;
-        let next = kept.later.pop_front()?;
-        let (frame, now) = (next.frame.clone(), Instant::now());
-        kept.since = order::is_unawaited_copy(&frame).then_some(now);
-        kept.current = Some(next);
+        let now = Instant::now();
+        let frame = self.kept.get_mut(&executor)?.start(now)?;
         self.queued_bytes -= frame.held_bytes();
         activity.frame(frame.header.op.get(), now);
         Some(frame)
@@ -611,19 +569,17 @@ fn place<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Place {
         return Place::Here(frame);
     }
     let touched = order::touches(session.streams(), &frame);
-    let asked_of = |kept: &KeptFrame| order::is_unfinished((&frame, &touched), (&kept.frame, &kept.touched));
-    if state.kept.values().flat_map(Kept::frames).any(asked_of) {
+    if state.kept.values().any(|kept| kept.answers(&frame, &touched)) {
         return Place::Known(frame);
     }
-    let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
         Some(keeper) => Some(*keeper),
         None if frame.header.op.get() == op::MARK => keeps_most_of(state, frame.thread()),
-        None => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
+        None => state.kept.iter().find(|(_, kept)| kept.holds(&touched)).map(|(id, _)| *id),
     };
     match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
         Some(kept) => {
-            kept.later.push_back(KeptFrame { frame, touched });
+            kept.push(KeptFrame { frame, touched });
             Place::Kept
         }
         None => Place::Here(frame),
@@ -646,14 +602,8 @@ fn keeps_most_of(state: &State, thread: u32) -> Option<usize> {
 /// Both executors are blocked. Waiting follows the log's order, so two executors never wait for
 /// each other.
 fn held(state: &State, keeper: usize) -> bool {
-    let Some(next) = state.kept.get(&keeper).and_then(|kept| kept.later.front()) else { return false };
-    state.kept.iter().any(|(id, kept)| {
-        *id != keeper
-            && kept.frames().any(|earlier| {
-                earlier.frame.header.seq.get() < next.frame.header.seq.get()
-                    && next.touched.depends_on(&earlier.touched)
-            })
-    })
+    let Some(next) = state.kept.get(&keeper).and_then(Kept::next) else { return false };
+    state.kept.iter().any(|(id, kept)| *id != keeper && kept.holds_earlier(next))
 }
 
 #[cfg(test)]

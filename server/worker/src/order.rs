@@ -8,6 +8,10 @@ use crate::frame::Frame;
 use crate::handles::Table;
 use crate::objects::Stream;
 
+mod touched;
+
+pub use touched::{Sum, Touched};
+
 /// Size of `CUDA_MEMCPY3D`, in bytes.
 pub const BOX: usize = 200;
 
@@ -72,68 +76,6 @@ pub fn overtakes(frame: &Frame) -> bool {
     matches!(frame.header.op.get(), op::WRITE_HOST | op::HOST_FUNC_DONE)
 }
 
-/// Objects of a frame, as far as the order between client threads depends on them.
-#[derive(Debug, Default)]
-pub struct Touched {
-    /// Handles, without generation: a frame that reuses a slot stays behind the one that freed it.
-    objects: Vec<u64>,
-    /// Destroys what others may use without naming it, or waits for all streams.
-    ///
-    /// It stays behind every frame.
-    everything: bool,
-    /// Works on a default stream, which is ordered with every other stream.
-    every_stream: bool,
-    some_stream: bool,
-    /// Handle of the default stream that it names; 1 for the legacy one.
-    default: Option<u64>,
-    /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
-    only_waits: bool,
-    /// Every later frame stays behind it.
-    barrier: bool,
-}
-
-impl Touched {
-    fn object(&mut self, handle: u64) {
-        const GENERATION: u64 = 0xffff << 32;
-        self.objects.push(handle & !GENERATION);
-    }
-
-    fn stream(&mut self, streams: &Table<Stream>, handle: u64) {
-        if handle <= 2 {
-            self.every_stream = true;
-            self.some_stream = true;
-            self.default = Some(handle.max(1));
-        } else {
-            self.object(handle);
-            // A stream that does not synchronise with the default stream is ordered by its own
-            // frames only.
-            self.some_stream |= !streams.get(handle).is_ok_and(|s| s.non_blocking);
-        }
-    }
-
-    /// Adds what a frame touches: a later frame depends on the sum if it depends on a part.
-    pub fn join(&mut self, other: &Self) {
-        self.barrier |= other.barrier;
-        if !other.only_waits {
-            self.every_stream |= other.every_stream;
-            self.some_stream |= other.some_stream;
-            self.objects.extend(&other.objects);
-            self.objects.sort_unstable();
-            self.objects.dedup();
-        }
-    }
-
-    /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
-    pub fn depends_on(&self, earlier: &Self) -> bool {
-        earlier.barrier
-            || !earlier.only_waits
-                && (self.everything
-                    || (self.every_stream && earlier.some_stream)
-                    || (self.some_stream && earlier.every_stream)
-                    || self.objects.iter().any(|h| earlier.objects.contains(h)))
-    }
-}
-
 /// Returns `true` if an earlier frame, which is not done, is work that a query asks about.
 ///
 /// The answer to the query is then known: a program may ask and continue, as on a local card.
@@ -155,6 +97,18 @@ pub fn is_unfinished(query: (&Frame, &Touched), earlier: (&Frame, &Touched)) -> 
         (op::STREAM_QUERY, _) => named(&work.objects),
         _ => false,
     }
+}
+
+/// Returns `true` if a frame asks about work of one of `earlier`, whose sum is `sum`.
+pub fn asks_about<'a>(
+    query: (&Frame, &Touched),
+    sum: &Sum,
+    mut earlier: impl Iterator<Item = (&'a Frame, &'a Touched)>,
+) -> bool {
+    let (frame, asked) = query;
+    matches!(frame.header.op.get(), op::EVENT_QUERY | op::STREAM_QUERY)
+        && (asked.default.is_some() || asked.objects.first().is_some_and(|object| sum.touches(*object)))
+        && earlier.any(|work| is_unfinished(query, work))
 }
 
 /// Determines the objects of a frame that matter for the order between client threads.
@@ -333,6 +287,8 @@ fn word_behind_box(frame: &Frame, word: usize) -> u64 {
 pub mod tests {
     use bytes::BytesMut;
     use gpusession_proto::frame::{HEADER, Header, Writer};
+    use proptest::collection::vec;
+    use proptest::prelude::*;
 
     use super::*;
     use crate::frame::Body;
@@ -584,5 +540,71 @@ pub mod tests {
         assert!(is_unawaited_copy(&from(false)) && !is_unawaited_copy(&from(true)) && may_block(&from(true)));
         assert!(may_block(&frame(op::STREAM_SYNC, 1, 1, true, &[BLOCKING])));
         assert!(!may_block(&frame(op::STREAM_SYNC, 1, 1, false, &[BLOCKING])));
+    }
+
+    /// Call, whether it waits, and words of frames of few objects: many depend on each other.
+    fn frames() -> impl Strategy<Value = (u16, bool, Vec<u64>)> {
+        let event = |slot: u32| event(slot % 3);
+        let stream = prop_oneof![Just(0), Just(2), Just(BLOCKING), Just(OTHER)];
+        let calls = vec![
+            op::LAUNCH,
+            op::EVENT_RECORD,
+            op::EVENT_QUERY,
+            op::STREAM_QUERY,
+            op::STREAM_SYNC,
+            op::STREAM_WAIT_EVENT,
+            op::CTX_SYNC,
+            op::FREE,
+            op::UNMIRROR_HOST,
+            op::MIRROR_HOST,
+            op::GRAPH_LAUNCH,
+            op::EVENT_DESTROY,
+        ];
+        (proptest::sample::select(calls), any::<bool>(), stream, any::<u32>()).prop_map(
+            move |(call, waits, stream, slot)| {
+                let words = match call {
+                    op::LAUNCH => vec![100 + u64::from(slot % 2), 0, 0, 0, 0, stream],
+                    op::EVENT_RECORD => vec![event(slot), stream],
+                    op::STREAM_WAIT_EVENT => vec![stream, event(slot)],
+                    op::STREAM_SYNC | op::STREAM_QUERY => vec![stream],
+                    op::GRAPH_LAUNCH => vec![7, stream, 1, event(slot), event(slot + 1)],
+                    _ => vec![event(slot)],
+                };
+                (call, waits, words)
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn sum_answers_as_its_frames_do(
+            earlier in vec(frames(), 0..12),
+            taken in vec(any::<bool>(), 12),
+            later in frames(),
+        ) {
+            let streams = streams();
+            let made = |(call, waits, words): (u16, bool, Vec<u64>)| frame(call, 1, 1, waits, &words);
+            let (earlier, later) = (earlier.into_iter().map(made).collect::<Vec<_>>(), made(later));
+            let touched: Vec<_> = earlier.iter().map(|frame| touches(&streams, frame)).collect();
+            let mut sum = Sum::default();
+            touched.iter().for_each(|touched| sum.add(touched));
+            let mut left = Vec::new();
+            for (number, pair) in earlier.iter().zip(&touched).enumerate() {
+                if taken[number] {
+                    sum.take(pair.1);
+                } else {
+                    left.push(pair);
+                }
+            }
+            let asked = touches(&streams, &later);
+            let query = (&later, &asked);
+            prop_assert_eq!(sum.holds(&asked), left.iter().any(|(_, earlier)| asked.depends_on(earlier)));
+            prop_assert_eq!(
+                asks_about(query, &sum, left.iter().copied()),
+                left.iter().any(|work| is_unfinished(query, *work)),
+            );
+            left.iter().for_each(|(_, touched)| sum.take(touched));
+            prop_assert_eq!(sum, Sum::default());
+        }
     }
 }

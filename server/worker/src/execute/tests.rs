@@ -187,6 +187,23 @@ fn blocked_thread_holds_up_no_other() {
     assert_eq!(lab.next(), 2);
 }
 
+/// With a look at each kept frame for each new one, a program's burst of launches cost seconds.
+#[test]
+fn burst_behind_a_blocked_launch_delays_no_other_thread() {
+    const FRAMES: u64 = 40_000;
+    let lab = Lab::new(&[1]);
+    lab.send(launch(1, 1, BLOCKING));
+    assert_eq!(lab.next(), 1);
+    let burst = (2..FRAMES).map(|seq| launch(1, seq, BLOCKING)).collect();
+    lab.fake.replay.enqueue(&lab.fake, burst).unwrap();
+    let since = Instant::now();
+    lab.send(frame(op::EVENT_CREATE, 2, FRAMES, false, &[event(1)]));
+    assert_eq!(lab.next(), FRAMES);
+    assert!(since.elapsed() < TEST_TIMEOUT / 10, "{:?} for {FRAMES} frames", since.elapsed());
+    lab.finish();
+    assert_eq!(lab.fake.activity.calls.load(Ordering::Relaxed), FRAMES);
+}
+
 #[test]
 fn dependent_frames_of_other_threads_wait_in_the_order_of_the_log() {
     let lab = Lab::new(&[1]);
