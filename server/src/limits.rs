@@ -81,7 +81,7 @@ limits! {
     /// A program has 1, and 17 from its first copy of more than 64 KiB.
     connections: Number = 1088;
     /// Server memory for one program's host memory that its device code can see.
-    staging: Size = "256MiB";
+    staging: Size = "4GiB";
     /// Server memory of one program's worker, in addition to staging and parked device memory.
     ///
     /// The server kills a worker with more.
