@@ -36,12 +36,26 @@ pub struct Positions {
     last_seen_blocking: AtomicU64,
     /// All work up to this position is complete, because a context was synchronized.
     ctx_done: AtomicU64,
+    /// Latest work of streams that were destroyed before it was known to be complete.
+    orphaned: AtomicU64,
 }
 
 impl Positions {
     /// Notes that the frame at this position has synchronized a context.
     pub fn context_synced(&self, seq: u64) {
         self.ctx_done.fetch_max(seq, Ordering::Relaxed);
+    }
+
+    /// Notes that a stream is destroyed, whose work continues.
+    pub fn destroyed(&self, stream: &StreamPositions) {
+        if !stream.complete(self) {
+            self.orphaned.fetch_max(stream.last(), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns `true` if all work of destroyed streams is known to be complete.
+    pub fn orphans_done(&self) -> bool {
+        self.ctx_done.load(Ordering::Relaxed) >= self.orphaned.load(Ordering::Relaxed)
     }
 }
 
@@ -156,6 +170,11 @@ impl StreamPositions {
     /// Returns `true` if the stream's work up to a position is known to be complete.
     pub fn done(&self, log: &Positions, seq: u64) -> bool {
         self.done.load(Ordering::Relaxed) >= seq || log.ctx_done.load(Ordering::Relaxed) >= seq
+    }
+
+    /// Returns `true` if the stream's own work is known to be complete.
+    pub fn complete(&self, log: &Positions) -> bool {
+        self.done(log, self.last())
     }
 
     /// Notes that the stream's work up to this position is complete.

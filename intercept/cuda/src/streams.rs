@@ -89,6 +89,7 @@ fn destroy_known(known: &Stream) -> Result {
         }
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(stream)] = None;
+    known.client.positions.destroyed(&known.positions);
     if known.blocking() {
         // A synchronization of the default stream still covers the work that this stream has waited
         // for.
@@ -191,6 +192,26 @@ pub fn all(client: &Client) -> Vec<Arc<Stream>> {
     let legacy =
         defaults.iter().flat_map(|known| known.values()).filter(|s| s.client.number == client.number);
     named.chain(legacy.cloned()).collect()
+}
+
+/// Returns `true` if all work of a client is known to be complete, and its results have landed.
+///
+/// The program cannot see whether a wait for its device then takes place. A thread's work counts
+/// from the end of the call that enqueued it.
+pub fn at_rest(client: &Client) -> bool {
+    let complete =
+        |s: &Arc<Stream>| s.client.number != client.number || s.positions.complete(&client.positions);
+    let log = &client.positions;
+    !shares_memory()
+        && !tracking(client)
+        && log.orphans_done()
+        && STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().all(complete)
+        && DEFAULTS
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .iter()
+            .flat_map(HashMap::values)
+            .all(complete)
 }
 
 /// Removes the streams of a destroyed context.

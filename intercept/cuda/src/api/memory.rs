@@ -7,7 +7,7 @@ use gpusession_link::lanes::Detached;
 use gpusession_proto::frame::{Writer, op};
 
 use super::{pool, vmm};
-use crate::client::{Client, string, word};
+use crate::client::{Client, string, unavailable, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
     Result, UNKNOWN, alias, bytes, driver, give, give_optional, take,
@@ -80,8 +80,8 @@ fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>)
 ///
 /// Returns the first error, after all waits.
 fn host_memory_unused(owner: &'static Client) -> Result {
-    let synced = owner
-        .contexts()
+    let contexts = if streams::at_rest(owner) { Vec::new() } else { owner.contexts() };
+    let synced = contexts
         .into_iter()
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
@@ -115,16 +115,25 @@ fn free(address: u64) -> Result {
     with_owner(&range, |client| free_of(client, &range))
 }
 
+/// Waits until the device uses no memory, before some is freed.
+fn wait_for_device(client: &Client) -> Result {
+    if streams::at_rest(client) {
+        client.link.check().map_err(unavailable)?;
+        return client.take_late_error();
+    }
+    client.call(op::CTX_SYNC, |_| {}).map(drop)
+}
+
 fn free_of(client: &Client, range: &Range) -> Result {
     let address = range.base;
     match range.kind {
         Kind::Managed => {
-            client.call(op::CTX_SYNC, |_| {})?;
+            wait_for_device(client)?;
             mapped::unmap(range.base)?;
             window::close(range.base, range.size);
         }
         Kind::Pool(_) => {
-            client.call(op::CTX_SYNC, |_| {})?;
+            wait_for_device(client)?;
             client.post(op::cuMemFreeAsync, |w| {
                 w.word(address);
                 w.word(0);
@@ -144,7 +153,7 @@ fn free_of(client: &Client, range: &Range) -> Result {
         return unmap(range);
     }
     // Waits before the address becomes free, because another thread may allocate it at once.
-    let synced = client.call(op::CTX_SYNC, |_| {}).map(drop);
+    let synced = wait_for_device(client);
     let range = client.window().free(address)?;
     range.map_or(Ok(()), unmap).and(synced)
 }

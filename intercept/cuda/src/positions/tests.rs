@@ -229,3 +229,21 @@ fn covers_name_no_work_without_order() {
         }
     });
 }
+
+#[test]
+fn work_of_a_destroyed_stream_is_done_once_its_context_is_synchronized() {
+    let log = Positions::default();
+    let (idle, working) = (stream(1, true), stream(2, false));
+    idle.worked(&log, 3);
+    assert!(!idle.complete(&log));
+    idle.synced(3);
+    assert!(idle.complete(&log));
+    log.destroyed(&idle);
+    assert!(log.orphans_done());
+    working.worked(&log, 5);
+    log.destroyed(&working);
+    log.context_synced(4);
+    assert!(!log.orphans_done(), "the synchronization came before that work");
+    log.context_synced(6);
+    assert!(log.orphans_done());
+}
