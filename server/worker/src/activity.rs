@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use gpusession_proto::frame::op;
+
 use crate::calls;
 
 /// Time between two queries whether the GPU still works, while the client sends nothing.
@@ -19,6 +21,8 @@ pub struct Activity {
     pub outstanding: AtomicBool,
     /// Number of replayed frames.
     pub calls: AtomicU64,
+    /// Frames that may have changed memory: those whose replay has begun, and those replayed.
+    changing: (AtomicU64, AtomicU64),
     /// Thread that sleeps while the GPU rests; `None`: it could not start.
     pub watcher: OnceLock<Option<Thread>>,
 }
@@ -30,6 +34,7 @@ impl Default for Activity {
             last: AtomicU64::new(0),
             outstanding: AtomicBool::new(false),
             calls: AtomicU64::new(0),
+            changing: Default::default(),
             watcher: OnceLock::new(),
         }
     }
@@ -39,6 +44,7 @@ impl Activity {
     /// Records that the replay of a frame begins.
     pub fn frame(&self, operation: u16, now: Instant) {
         self.calls.fetch_add(1, Ordering::Relaxed);
+        self.changing.0.fetch_add(u64::from(changes_memory(operation)), Ordering::SeqCst);
         if calls::works(operation) {
             if !self.outstanding() {
                 self.outstanding.store(true, Ordering::Relaxed);
@@ -46,6 +52,19 @@ impl Activity {
             }
             self.seen(now);
         }
+    }
+
+    /// Records that the replay of a frame ends.
+    pub fn replayed(&self, operation: u16) {
+        self.changing.1.fetch_add(u64::from(changes_memory(operation)), Ordering::SeqCst);
+    }
+
+    /// Returns the number of frames so far that may have changed memory; `None` while one is being
+    /// replayed.
+    pub fn changes(&self) -> Option<u64> {
+        // In this order: frames that begin between the two looks make the numbers differ.
+        let replayed = self.changing.1.load(Ordering::SeqCst);
+        (self.changing.0.load(Ordering::SeqCst) == replayed).then_some(replayed)
     }
 
     /// Wakes the thread that sleeps while the GPU rests.
@@ -67,10 +86,13 @@ impl Activity {
     }
 }
 
+/// Returns `false` for frames that surely leave all memory as it is, except what they free.
+fn changes_memory(operation: u16) -> bool {
+    !matches!(operation, op::FREE | op::UNMIRROR_HOST | op::CTX_SYNC | op::MARK)
+}
+
 #[cfg(test)]
 mod tests {
-    use gpusession_proto::frame::op;
-
     use super::*;
 
     #[test]
@@ -97,5 +119,18 @@ mod tests {
         activity.seen(activity.start + Duration::from_secs(3));
         activity.seen(activity.start - Duration::from_millis(1));
         assert_eq!(activity.last.load(Ordering::Relaxed), 9000);
+    }
+
+    #[test]
+    fn number_of_changes_is_known_only_between_frames() {
+        let activity = Activity::default();
+        activity.frame(op::FREE, activity.start);
+        assert_eq!(activity.changes(), Some(0), "it changes no other memory");
+        activity.frame(op::LAUNCH, activity.start);
+        assert_eq!(activity.changes(), None);
+        activity.replayed(op::FREE);
+        assert_eq!(activity.changes(), None);
+        activity.replayed(op::LAUNCH);
+        assert_eq!(activity.changes(), Some(1));
     }
 }

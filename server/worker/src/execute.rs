@@ -390,6 +390,7 @@ impl Replay {
             if catch_unwind(AssertUnwindSafe(|| session.perform(executor, &frame))).is_err() {
                 session.end("internal error in the worker");
             }
+            session.activity().replayed(frame.header.op.get());
         }
     }
 
@@ -441,6 +442,7 @@ impl Replay {
                         }
                         Place::Known(query) => {
                             drop(state);
+                            session.activity().replayed(query.header.op.get());
                             let answer = Answer::default();
                             session.replies().reply(query.header.seq.get(), status::NOT_READY, &answer);
                             state = self.lock();

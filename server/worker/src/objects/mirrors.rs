@@ -135,6 +135,11 @@ pub struct Mirrors {
     /// Held while a finder is opened, which no callback of the driver waits for.
     pub opening: Mutex<()>,
     pub passes: Passes,
+    /// Number of changes ([`Activity::changes`]) after which device memory was compared at rest,
+    /// and one; 0: never.
+    ///
+    /// [`Activity::changes`]: crate::activity::Activity::changes
+    compared: AtomicU64,
 }
 
 impl Mirrors {
@@ -146,7 +151,20 @@ impl Mirrors {
             inner: Mutex::default(),
             opening: Mutex::default(),
             passes: Passes::default(),
+            compared: AtomicU64::new(0),
         }
+    }
+
+    /// Notes that the client knows all device memory as it was after this number of changes.
+    ///
+    /// The caller took the number before it waited for all contexts, and then compared.
+    pub fn compared(&self, changes: u64) {
+        self.compared.store(changes + 1, Ordering::SeqCst);
+    }
+
+    /// Returns `true` if device memory is as the client knows it, since nothing has changed it.
+    pub fn known(&self, changes: Option<u64>) -> bool {
+        changes.is_some_and(|changes| self.compared.load(Ordering::SeqCst) == changes + 1)
     }
 
     /// Returns the keys of the hashes of blocks.

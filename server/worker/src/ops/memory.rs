@@ -112,8 +112,13 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     let call = &session.driver.call;
     let mut synced = Ok(());
     if !gone {
+        let changes = session.activity.changes();
         synced = super::settle::all(session);
         super::flush::flush_results(session, answer);
+        // A program that frees much managed memory compares all that is left once.
+        if let (Ok(()), Some(changes)) = (synced, changes) {
+            session.mirrors.compared(changes);
+        }
     }
     if let Some(share) = allocation.share {
         // From here on no other process gets the memory.

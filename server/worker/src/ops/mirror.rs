@@ -35,7 +35,7 @@ impl Mirrors {
     /// With `in_callback` the driver waits for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {
         self.write_back_host(&mut sender(session));
-        if in_callback {
+        if in_callback || self.known(session.activity.changes()) {
             return;
         }
         let (mut inner, mut out) = (self.lock(), Vec::new());
