@@ -59,6 +59,17 @@ int main() {
         EXPECT(attributes.type == cudaMemoryTypeManaged && attributes.devicePointer == pointer);
         EXPECT(attributes.hostPointer == pointer);
     }
+    // A kernel between frees in a row, of which each waits for the device.
+    int *others[4];
+    for (int *&other : others) CHECK(cudaMallocManaged(&other, 5000 * sizeof(int)));
+    for (int i = 0; i < count; i++) values[i] = i;
+    for (int round = 0, power = 3; round < 3; round++, power *= 3) {
+        CHECK(cudaFree(others[round]));
+        triple<<<(count + 255) / 256, 256>>>(values, count);
+        CHECK(cudaFree(round < 2 ? nullptr : others[3]));
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < count / 10; i++) EXPECT(values[i] == power * i);
+    }
     CHECK(cudaFree(values));
     std::printf("managed: %d values right\n", count);
     return 0;
