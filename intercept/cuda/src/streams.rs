@@ -214,6 +214,25 @@ pub fn at_rest(client: &Client) -> bool {
             .all(complete)
 }
 
+/// Holds later frames back until the copies to the device are complete, if the streams of these
+/// contexts have no other work; `false` if they may have.
+///
+/// No thread waits for that, because the program cannot tell when such copies are complete.
+pub fn bar_copies(client: &Client, contexts: &[u64]) -> Result<bool> {
+    /// Frames that cost less than a wait.
+    const FEW: usize = 2;
+    if shares_memory() || tracking(client) || !client.positions.orphans_done() {
+        return Ok(false);
+    }
+    let mut busy = of_contexts(contexts);
+    busy.retain(|stream| !stream.positions.complete(&client.positions));
+    if busy.len() > FEW || !busy.iter().all(|stream| stream.only_copies_in()) {
+        return Ok(false);
+    }
+    busy.iter().try_for_each(|stream| thread::within(stream.ctx, || stream.bar()))?;
+    Ok(true)
+}
+
 /// Removes the streams of a destroyed context.
 pub fn forget_context(ctx: u64) {
     host_functions::forget_launches(|on, _| on.ctx == ctx);
@@ -293,13 +312,17 @@ impl Stream {
         // A kernel may wait for what the program has written since its launch.
         regions::upload_awaited(client)?;
         if !shares_memory() && self.only_copies_in() && !client.link.down.any() {
-            // No thread waits for the reply, but the worker replays no later frame before the
-            // copies are complete.
-            let seq = client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
-            self.positions.barred(seq);
+            self.bar()?;
             return client.take_late_error();
         }
         self.ask(op::STREAM_SYNC)
+    }
+
+    /// Lets the worker replay no later frame before the stream's work is complete; no thread waits.
+    fn bar(&self) -> Result {
+        let seq = self.client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
+        self.positions.barred(seq);
+        Ok(())
     }
 
     /// Returns `true` if only copies to the device may be incomplete.

@@ -112,8 +112,16 @@ fn created(client: &Client, ctx: u64) -> Option<ContextInfo> {
 fn synchronize(ctx: u64) -> Result {
     let (client, contexts) = green::meant(ctx)?;
     streams::context_sync_allowed(ctx)?;
-    regions::upload_awaited(client)?;
     client.free_blocks(op::CTX_SYNC)?;
+    if streams::at_rest(client) {
+        client.link.check().map_err(unavailable)?;
+        return client.take_late_error();
+    }
+    // A kernel may wait for what the program has written since its launch.
+    regions::upload_awaited(client)?;
+    if streams::bar_copies(client, &contexts)? {
+        return client.take_late_error();
+    }
     let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
