@@ -389,6 +389,10 @@ fn loses_one() {
         .expect("a worker");
     cuda.ok("cuCtxSetCurrent", &[second]);
     let mut address = 0u64;
+    // With nothing to wait for, the call succeeds until the loss is known.
+    while cuda.call("cuCtxSynchronize", &[]) == 0 {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
         assert_eq!(cuda.call("cuMemAlloc_v2", &[at(&mut address), 64]), DEVICE_UNAVAILABLE);

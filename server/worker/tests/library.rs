@@ -114,6 +114,7 @@ gpusession_test_support::programs!(
     copies_mapped_memory,
     copies_registered_memory,
     copies_a_batch_that_changes,
+    synchronizes_often,
     finds_no_window,
     allocates_where_each_third_fails,
     copies_much_behind_a_host_function,
@@ -242,6 +243,41 @@ fn copies_a_batch_that_changes() {
     cuda.ok("cuMemcpyDtoHAsync_v2", &[after.as_mut_ptr() as u64, target, LEN as u64, stream]);
     cuda.ok("cuStreamSynchronize", &[stream]);
     assert!(after.iter().all(|byte| *byte == 3));
+}
+
+/// Waits four times in a round for kernels that may run. Waits further times with nothing to wait
+/// for: behind a copy to the device, behind a wait, and by a free.
+fn synchronizes_often() {
+    const ROUNDS: u32 = 20;
+    let cuda = begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let address = cuda.allocate(4);
+    let mut after = 0u32;
+    // CU_STREAM_NON_BLOCKING
+    let (first, second) = (cuda.get("cuStreamCreate", &[1]), cuda.get("cuStreamCreate", &[1]));
+    for round in 0..ROUNDS {
+        let [unused, used] = [(); 2].map(|()| cuda.allocate(1024));
+        cuda.write(address, &round.to_ne_bytes());
+        cuda.ok("cuCtxSynchronize", &[]);
+        assert_eq!(cuda.launch(function, address, first), 0);
+        cuda.ok("cuCtxSynchronize", &[]);
+        cuda.ok("cuCtxSynchronize", &[]);
+        cuda.ok("cuMemFree_v2", &[unused]);
+        assert_eq!(cuda.launch(function, address, second), 0);
+        // It uses no memory of the kernel's, but the driver does not know.
+        cuda.ok("cuMemFree_v2", &[used]);
+        cuda.ok("cuMemcpyDtoH_v2", &[at(&mut after), address, 4]);
+        assert_eq!(after, round + 2);
+        // The second stream's work is complete, which only this call finds out.
+        cuda.ok("cuCtxSynchronize", &[]);
+        // The work of a stream that no longer exists.
+        let gone = cuda.get("cuStreamCreate", &[1]);
+        assert_eq!(cuda.launch(function, address, gone), 0);
+        cuda.ok("cuStreamDestroy_v2", &[gone]);
+        cuda.ok("cuCtxSynchronize", &[]);
+        cuda.ok("cuMemcpyDtoH_v2", &[at(&mut after), address, 4]);
+        assert_eq!(after, round + 3);
+    }
 }
 
 fn finds_no_window() {
@@ -503,8 +539,11 @@ fn loses_its_worker() {
     let address = cuda.allocate(1024);
     let worker = nix::unistd::Pid::from_raw(variable("WORKER").parse().expect("a number"));
     nix::sys::signal::kill(worker, nix::sys::signal::Signal::SIGKILL).expect("a worker");
-    assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
     let (mut value, mut pointer) = (0u32, 0u64);
+    // With nothing to wait for, the call succeeds until the loss is known.
+    while cuda.call("cuCtxSynchronize", &[]) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
         assert_eq!(cuda.launch(function, address, 0), DEVICE_UNAVAILABLE);
@@ -624,6 +663,13 @@ fn registered_memory_has_an_address_of_its_own() {
 fn a_batch_reads_during_the_call_if_it_says_so() {
     let (_machine, worker) = worker(&[]);
     succeeds("copies_a_batch_that_changes", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_synchronization_waits_only_for_work_that_may_run() {
+    let (_machine, worker) = worker(&[]);
+    let said = succeeds("synchronizes_often", vec![granted(&worker)], &[]);
+    assert!(said.contains(" 80 CTX_SYNC"), "{said}");
 }
 
 #[test]

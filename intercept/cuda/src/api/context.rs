@@ -114,7 +114,8 @@ fn synchronize(ctx: u64) -> Result {
     streams::context_sync_allowed(ctx)?;
     client.free_blocks(op::CTX_SYNC)?;
     if streams::at_rest(client) {
-        client.link.check().map_err(unavailable)?;
+        // A program that only asks notices the loss of its worker, too.
+        client.link.poll().map_err(unavailable)?;
         return client.take_late_error();
     }
     // A kernel may wait for what the program has written since its launch.
