@@ -121,8 +121,8 @@ fn wait_for_device(client: &Client) -> Result {
         client.link.check().map_err(unavailable)?;
         return client.take_late_error();
     }
-    // That all work is complete is not noted: another thread's stream may begin a capture meanwhile,
-    // and the worker does not wait for such a stream.
+    // That all work is complete is not noted: another thread's stream may begin a capture
+    // meanwhile, and the worker does not wait for such a stream.
     client.call(op::CTX_SYNC, |_| {}).map(drop)
 }
 
