@@ -402,10 +402,11 @@ impl Replay {
         let mut state = self.lock();
         if state.main == executor.id {
             state.busy = None;
-        } else if let Some(kept) = state.kept.get_mut(&executor.id) {
-            if kept.finish() && state.held > 0 {
-                self.changed.notify_all();
-            }
+        } else if let Some(kept) = state.kept.get_mut(&executor.id)
+            && kept.finish()
+            && state.held > 0
+        {
+            self.changed.notify_all();
         }
         loop {
             if state.ended && state.queue.is_empty() {
