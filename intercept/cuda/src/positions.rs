@@ -132,7 +132,7 @@ impl StreamPositions {
     }
 
     /// Returns `true` if no later frame waits for the stream's work.
-    fn is_behind(&self, log: &Positions) -> bool {
+    pub fn is_behind(&self, log: &Positions) -> bool {
         let last = self.last();
         self.barrier.load(Ordering::Relaxed) >= last || self.done(log, last)
     }

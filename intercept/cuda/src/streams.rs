@@ -225,7 +225,7 @@ pub fn bar_copies(client: &Client, contexts: &[u64]) -> Result<bool> {
         return Ok(false);
     }
     let mut busy = of_contexts(contexts);
-    busy.retain(|stream| !stream.positions.complete(&client.positions));
+    busy.retain(|stream| !stream.positions.is_behind(&client.positions));
     if busy.len() > FEW || !busy.iter().all(|stream| stream.only_copies_in()) {
         return Ok(false);
     }
