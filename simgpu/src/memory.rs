@@ -622,10 +622,13 @@ impl Space {
 
     /// Returns `true` if a copy on a device may access the memory at an address.
     ///
-    /// As on a card, mapped memory needs access for that very device.
+    /// As on a card, mapped memory needs access for that very device, and memory whose free is
+    /// queued is gone.
     pub fn copyable(&self, at: u64, device: u32) -> bool {
         self.find(at).is_none_or(|a| {
-            !matches!(a.kind, Kind::Mapped(_)) || a.access.load(Ordering::Relaxed) >> device & 1 == 1
+            let mapped = matches!(a.kind, Kind::Mapped(_));
+            !a.freed.load(Ordering::SeqCst)
+                && (!mapped || a.access.load(Ordering::Relaxed) >> device & 1 == 1)
         })
     }
 

@@ -74,6 +74,8 @@ struct State {
     held: usize,
     threads: HashSet<u32>,
     last_thread: Option<u32>,
+    /// Client threads that have begun a capture, and not ended it.
+    capturing: HashSet<u32>,
     ended: bool,
     pause: Pause,
 }
@@ -568,10 +570,18 @@ enum Place {
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
 fn place<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Place {
+    let captures = match frame.header.op.get() {
+        op::CAPTURE_BEGIN => state.capturing.insert(frame.thread()),
+        op::CAPTURE_END => state.capturing.remove(&frame.thread()),
+        _ => state.capturing.contains(&frame.thread()),
+    };
     if state.kept.is_empty() || order::overtakes(&frame) {
         return Place::Here(frame);
     }
-    let touched = order::touches(session.streams(), &frame);
+    let mut touched = order::touches(session.streams(), &frame);
+    if captures {
+        touched.add_to_capture(frame.thread());
+    }
     if state.kept.values().any(|kept| kept.answers(&frame, &touched)) {
         return Place::Known(frame);
     }

@@ -293,6 +293,30 @@ fn thread_continues_while_a_kept_copy_waits_for_its_stream() {
 }
 
 #[test]
+fn thread_that_captures_makes_its_nodes_in_order() {
+    let of = |function, thread, seq, stream| {
+        frame(op::LAUNCH, thread, seq, false, &[function, 0, 0, 0, 0, stream])
+    };
+    let lab = Lab::new(&[1]);
+    lab.send(of(7, 1, 1, BLOCKING));
+    assert_eq!(lab.next(), 1);
+    lab.send(frame(op::CAPTURE_BEGIN, 2, 2, true, &[OTHER, 0]));
+    assert_eq!(lab.next(), 2);
+    // The function of the blocked launch, and then another stream and function.
+    lab.send(of(7, 2, 3, OTHER));
+    lab.send(of(8, 2, 4, event(9)));
+    lab.send(of(9, 3, 5, event(8)));
+    assert_eq!(lab.next(), 5, "another thread");
+    assert!(lab.still(), "an update of the graph pairs nodes by their order");
+    lab.unblock(1);
+    assert_eq!([lab.next(), lab.next()], [3, 4]);
+    lab.send(frame(op::CAPTURE_END, 2, 6, true, &[OTHER, 0]));
+    assert_eq!(lab.next(), 6);
+    lab.finish();
+    assert!(lab.fake.replay.lock().capturing.is_empty());
+}
+
+#[test]
 fn changes_of_shared_memory_overtake_blocked_frames() {
     let lab = Lab::new(&[1]);
     lab.send(launch(1, 1, BLOCKING));

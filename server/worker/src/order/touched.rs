@@ -5,6 +5,9 @@ use std::collections::HashMap;
 use crate::handles::Table;
 use crate::objects::Stream;
 
+/// Beside a thread's number, stands for the nodes that it captures; no handle has this kind.
+const CAPTURES: u64 = 1 << 62;
+
 /// Objects of a frame, as far as the order between client threads depends on them.
 #[derive(Debug, Default)]
 pub struct Touched {
@@ -42,6 +45,13 @@ impl Touched {
             // frames only.
             self.some_stream |= !streams.get(handle).is_ok_and(|s| s.non_blocking);
         }
+    }
+
+    /// Keeps the frame behind earlier ones of a thread that captures.
+    ///
+    /// The order of the nodes would change otherwise, by which an update of a graph finds them.
+    pub fn add_to_capture(&mut self, thread: u32) {
+        self.objects.push(CAPTURES | u64::from(thread));
     }
 
     /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
