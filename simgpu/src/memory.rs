@@ -622,14 +622,11 @@ impl Space {
 
     /// Returns `true` if a copy on a device may access the memory at an address.
     ///
-    /// As on a card, mapped memory needs access for that very device, and memory whose free is
-    /// queued is gone.
+    /// As on a card, mapped memory needs access for that device; a queued free takes memory away.
     pub fn copyable(&self, at: u64, device: u32) -> bool {
-        self.find(at).is_none_or(|a| {
-            let mapped = matches!(a.kind, Kind::Mapped(_));
-            !a.freed.load(Ordering::SeqCst)
-                && (!mapped || a.access.load(Ordering::Relaxed) >> device & 1 == 1)
-        })
+        let access = |a: &Allocation| a.access.load(Ordering::Relaxed) >> device & 1 == 1;
+        let mapped = |a: &Allocation| matches!(a.kind, Kind::Mapped(_));
+        self.find(at).is_none_or(|a| !a.freed.load(Ordering::SeqCst) && (!mapped(&a) || access(&a)))
     }
 
     /// Returns the memory that kernels can access now.
