@@ -139,6 +139,8 @@ def main():
                 print(f"{path.relative_to(source)}: not built: {error}")
     (args.out / "programs.json").write_text(json.dumps(entries, indent=1) + "\n")
     print(f"{len(entries)} programs in {args.out}")
+    if not entries:
+        sys.exit("foreign.py: no program was built; the lines above have the compiler's errors")
 
 
 if __name__ == "__main__":

@@ -389,10 +389,9 @@ fn loses_one() {
         .expect("a worker");
     cuda.ok("cuCtxSetCurrent", &[second]);
     let mut address = 0u64;
-    // With nothing to wait for, the call succeeds until the loss is known.
-    while cuda.call("cuCtxSynchronize", &[]) == 0 {
-        std::thread::yield_now();
-    }
+    // A call that waits; a synchronization without work succeeds until the loss is known.
+    let mut word = 0u32;
+    assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut word), lost, 4]), DEVICE_UNAVAILABLE);
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
         assert_eq!(cuda.call("cuMemAlloc_v2", &[at(&mut address), 64]), DEVICE_UNAVAILABLE);
