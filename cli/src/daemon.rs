@@ -167,7 +167,16 @@ impl Daemon {
     /// Calls `Park` or `Unpark`.
     pub async fn park(&self, id: &str, park: bool) -> Result<()> {
         let lease = self.lease(id).await?;
-        if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
+        let asked = if park { lease.park().await } else { lease.unpark().await };
+        asked.map_err(|error| match of_bus(error) {
+            // A lease in another state, or programs that the driver does not park: no request that
+            // could be smaller.
+            failure if failure.no_room && failure.code == code::FAILED => {
+                Failure::new(failure.code, failure.message)
+                    .hint("`gpusession status` shows the lease's state")
+            }
+            failure => failure,
+        })
     }
 }
 

@@ -190,6 +190,14 @@ fn every_verb_prints_what_the_page_describes() {
     let parked = seen.value("gpuserver park", &[&train]);
     seen.compare("gpuserver park", &[parked]);
     seen.check("gpuserver unpark", &[&train]);
+    site.until("the lease's GPUs", |site| {
+        let leases: Value = serde_json::from_str(&site.gpuserver(&["leases", "--json"])).unwrap();
+        leases["leases"]
+            .as_array()?
+            .iter()
+            .any(|l| l["lease"] == *train && l["state"] == "active")
+            .then_some(())
+    });
     seen.check("gpusession park", &[&train]);
     documented("gpusession park", &seen.value("gpusession unpark", &[&train]));
     let worker = site.until("a worker", |site| {

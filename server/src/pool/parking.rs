@@ -348,8 +348,7 @@ impl Pool {
 
     /// Asks for a lease's GPUs back; returns its state and place after a moment.
     pub async fn unpark(&self, lease: &str) -> (&'static str, Place) {
-        self.wants_back(lease);
-        let _ = timeout(POLL_INTERVAL, self.parking().changed.notified()).await;
+        let _ = self.bring_back(lease, POLL_INTERVAL).await;
         self.parking().state(lease).unwrap_or(("active", Place::default()))
     }
 
