@@ -26,13 +26,14 @@ CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpus
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/parsers/fuzz tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
-.PHONY: help build fuzz programs demo quick soak test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
+.PHONY: help build fuzz programs demo quick schedules soak test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo         a whole site on this machine: server, daemon, programs on leased GPUs (simulated where there is none)'
 	@echo 'make quick        unit tests that need no GPU, no root and no network'
 	@echo 'make test         all tests that need no GPU, quick ones first'
+	@echo 'make schedules    SCHEDULES=10000: orders in which threads of a worker may run; a part of make test has 500'
 	@echo 'make test-unit test-conformance   parts of make test; make style deny: parts of make check'
 	@echo 'make check        formatting, lints, licences, shell scripts, language, generated pages'
 	@echo 'make gpu-bundle   target/gpu-bundle: a folder that tests and measures on a machine with a GPU'
@@ -128,6 +129,11 @@ test-unit:
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
 	fi
+	@SCHEDULES=$${SCHEDULES:-500} $(MAKE) --no-print-directory schedules
+
+# Schedules of a worker's executors, chosen at random: SCHEDULES=10000 by default.
+schedules:
+	$(CARGO) test --locked -q -p gpuserver-worker --bin gpuserver-worker --features schedules schedules::
 
 test-conformance: build fuzz programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify

@@ -11,8 +11,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, BytesMut};
@@ -33,13 +32,15 @@ use crate::objects::Stream;
 use crate::order;
 use crate::replies::Replies;
 use crate::supervise::Supervisor;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
 
 mod kept;
 
 use kept::{KEPT_BYTES, Kept, KeptFrame};
 
 /// Time after which a call counts as blocked while other frames wait.
-const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
+const BLOCKED_TIMEOUT: Duration = Duration::from_millis(if cfg!(feature = "schedules") { 0 } else { 1 });
 /// Time without a connection after which the worker reports the outage to the supervisor.
 const OUTAGE_DELAY: Duration = Duration::from_secs(1);
 /// Bound on the memory of frames read but not yet replayed; the reader stops reading beyond it.
@@ -368,7 +369,7 @@ impl Replay {
         let id = state.executors;
         state.executors += 1;
         let session = session.clone();
-        std::thread::Builder::new().name(format!("executor-{id}")).spawn(move || {
+        Builder::new().name(format!("executor-{id}")).spawn(move || {
             session.replay().execute(&session, &mut Executor { current: 0, id });
         })?;
         Ok(id)
@@ -619,5 +620,7 @@ fn held(state: &State, keeper: usize) -> bool {
     state.kept.iter().any(|(id, kept)| *id != keeper && kept.holds_earlier(next))
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "schedules"))]
+mod schedules;
+#[cfg(all(test, not(feature = "schedules")))]
 mod tests;

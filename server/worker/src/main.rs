@@ -40,6 +40,7 @@ mod session;
 mod small_downloads;
 mod staging;
 mod supervise;
+mod sync;
 mod watch;
 
 use std::process::ExitCode;
