@@ -29,6 +29,11 @@ pub fn on_device(address: u64) -> bool {
     }
 }
 
+/// Returns `true` for device memory that the program's own instructions cannot reach.
+pub fn on_device_alone(address: u64) -> bool {
+    on_device(address) && !ranges::is_managed(address)
+}
+
 /// One side of `CUDA_MEMCPY2D`.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -162,8 +167,16 @@ impl Cuboid {
 
     /// Replaces unified addresses by their kind of memory, and fills in default pitches and
     /// heights.
+    ///
+    /// A driver goes by the address where a program calls device memory the host's, or the host's
+    /// registered memory the device's.
     pub fn resolve(&mut self) -> Result {
         for side in [&mut self.source, &mut self.target] {
+            match side.kind {
+                HOST if on_device_alone(side.host) => (side.kind, side.device) = (DEVICE, side.host),
+                DEVICE if ranges::is_registered(side.device) => (side.kind, side.host) = (HOST, side.device),
+                _ => {}
+            }
             if side.kind == UNIFIED {
                 let device = on_device(side.device);
                 side.kind = if device { DEVICE } else { HOST };
@@ -231,6 +244,7 @@ impl Cuboid {
         if width == 0 || height == 0 || depth == 0 {
             return Err(INVALID_VALUE);
         }
+        self.map(client)?;
         let (mut ids, mut regions) = ([0; 2], Vec::new());
         for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
             if side.kind == HOST && ranges::is_managed(side.host) {
@@ -263,6 +277,7 @@ impl Cuboid {
         }
         for side in [&self.source, &self.target] {
             let base = match side.kind {
+                HOST if side.host == 0 => return Err(INVALID_VALUE),
                 HOST => side.host,
                 DEVICE => side.device,
                 _ => continue,
@@ -316,6 +331,12 @@ impl Cuboid {
     pub fn rows(&self, side: usize) -> Rows {
         let Side { pitch, height: rows, .. } = if side == 0 { self.source } else { self.target };
         Rows { width: self.width, pitch, height: self.height, layer: rows.wrapping_mul(pitch) }
+    }
+
+    /// Makes pinned memory that the copy names as device memory visible to the device.
+    pub fn map(&self, client: &'static Client) -> Result {
+        let sides = [&self.source, &self.target].into_iter().filter(|side| side.kind == DEVICE);
+        sides.map(|side| side.device).try_for_each(|address| mapped::named(client, address))
     }
 
     /// Returns `true` if a synchronous copy waits for its end because of memory that it names as

@@ -77,6 +77,17 @@ pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
     Ok(of_pinned(client, &range)?.show())
 }
 
+/// Returns the registered memory that has this address on the device, and the program's own address
+/// of the same byte.
+pub fn behind(client: &Client, address: u64) -> Option<(Range, u64)> {
+    if !any() || !client.host_arena.contains(&address) {
+        return None;
+    }
+    let at = |region: &Arc<Region>| (region.there..region.there + region.len as u64).contains(&address);
+    let region = all().into_iter().find(|r| r.client.number == client.number && at(r))?;
+    Some((ranges::find(region.base as u64)?, address - region.there + region.base as u64))
+}
+
 /// Checks an address in a kernel's parameters, or of a copy or fill.
 ///
 /// Pinned memory becomes mapped at its first such use.

@@ -214,6 +214,11 @@ pub fn is_managed(address: u64) -> bool {
     find(address).is_some_and(|range| range.kind.managed())
 }
 
+/// Returns `true` for memory that the program has registered, by the program's own address.
+pub fn is_registered(address: u64) -> bool {
+    find(address).is_some_and(|range| matches!(range.kind, Kind::Registered(_)))
+}
+
 /// Returns `true` if a synchronous copy or fill of memory that it names as device memory waits for
 /// its end.
 ///

@@ -22,12 +22,14 @@ use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect};
 
 mod library {
+    pub mod addresses;
     pub mod breaks;
     pub mod dumps;
     pub mod flags;
     pub mod nccl;
 }
 
+use library::addresses::{abandons_captures, asks_about_registered_memory, copies_by_addresses};
 use library::breaks::{closes_its_descriptors, copies_through_breaks, loses_its_lease, works_through_breaks};
 use library::dumps::faults_with_a_dump;
 use library::flags::{exchanges_flags_with_a_kernel, sets_flags_while_a_thread_waits};
@@ -135,7 +137,10 @@ gpusession_test_support::programs!(
     faults_with_a_dump,
     exchanges_flags_with_a_kernel,
     sets_flags_while_a_thread_waits,
-    makes_communicators
+    makes_communicators,
+    copies_by_addresses,
+    asks_about_registered_memory,
+    abandons_captures
 );
 
 fn allocates_from_a_pool() {

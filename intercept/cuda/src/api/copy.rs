@@ -9,9 +9,10 @@ use gpusession_proto::handle;
 
 use crate::client::unavailable;
 use crate::copies::{self, within_lease};
-use crate::cuboid::{Cuboid, HOST, Plane, RELAYED, Side, on_device};
+use crate::cuboid::{Cuboid, HOST, Plane, RELAYED, Side, on_device, on_device_alone};
 use crate::deferred_uploads::{Source, try_defer};
 use crate::entry::{INVALID_VALUE, Result, driver, take};
+use crate::ranges::Kind;
 use crate::route::elsewhere;
 use crate::streams::{self, Default, Stream, find};
 use crate::{clients, mapped, ranges, regions, thread};
@@ -39,7 +40,30 @@ fn on_default<T>(ctx: u64, work: impl FnOnce(&Stream) -> Result<T>) -> Result<T>
     thread::within(ctx, || work(&*streams::legacy(client, ctx)?))
 }
 
+/// Returns `true` if a copy between host and device names memory of the other kind on a side.
+fn is_misnamed(device: u64, host: u64) -> bool {
+    let on_host = |r: ranges::Range| matches!(r.kind, Kind::Host(_) | Kind::Registered(_));
+    on_device_alone(host) || ranges::find(device).is_some_and(on_host)
+}
+
+/// Copies between addresses, whatever memory the call says that they are.
+///
+/// With unified addressing a driver copies so, and programs rely on it: ONNX Runtime names device
+/// memory as the host's.
+fn by_addresses(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    if len == 0 {
+        return Ok(());
+    }
+    stream.usable()?;
+    copies::check_both(target, source, len)?;
+    unified(target, source, len, stream, wait)?;
+    if wait { stream.synchronize() } else { Ok(()) }
+}
+
 fn to_device(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
+    if is_misnamed(target, source as u64) {
+        return by_addresses(target, source as u64, len, stream, wait);
+    }
     match elsewhere(stream.client, target) {
         None => copies::to_device(target, source, len, stream, wait),
         Some(ctx) => beside(stream, ctx, |there| copies::to_device(target, source, len, there, wait)),
@@ -47,6 +71,9 @@ fn to_device(target: u64, source: usize, len: usize, stream: &Stream, wait: bool
 }
 
 fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    if is_misnamed(source, target as u64) {
+        return by_addresses(target as u64, source, len, stream, wait);
+    }
     match elsewhere(stream.client, source) {
         None => copies::from_device(target, source, len, stream, wait),
         Some(ctx) => beside(stream, ctx, |there| copies::from_device(target, source, len, there, true)),
@@ -490,6 +517,7 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     if on_host && stream.capture().is_some() {
         return copies::in_order(cuboid, stream);
     }
+    cuboid.map(client)?;
     if on_host && len > PACKED && height * depth > 1 {
         return cuboid.parts().try_for_each(|part| run_within(part, stream, wait));
     }
@@ -530,7 +558,12 @@ fn run_within(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 stream.ask(op::STREAM_SYNC)?;
             }
         }
-        direction::UP => upload(&host, stream, body, wait)?,
+        direction::UP => {
+            upload(&host, stream, body, wait)?;
+            if wait && host.synchronizes(client) {
+                stream.ask(op::STREAM_SYNC)?;
+            }
+        }
         _ => download(&host, stream, body, wait)?,
     }
     client.take_late_error()

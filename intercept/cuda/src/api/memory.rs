@@ -681,7 +681,12 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
     const TYPE_HOST: u32 = 1;
     const TYPE_DEVICE: u32 = 2;
     const ACCESS_READ_WRITE: u32 = 3;
-    let range = ranges::find(address);
+    // Registered memory has two addresses, and is the host's by either.
+    let behind = || mapped::behind(clients::get().ok()?, address);
+    let (range, host) = match ranges::find(address) {
+        None => behind().map_or((None, address), |(range, host)| (Some(range), host)),
+        known => (known, address),
+    };
     // Runtimes read booleans as 32-bit words.
     if which == IS_MANAGED {
         return give(target.cast(), u32::from(range.is_some_and(|r| r.kind.managed())));
@@ -696,11 +701,12 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
         DEVICE_POINTER if range.kind.on_device() || matches!(range.kind, Kind::Host(_)) => {
             give(target.cast(), address)
         }
+        DEVICE_POINTER if host != address => give(target.cast(), address),
         DEVICE_POINTER => {
             let device = mapped::map(clients::by_object(range.ctx)?, range.base, range.size)?;
             give(target.cast(), device + (address - range.base))
         }
-        HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
+        HOST_POINTER if range.kind.on_host() => give(target.cast(), host),
         SYNC_MEMOPS => give(target.cast(), u32::from(range.synchronous)),
         BUFFER_ID | MEMORY_BLOCK_ID => give(target.cast(), range.id),
         DEVICE_ORDINAL => give(target.cast(), clients::of_context(range.ctx)?.1.ordinal),
