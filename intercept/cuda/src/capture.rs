@@ -98,6 +98,12 @@ pub fn capturing() -> bool {
     CAPTURES.load(Ordering::Relaxed) != 0
 }
 
+/// Returns the captures in progress that began on a stream of a context.
+pub fn of_context(ctx: u64) -> Vec<Arc<Capture>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.iter().filter(|capture| capture.ctx == ctx).cloned().collect()
+}
+
 /// Refuses to synchronize a context with captures, and invalidates those.
 pub fn context_sync_allowed(ctx: u64) -> Result {
     if capturing() {

@@ -17,7 +17,7 @@ use crate::status::{
     STREAM_CAPTURE_UNSUPPORTED,
 };
 pub use crate::stream::Stream;
-use crate::{clients, graph_uses, handles, regions, thread};
+use crate::{capture, clients, graph_uses, handles, regions, thread};
 
 /// Meaning of a null stream to a variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,11 +82,7 @@ fn destroy_known(known: &Stream) -> Result {
     // A capture ends with the stream that it began on. For another stream, the driver checks at the
     // capture's end that this stream's work was joined (H100, driver 580).
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
-        end(&capture);
-        if capture.new_graph {
-            graph_uses::forget_graph(capture.graph);
-            handles::retire(capture.graph);
-        }
+        abandon(&capture);
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(stream)] = None;
     known.client.positions.destroyed(&known.positions);
@@ -233,8 +229,18 @@ pub fn bar_copies(client: &Client, contexts: &[u64]) -> Result<bool> {
     Ok(true)
 }
 
-/// Removes the streams of a destroyed context.
+/// Ends a capture whose graph the program never gets.
+fn abandon(capture: &Arc<Capture>) {
+    end(capture);
+    if capture.new_graph {
+        graph_uses::forget_graph(capture.graph);
+        handles::retire(capture.graph);
+    }
+}
+
+/// Removes the streams of a destroyed context, and ends their captures.
 pub fn forget_context(ctx: u64) {
+    capture::of_context(ctx).iter().for_each(abandon);
     host_functions::forget_launches(|on, _| on.ctx == ctx);
     if let Some(defaults) = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
         defaults.remove(&ctx);

@@ -139,6 +139,17 @@ pub fn forbid_context_sync(ctx: &Arc<Context>) -> Result {
     if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
+/// Ends the captures of a context that is gone.
+pub fn context_gone(context: usize) {
+    let mut gone = Vec::new();
+    ACTIVE.lock().retain(|capture| {
+        let of_context = capture.context == context;
+        gone.extend(of_context.then(|| capture.clone()));
+        !of_context
+    });
+    gone.iter().for_each(|capture| capture.fail());
+}
+
 /// Records an entry as a node if its stream is capturing; returns `false` if it is not.
 pub fn capture_op(s: &Arc<Stream>, op: &Op) -> Result<bool> {
     let mut state = s.capture.lock();

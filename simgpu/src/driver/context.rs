@@ -310,6 +310,7 @@ impl Context {
                 unsafe { destroy(me, key, value) };
             }
         }
+        crate::driver::capture::context_gone(me);
         for s in crate::driver::stream::STREAMS.all().into_iter().filter(|s| s.context == me) {
             let _ = crate::driver::stream::STREAMS.remove(handle(&s));
         }

@@ -1,6 +1,7 @@
 //! Streams and capture.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use gpusession_proto::frame::op;
@@ -9,7 +10,7 @@ use gpusession_proto::handle;
 use crate::client::{cross_lease_error, word};
 use crate::entry::{
     ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, NOT_READY, Result, STREAM_CAPTURE_IMPLICIT,
-    STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED,
+    STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_MERGE, STREAM_CAPTURE_UNMATCHED,
     STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
 use crate::graph_uses::Uses;
@@ -275,6 +276,11 @@ driver! {
             }
             if !capture.open() || capture.invalid.load(Ordering::Relaxed) {
                 return Err(STREAM_CAPTURE_INVALIDATED);
+            }
+            if let Some(own) = own.as_ref().filter(|own| !Arc::ptr_eq(own, capture)) {
+                own.invalidate();
+                capture.invalidate();
+                return Err(STREAM_CAPTURE_MERGE);
             }
         } else {
             stream.usable()?;
@@ -554,7 +560,7 @@ driver! {
     fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz [default] (
         stream: *mut c_void, status: *mut i32, id: *mut u64, graph: *mut *mut c_void, nodes: *mut *const u64, count: *mut usize,
     ) {
-        let info = capture_info(stream, default, !nodes.is_null())?;
+        let info = capture_info(stream, default, !nodes.is_null() || !count.is_null())?;
         if !info.edges.is_empty() {
             return Err(LOSSY_QUERY);
         }
@@ -570,7 +576,8 @@ driver! {
         stream: *mut c_void, status: *mut i32, id: *mut u64, graph: *mut *mut c_void, nodes: *mut *const u64,
         edges: *mut *const c_void, count: *mut usize,
     ) {
-        let info = capture_info(stream, default, !nodes.is_null())?;
+        let listed = !nodes.is_null() || !edges.is_null() || !count.is_null();
+        let info = capture_info(stream, default, listed)?;
         if edges.is_null() && !info.edges.is_empty() {
             return Err(LOSSY_QUERY);
         }
