@@ -25,6 +25,29 @@ fn notices() -> MutexGuard<'static, HashMap<u64, i32>> {
     NOTICES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Returns domain, bus, device and function of a device's place.
+///
+/// The forms are those of `cuDeviceGetByPCIBusId`: "domain:bus:device.function",
+/// "domain:bus:device" and "bus:device.function", in hexadecimal numbers.
+fn pci_place(text: &[u8]) -> Option<[u32; 4]> {
+    let number = |text: &str| {
+        let digits = text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        u32::from_str_radix(text, 16).ok().filter(|_| digits)
+    };
+    let text = std::str::from_utf8(text).ok()?;
+    let (place, function) = match text.split_once('.') {
+        Some((place, function)) => (place, Some(number(function)?)),
+        None => (text, None),
+    };
+    match place.split(':').collect::<Vec<_>>()[..] {
+        [domain, bus, device] => {
+            Some([number(domain)?, number(bus)?, number(device)?, function.unwrap_or(0)])
+        }
+        [bus, device] => Some([0, number(bus)?, number(device)?, function?]),
+        _ => None,
+    }
+}
+
 driver! {
     /// None: a remote device has no atomic operations on the program's memory.
     fn cuDeviceGetHostAtomicCapabilities(capabilities: *mut u32, operations: *const i32, count: u32, device: i32) {
@@ -89,13 +112,8 @@ driver! {
     }
 
     fn cuDeviceGetByPCIBusId(device: *mut i32, text: *const c_char) {
-        // The text may omit the domain and use either case.
-        let wanted = name(text)?.to_bytes().to_ascii_lowercase();
-        let found = clients::devices()?.position(|d| {
-            let pci = d.pci.to_ascii_lowercase();
-            pci == wanted || pci.strip_prefix(b"0000:").is_some_and(|short| short == wanted)
-                || wanted.strip_prefix(b"0000").is_some_and(|short| short == pci)
-        });
+        let wanted = pci_place(name(text)?.to_bytes()).ok_or(INVALID_DEVICE)?;
+        let found = clients::devices()?.position(|d| pci_place(&d.pci) == Some(wanted));
         give(device, found.ok_or(INVALID_DEVICE)? as i32)
     }
 
@@ -296,4 +314,21 @@ alias! {
     cuDevicePrimaryCtxRelease = cuDevicePrimaryCtxRelease_v2(device: i32);
     cuDevicePrimaryCtxReset = cuDevicePrimaryCtxReset_v2(device: i32);
     cuDevicePrimaryCtxSetFlags = cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pci_place;
+
+    #[test]
+    fn place_has_each_documented_form() {
+        let place = Some([0, 0x3b, 0, 0]);
+        for text in ["00000000:3B:00.0", "0000:3b:00.0", "0:3b:0.0", "0000:3b:00", "3b:00.0"] {
+            assert_eq!(pci_place(text.as_bytes()), place, "{text}");
+        }
+        assert_eq!(pci_place(b"1:3b:0.7"), Some([1, 0x3b, 0, 7]));
+        for text in ["", "3b", "3b:00", "0:0:3b:0.0", "0:3b:0.", "0:+3b:0.0", "0:3b:0.x", "0:3b:00.0.0"] {
+            assert_eq!(pci_place(text.as_bytes()), None, "{text}");
+        }
+    }
 }

@@ -255,11 +255,41 @@ impl Config {
         Shape { grid: self.grid, block: self.block, shared: self.shared }
     }
 
-    fn attributes<'a>(&self) -> Result<&'a [u8]> {
+    /// Returns the attributes, with zeros for the bytes that have no meaning.
+    ///
+    /// Programs leave what the stack has there, which is nobody's, and would make each launch
+    /// another one.
+    fn attributes(&self) -> Result<Vec<u8>> {
         if self.count > 64 {
             return Err(INVALID_VALUE);
         }
-        bytes(self.attributes, self.count as usize * ATTRIBUTE)
+        let mut all = bytes(self.attributes, self.count as usize * ATTRIBUTE)?.to_vec();
+        for attribute in all.chunks_exact_mut(ATTRIBUTE) {
+            let (id, rest) = attribute.split_at_mut(4);
+            rest[..4].fill(0);
+            let len = value_len(u32::from_le_bytes(id.try_into().unwrap_or_default()));
+            rest[4 + len..].fill(0);
+        }
+        Ok(all)
+    }
+}
+
+/// Returns the bytes of the value of a `CUlaunchAttributeID`; all of them for an unknown one.
+fn value_len(id: u32) -> usize {
+    match id {
+        0 => 0,
+        // CUaccessPolicyWindow: an address, a length, three words
+        1 => 28,
+        // A boolean, an enumeration or a number
+        2 | 3 | 5 | 6 | 8 | 10 | 14 => 4,
+        // Dimensions of a cluster, and preferred ones
+        4 | 11 => 12,
+        // CUlaunchMemSyncDomainMap: two bytes
+        9 => 2,
+        // An event with two words, a node with one; an event with one
+        7 | 13 => 16,
+        12 => 12,
+        _ => ATTRIBUTE - 8,
     }
 }
 
@@ -277,7 +307,7 @@ driver! {
     ) {
         let config = take(config)?;
         let stream = (config.stream, default);
-        launch(function, config.shape(), stream, config.attributes()?, Params { each, extra })
+        launch(function, config.shape(), stream, &config.attributes()?, Params { each, extra })
     }
 
     fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz [default] (
@@ -355,7 +385,7 @@ fn with_config(function: *mut c_void, question: u64, config: *const Config) -> R
     let mut w = Writer::new(&mut frame, &header);
     config.shape().write(&mut w);
     w.word(stream);
-    w.bytes(config.attributes()?);
+    w.bytes(&config.attributes()?);
     w.finish();
     body.extend_from_slice(&frame[gpusession_proto::frame::HEADER..]);
     function.occupancy(client, body)
@@ -430,6 +460,30 @@ mod tests {
         let key = |key: usize| key as *mut c_void;
         let (buffer, len) = (buffer.as_ptr().cast_mut().cast(), std::ptr::from_ref(len).cast_mut().cast());
         [key(PARAM_BUFFER), buffer, key(PARAM_SIZE), len, key(PARAM_END)]
+    }
+
+    #[test]
+    fn bytes_of_an_attribute_without_meaning_are_zero() {
+        let config = |attributes: &[u8]| Config {
+            grid: [1; 3],
+            block: [1; 3],
+            shared: 0,
+            stream: std::ptr::null_mut(),
+            attributes: attributes.as_ptr().cast(),
+            count: (attributes.len() / ATTRIBUTE) as u32,
+        };
+        // Programmatic serialization, an event, one of a later driver.
+        let mut attributes = [0xaau8; 3 * ATTRIBUTE];
+        for (attribute, id) in attributes.chunks_exact_mut(ATTRIBUTE).zip([6u32, 12, 99]) {
+            attribute[..4].copy_from_slice(&id.to_le_bytes());
+        }
+        let clean = config(&attributes).attributes().unwrap();
+        for (attribute, (id, len)) in clean.chunks_exact(ATTRIBUTE).zip([(6u32, 4), (12, 12), (99, 64)]) {
+            assert_eq!(attribute[..8], [id.to_le_bytes(), [0; 4]].concat());
+            assert!(attribute[8..8 + len].iter().all(|byte| *byte == 0xaa), "the value of {id}");
+            assert!(attribute[8 + len..].iter().all(|byte| *byte == 0), "behind the value of {id}");
+        }
+        assert_eq!(config(&[]).attributes(), Ok(Vec::new()));
     }
 
     const NONE: *const *mut c_void = std::ptr::null();
