@@ -257,8 +257,7 @@ impl Config {
 
     /// Returns the attributes, with zeros for the bytes that have no meaning.
     ///
-    /// Programs leave what the stack has there, which is nobody's, and would make each launch
-    /// another one.
+    /// Programs leave there what their stack has, which would make each launch another one.
     fn attributes(&self) -> Result<Vec<u8>> {
         if self.count > 64 {
             return Err(INVALID_VALUE);

@@ -183,7 +183,7 @@ fn any_frame(thread: u32, seq: u64) -> Frame {
     }
 }
 
-/// Returns what the frames touch, in the order of the log; a captured one its thread's capture, too.
+/// Returns what each frame of the log touches; a captured one also touches its thread's capture.
 fn touched(program: &Program, log: &[Frame]) -> Vec<Touched> {
     let mut capturing = HashSet::new();
     let mut of = |frame: &Frame| {
