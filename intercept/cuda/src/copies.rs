@@ -391,7 +391,11 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     })?;
     stream.wait_landed(seq)?;
-    stream.synced(seq);
+    // The worker waits for a bulk copy alone. Output of work before it comes with the next wait, as
+    // does shared memory that another thread's kernel has changed meanwhile.
+    if !bulk {
+        stream.synced(seq);
+    }
     client.check_status(0)
 }
 

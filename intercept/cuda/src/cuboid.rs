@@ -4,7 +4,7 @@ use gpusession_link::lanes::Rows;
 
 use crate::client::{Client, cross_lease_error};
 use crate::regions::Named;
-use crate::route::{elsewhere, home};
+use crate::route::{elsewhere, of_window};
 use crate::status::{INVALID_VALUE, Result};
 use crate::{clients, mapped, ranges};
 
@@ -25,13 +25,16 @@ const UNIFIED: u32 = 4;
 pub fn on_device(address: u64) -> bool {
     match ranges::find(address) {
         Some(range) => range.kind.on_device(),
-        None => home(address).is_some(),
+        None => of_window(address).is_some(),
     }
 }
 
 /// Returns `true` for device memory that the program's own instructions cannot reach.
 pub fn on_device_alone(address: u64) -> bool {
-    on_device(address) && !ranges::is_managed(address)
+    match ranges::find(address) {
+        Some(range) => range.kind.on_device() && !range.kind.managed(),
+        None => of_window(address).is_some(),
+    }
 }
 
 /// One side of `CUDA_MEMCPY2D`.

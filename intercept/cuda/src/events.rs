@@ -209,11 +209,14 @@ impl Event {
         self.happened.fetch_max(seq, Ordering::Relaxed);
     }
 
-    /// Notes that a record has happened, and all earlier work of its stream.
-    pub fn has_happened(&self, record: &Record) {
+    /// Notes that a record has happened, and all earlier work of its stream; `waited`: by a wait
+    /// for it.
+    pub fn has_happened(&self, record: &Record, waited: bool) {
         self.is_past(record.seq);
-        if !record.early {
-            record.stream.synced(record.seq);
+        match (record.early, waited) {
+            (true, _) => {}
+            (false, true) => record.stream.synced(record.seq),
+            (false, false) => record.stream.finished(record.seq),
         }
     }
 }
@@ -243,7 +246,7 @@ mod tests {
         assert!(event.pending().is_none(), "the stream was synchronized behind it");
         event.record(&stream, 8);
         assert!(event.pending().is_some());
-        event.has_happened(&event.pending().unwrap());
+        event.has_happened(&event.pending().unwrap(), true);
         assert!(event.pending().is_none() && stream.done(8), "the stream's earlier work is done, too");
         event.record(&stream, 9);
         event.is_past(9);
@@ -255,7 +258,7 @@ mod tests {
         let (event, stream) = setup(DISABLE_TIMING);
         stream.worked(5);
         event.record_in_launch(&stream, 5);
-        event.has_happened(&event.pending().unwrap());
+        event.has_happened(&event.pending().unwrap(), true);
         assert!(event.pending().is_none() && !stream.done(5));
         event.record_in_launch(&stream, 7);
         stream.synced(7);

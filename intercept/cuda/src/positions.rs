@@ -48,7 +48,7 @@ impl Positions {
 
     /// Notes that a stream is destroyed, whose work continues.
     pub fn destroyed(&self, stream: &StreamPositions) {
-        if !stream.complete(self) {
+        if !stream.complete(self) || !stream.is_flushed(self) {
             self.orphaned.fetch_max(stream.last(), Ordering::Relaxed);
         }
     }
@@ -67,6 +67,8 @@ pub struct StreamPositions {
     /// observe.
     last_seen: AtomicU64,
     done: AtomicU64,
+    /// Position of the latest wait that brought what the work before it has printed.
+    flushed: AtomicU64,
     /// Position of the latest frame that holds later frames back until the stream's work is
     /// complete.
     barrier: AtomicU64,
@@ -82,6 +84,7 @@ impl StreamPositions {
             last: AtomicU64::new(0),
             last_seen: AtomicU64::new(0),
             done: AtomicU64::new(0),
+            flushed: AtomicU64::new(0),
             barrier: AtomicU64::new(0),
             waited_for: Mutex::default(),
         }
@@ -123,12 +126,19 @@ impl StreamPositions {
     pub fn only_copies_in(&self, log: &Positions, default: Option<&Self>) -> bool {
         let last = if self.is_default() {
             log.last_seen_blocking.load(Ordering::Relaxed)
-        } else if self.on.blocking && default.is_some_and(|default| !default.is_behind(log)) {
+        } else if self.on.blocking
+            && default.is_some_and(|default| !default.is_behind(log) || !default.only_own_copies_in(log))
+        {
             return false;
         } else {
             self.last_seen.load(Ordering::Relaxed)
         };
         self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Returns `true` if only the stream's own copies to the device may be incomplete.
+    fn only_own_copies_in(&self, log: &Positions) -> bool {
+        self.done(log, self.last_seen.load(Ordering::Relaxed))
     }
 
     /// Returns `true` if no later frame waits for the stream's work.
@@ -177,8 +187,23 @@ impl StreamPositions {
         self.done(log, self.last())
     }
 
-    /// Notes that the stream's work up to this position is complete.
+    /// Returns `true` if all that the stream's work has printed is there.
+    ///
+    /// The driver prints at waits, and not at queries or behind copies.
+    pub fn is_flushed(&self, log: &Positions) -> bool {
+        let last = self.last_seen.load(Ordering::Relaxed);
+        self.flushed.load(Ordering::Relaxed) >= last || log.ctx_done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Notes that a wait has found the stream's work up to this position complete.
     pub fn synced(&self, seq: u64) {
+        self.finished(seq);
+        self.flushed.fetch_max(seq, Ordering::Relaxed);
+    }
+
+    /// Notes that the stream's work up to this position is complete, and that the program has the
+    /// memory which it has changed.
+    pub fn finished(&self, seq: u64) {
         self.done.fetch_max(seq, Ordering::Relaxed);
     }
 

@@ -10,10 +10,16 @@ use crate::{clients, ranges};
 pub fn home(address: u64) -> Option<u64> {
     match ranges::find(address) {
         Some(range) => range.kind.on_device().then_some(range.ctx),
-        // `ranges` has neither addresses that the program has only reserved, nor device addresses
-        // of registered memory.
-        None => clients::all().ok()?.find(|c| c.whole_window.contains(&address)).map(|c| c.primary(0)),
+        None => of_window(address),
     }
+}
+
+/// Returns the context for an address of a client's window that is in no allocation.
+///
+/// `ranges` has neither addresses that the program has only reserved, nor device addresses of
+/// registered memory.
+pub fn of_window(address: u64) -> Option<u64> {
+    clients::all().ok()?.find(|c| c.whole_window.contains(&address)).map(|c| c.primary(0))
 }
 
 /// Returns the context as [`home`] does, if the memory belongs to another client.

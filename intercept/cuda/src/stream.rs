@@ -80,9 +80,19 @@ impl Stream {
         self.positions.done(&self.client.positions, seq)
     }
 
-    /// Notes that the stream's work up to this position is complete.
+    /// Returns `true` if all that the stream's work has printed is there.
+    pub fn is_flushed(&self) -> bool {
+        self.positions.is_flushed(&self.client.positions)
+    }
+
+    /// Notes that a wait has found the stream's work up to this position complete.
     pub fn synced(&self, seq: u64) {
         self.positions.synced(seq);
+    }
+
+    /// Notes that the stream's work up to this position is complete, without a wait for it.
+    pub fn finished(&self, seq: u64) {
+        self.positions.finished(seq);
     }
 
     /// Returns the capture that the stream takes part in.

@@ -84,8 +84,9 @@ fn destroy_known(known: &Stream) -> Result {
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
         abandon(&capture);
     }
-    STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(stream)] = None;
+    // First, so that another thread that looks at the streams finds its work in one place.
     known.client.positions.destroyed(&known.positions);
+    STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::index(stream)] = None;
     if known.blocking() {
         // A synchronization of the default stream still covers the work that this stream has waited
         // for.
@@ -195,19 +196,20 @@ pub fn all(client: &Client) -> Vec<Arc<Stream>> {
 /// The program cannot see whether a wait for its device then takes place. A thread's work counts
 /// from the end of the call that enqueued it.
 pub fn at_rest(client: &Client) -> bool {
-    let complete =
-        |s: &Arc<Stream>| s.client.number != client.number || s.positions.complete(&client.positions);
-    let log = &client.positions;
-    !shares_memory()
-        && !tracking(client)
-        && log.orphans_done()
-        && STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().all(complete)
-        && DEFAULTS
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .iter()
-            .flat_map(HashMap::values)
-            .all(complete)
+    let complete = |s: &Stream| s.positions.complete(&client.positions);
+    // Destroyed streams come last: another thread may destroy one meanwhile.
+    !shares_memory() && !tracking(client) && each_stream(client, complete) && client.positions.orphans_done()
+}
+
+/// Returns `true` if all that a client's work has printed is there.
+pub fn flushed(client: &Client) -> bool {
+    each_stream(client, Stream::is_flushed) && client.positions.orphans_done()
+}
+
+fn each_stream(client: &Client, holds: impl Fn(&Stream) -> bool) -> bool {
+    let holds = |s: &Arc<Stream>| s.client.number != client.number || holds(s);
+    STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().all(holds)
+        && DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).iter().flat_map(HashMap::values).all(holds)
 }
 
 /// Holds later frames back until the copies to the device are complete, if the streams of these
@@ -217,12 +219,17 @@ pub fn at_rest(client: &Client) -> bool {
 pub fn bar_copies(client: &Client, contexts: &[u64]) -> Result<bool> {
     /// Frames that cost less than a wait.
     const FEW: usize = 2;
-    if shares_memory() || tracking(client) || !client.positions.orphans_done() {
+    if shares_memory() || tracking(client) {
         return Ok(false);
     }
     let mut busy = of_contexts(contexts);
+    // A barrier of another thread may be behind a kernel, for which the program waits here.
+    busy.retain(|stream| !stream.positions.complete(&client.positions));
+    if !busy.iter().all(|stream| stream.only_copies_in()) || !client.positions.orphans_done() {
+        return Ok(false);
+    }
     busy.retain(|stream| !stream.positions.is_behind(&client.positions));
-    if busy.len() > FEW || !busy.iter().all(|stream| stream.only_copies_in()) {
+    if busy.len() > FEW {
         return Ok(false);
     }
     busy.iter().try_for_each(|stream| thread::within(stream.ctx, || stream.bar()))?;
@@ -312,12 +319,12 @@ impl Stream {
         let client = self.client;
         self.not_captured()?;
         client.free_blocks(op::STREAM_SYNC)?;
-        if self.idle() && !client.link.down.any() {
+        if self.idle() && self.is_flushed() && !client.link.down.any() {
             return client.take_late_error();
         }
         // A kernel may wait for what the program has written since its launch.
         regions::upload_awaited(client)?;
-        if !shares_memory() && self.only_copies_in() && !client.link.down.any() {
+        if !shares_memory() && self.only_copies_in() && self.is_flushed() && !client.link.down.any() {
             self.bar()?;
             return client.take_late_error();
         }
@@ -361,7 +368,10 @@ impl Stream {
         let reply = client.finish(begun)?;
         if reply.status == 0 {
             self.wait_landed(seq)?;
-            self.synced(seq);
+            match operation {
+                op::STREAM_QUERY => self.finished(seq),
+                _ => self.synced(seq),
+            }
         }
         client.check_status(reply.status)
     }

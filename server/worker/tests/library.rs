@@ -117,6 +117,7 @@ gpusession_test_support::programs!(
     copies_registered_memory,
     copies_a_batch_that_changes,
     synchronizes_often,
+    synchronizes_for_output,
     finds_no_window,
     allocates_where_each_third_fails,
     copies_much_behind_a_host_function,
@@ -282,6 +283,23 @@ fn synchronizes_often() {
         cuda.ok("cuCtxSynchronize", &[]);
         cuda.ok("cuMemcpyDtoH_v2", &[at(&mut after), address, 4]);
         assert_eq!(after, round + 3);
+    }
+}
+
+/// Waits behind copies and queries that show its kernels complete, but not what they have printed.
+fn synchronizes_for_output() {
+    let cuda = begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let (address, mut bytes) = (cuda.allocate(MIB), vec![0u8; MIB as usize]);
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    for _ in 0..5 {
+        assert_eq!(cuda.launch(function, address, stream), 0);
+        cuda.ok("cuMemcpyDtoHAsync_v2", &[bytes.as_mut_ptr() as u64, address, MIB, stream]);
+        cuda.ok("cuCtxSynchronize", &[]);
+        assert_eq!(cuda.launch(function, address, stream), 0);
+        while cuda.call("cuStreamQuery", &[stream]) != 0 {}
+        cuda.ok("cuCtxSynchronize", &[]);
+        cuda.ok("cuCtxSynchronize", &[]);
     }
 }
 
@@ -675,6 +693,13 @@ fn a_synchronization_waits_only_for_work_that_may_run() {
     let (_machine, worker) = worker(&[]);
     let said = succeeds("synchronizes_often", vec![granted(&worker)], &[]);
     assert!(said.contains(" 80 CTX_SYNC"), "{said}");
+}
+
+#[test]
+fn a_synchronization_brings_what_kernels_have_printed() {
+    let (_machine, worker) = worker(&[]);
+    let said = succeeds("synchronizes_for_output", vec![granted(&worker)], &[]);
+    assert!(said.contains(" 10 CTX_SYNC"), "{said}");
 }
 
 #[test]

@@ -113,14 +113,15 @@ fn synchronize(ctx: u64) -> Result {
     let (client, contexts) = green::meant(ctx)?;
     streams::context_sync_allowed(ctx)?;
     client.free_blocks(op::CTX_SYNC)?;
-    if streams::at_rest(client) {
+    let flushed = streams::flushed(client);
+    if flushed && streams::at_rest(client) {
         // A program that only asks notices the loss of its worker, too.
         client.link.poll().map_err(unavailable)?;
         return client.take_late_error();
     }
     // A kernel may wait for what the program has written since its launch.
     regions::upload_awaited(client)?;
-    if streams::bar_copies(client, &contexts)? {
+    if flushed && streams::bar_copies(client, &contexts)? {
         return client.take_late_error();
     }
     let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };

@@ -97,7 +97,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         && let Some(record) = pending.filter(|_| own)
     {
         streams::settle_covered(client, &covers)?;
-        event.has_happened(&record);
+        event.has_happened(&record, operation == op::EVENT_SYNC);
     }
     client.check_status(reply.status)
 }

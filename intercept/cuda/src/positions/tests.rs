@@ -41,6 +41,38 @@ fn blocking_stream_is_quiet_only_without_other_blocking_work() {
 }
 
 #[test]
+fn what_kernels_print_comes_with_a_wait_alone() {
+    let log = Positions::default();
+    let stream = stream(1, true);
+    assert!(stream.is_flushed(&log), "no work yet");
+    stream.worked(&log, 3);
+    stream.finished(4);
+    assert!(stream.complete(&log) && !stream.is_flushed(&log), "a query found it complete");
+    log.destroyed(&stream);
+    assert!(!log.orphans_done());
+    stream.synced(5);
+    assert!(stream.is_flushed(&log));
+    stream.copied_in(&log, 6);
+    assert!(stream.is_flushed(&log), "a copy prints nothing");
+    stream.worked(&log, 7);
+    log.context_synced(8);
+    assert!(stream.is_flushed(&log) && log.orphans_done());
+}
+
+#[test]
+fn barrier_completes_nothing() {
+    let log = Positions::default();
+    let (default, blocking) = (stream(0, true), stream(1, true));
+    default.worked(&log, 3);
+    default.barred(4);
+    blocking.copied_in(&log, 5);
+    assert!(default.is_behind(&log) && !default.complete(&log));
+    assert!(!blocking.only_copies_in(&log, Some(&default)), "the copy waits for a kernel");
+    default.synced(6);
+    assert!(blocking.only_copies_in(&log, Some(&default)));
+}
+
+#[test]
 fn copies_to_the_device_alone_need_no_wait() {
     let log = Positions::default();
     let (default, blocking, other) = (stream(0, true), stream(1, true), stream(2, false));
