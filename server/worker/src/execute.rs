@@ -75,8 +75,8 @@ struct State {
     held: usize,
     threads: HashSet<u32>,
     last_thread: Option<u32>,
-    /// Client threads that have begun a capture, and not ended it.
-    capturing: HashSet<u32>,
+    /// Streams on which a capture has begun, each with the client thread that began it.
+    capturing: HashMap<u64, u32>,
     ended: bool,
     pause: Pause,
 }
@@ -534,6 +534,11 @@ impl Replay {
         }
     }
 
+    /// Notes that no capture has begun on a stream after all.
+    pub fn no_capture(&self, stream: u64) {
+        self.lock().capturing.remove(&stream);
+    }
+
     /// Returns `true` if an executor replays a frame: it waits for the GPU or for bytes.
     pub fn waits(&self) -> bool {
         let state = self.lock();
@@ -549,6 +554,25 @@ impl State {
         self.queued_bytes -= frame.held_bytes();
         activity.frame(frame.header.op.get(), now);
         Some(frame)
+    }
+
+    /// Returns `true` if a frame is of a thread that captures; notes where captures begin and end.
+    ///
+    /// Any thread may end one, and so does the end of its stream or of its context. Captures of
+    /// other contexts then lose their order where another thread is blocked.
+    fn captures(&mut self, frame: &Frame) -> bool {
+        let stream = || order::word(frame, 0);
+        let operation = frame.header.op.get();
+        if operation == op::CAPTURE_BEGIN {
+            self.capturing.insert(stream(), frame.thread());
+        }
+        let captures = self.capturing.values().any(|thread| *thread == frame.thread());
+        match operation {
+            op::CAPTURE_END | op::STREAM_DESTROY => drop(self.capturing.remove(&stream())),
+            op::CTX_DESTROY | op::PRIMARY_RESET => self.capturing.clear(),
+            _ => {}
+        }
+        captures
     }
 
     /// Returns `true` if every received frame is done.
@@ -571,11 +595,7 @@ enum Place {
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
 fn place<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Place {
-    let captures = match frame.header.op.get() {
-        op::CAPTURE_BEGIN => state.capturing.insert(frame.thread()),
-        op::CAPTURE_END => state.capturing.remove(&frame.thread()),
-        _ => state.capturing.contains(&frame.thread()),
-    };
+    let captures = state.captures(&frame);
     if state.kept.is_empty() || order::overtakes(&frame) {
         return Place::Here(frame);
     }

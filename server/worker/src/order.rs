@@ -255,6 +255,11 @@ fn words_behind(frame: &Frame, first: usize) -> impl Iterator<Item = u64> {
     rest.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes))
 }
 
+/// Returns a word of a frame's body; 0 if it has none there.
+pub fn word(frame: &Frame, at: usize) -> u64 {
+    words_behind(frame, at).next().unwrap_or(0)
+}
+
 /// Returns the events that a launch of a kernel or graph records.
 fn recorded(frame: &Frame) -> Vec<u64> {
     const ATTRIBUTES: usize = 6;

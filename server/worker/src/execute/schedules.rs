@@ -185,17 +185,11 @@ fn any_frame(thread: u32, seq: u64) -> Frame {
 
 /// Returns what each frame of the log touches; a captured one also touches its thread's capture.
 fn touched(program: &Program, log: &[Frame]) -> Vec<Touched> {
-    let mut capturing = HashSet::new();
+    let mut state = State::default();
     let mut of = |frame: &Frame| {
-        let (op, thread) = (frame.header.op.get(), frame.thread());
         let mut touched = order::touches(&program.streams, frame);
-        if op == op::CAPTURE_BEGIN || capturing.contains(&thread) {
-            touched.add_to_capture(thread);
-        }
-        match op {
-            op::CAPTURE_BEGIN => drop(capturing.insert(thread)),
-            op::CAPTURE_END => drop(capturing.remove(&thread)),
-            _ => {}
+        if state.captures(frame) {
+            touched.add_to_capture(frame.thread());
         }
         touched
     };

@@ -317,6 +317,20 @@ fn thread_that_captures_makes_its_nodes_in_order() {
 }
 
 #[test]
+fn capture_lasts_until_its_stream_ends_it_whoever_asks() {
+    let mut state = State::default();
+    let mut captures = |op, thread, word| state.captures(&frame(op, thread, 1, false, &[word]));
+    // Two captures of one thread; another thread ends the first one.
+    assert!(captures(op::CAPTURE_BEGIN, 1, BLOCKING) && captures(op::CAPTURE_BEGIN, 1, OTHER));
+    assert!(!captures(op::CAPTURE_END, 2, BLOCKING));
+    assert!(captures(op::LAUNCH, 1, 0) && !captures(op::LAUNCH, 2, 0));
+    assert!(captures(op::STREAM_DESTROY, 1, OTHER));
+    assert!(!captures(op::LAUNCH, 1, 0));
+    assert!(captures(op::CAPTURE_BEGIN, 1, BLOCKING) && captures(op::PRIMARY_RESET, 1, 0));
+    assert!(!captures(op::LAUNCH, 1, 0));
+}
+
+#[test]
 fn changes_of_shared_memory_overtake_blocked_frames() {
     let lab = Lab::new(&[1]);
     lab.send(launch(1, 1, BLOCKING));

@@ -142,7 +142,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::STREAM_CREATE => stream::create(session, frame, &mut r),
         op::STREAM_DESTROY => stream::destroy(session, &mut r),
         op::STREAM_BATCH => stream::batch(session, &mut r),
-        op::CAPTURE_BEGIN => stream::capture_begin(session, &mut r),
+        op::CAPTURE_BEGIN => stream::capture_begin(session, &mut r)
+            .inspect_err(|_| session.replay.no_capture(order::word(frame, 0))),
         op::CAPTURE_END => stream::capture_end(session, &mut r, answer),
         op::CAPTURE_UPDATE => stream::capture_update(session, &mut r),
         op::CAPTURE_INFO => stream::capture_info(session, &mut r, answer),
