@@ -1,5 +1,6 @@
 //! `join`: gives this machine or this user an identity in a pool.
 
+use std::os::fd::AsRawFd as _;
 use std::path::Path;
 
 use clap::Args;
@@ -7,6 +8,8 @@ use gpusession_diagnosis::machine::Machine;
 use gpusessiond::client;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::units::control_address;
+use nix::fcntl::{AtFlags, OFlag};
+use nix::sys::stat::Mode;
 use serde_json::json;
 
 use crate::exit::{Failure, Result, code};
@@ -100,13 +103,21 @@ fn startable(machine: &Machine, root: bool) -> Result<()> {
 }
 
 /// Gives the identity to the daemon's user, which has to read it.
+///
+/// The folder may be that user's, who may have put links there: none is followed.
 fn give_to_daemon(folder: &Path) {
     let Ok(Some(user)) = nix::unistd::User::from_name("gpusession") else { return };
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    for path in entries.chain([folder.to_owned()]) {
-        if let Err(error) = nix::unistd::chown(&path, Some(user.uid), Some(user.gid)) {
-            eprintln!("gpusession: {}: {error}", path.display());
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let given = nix::fcntl::open(folder, flags, Mode::empty()).and_then(|open| {
+        let names = std::fs::read_dir(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        for name in names.into_iter().flatten().flatten().map(|entry| entry.file_name()) {
+            let no_link = AtFlags::AT_SYMLINK_NOFOLLOW;
+            nix::unistd::fchownat(&open, name.as_os_str(), Some(user.uid), Some(user.gid), no_link)?;
         }
+        nix::unistd::fchown(&open, Some(user.uid), Some(user.gid))
+    });
+    if let Err(error) = given {
+        eprintln!("gpusession: {}: not given to the daemon's user: {error}", folder.display());
     }
 }
 

@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{error, info, warn};
 
+use crate::as_owner::as_owner_of;
 use crate::certificate::day;
 use crate::checkpoint::{Checkpoint, Place};
 use crate::clock::wall;
-use crate::store;
 use crate::text::printable;
 use names::Names;
 
@@ -238,7 +238,6 @@ impl Trail {
     fn open(state_dir: &Path, server: &str, sign: Option<Sign>) -> io::Result<Self> {
         let folder = folder(state_dir);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
-        store::give_to_owner_of(state_dir, &File::open(&folder)?)?;
         let names = Mutex::new(Names::open(&folder)?);
         Ok(Self { folder, server: server.into(), sign, names })
     }
@@ -306,7 +305,6 @@ impl Trail {
     fn append(&self, events: impl IntoIterator<Item = Event>, usec: u64) -> io::Result<(u64, String)> {
         let path = self.folder.join("lock");
         let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
-        store::give_to_owner_of(&self.folder, &lock)?;
         // Commands on a stopped server write too.
         let _lock = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive)
             .map_err(|(_, errno)| io::Error::from(errno))?;
@@ -341,7 +339,6 @@ impl Trail {
         }
         let fresh = !path.exists();
         let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(&path)?;
-        store::give_to_owner_of(&self.folder, &file)?;
         let before = file.metadata()?.len();
         let written = file.write_all(&out).and_then(|()| file.sync_data());
         if written.is_err() {
@@ -574,11 +571,13 @@ pub fn own(event: &str) -> Event {
 /// Appends an event of a command on this host.
 pub fn note_offline(state_dir: &Path, server: &str, event: Event) -> io::Result<()> {
     let event = Event { actor: format!("uid {}", nix::unistd::getuid()), result: "ok".into(), ..event };
+    let _owner = as_owner_of(state_dir)?;
     Trail::open(state_dir, server, None)?.append([event], now_usec()).map(|_| ())
 }
 
 /// Forgets a user's name in a state directory that no server uses.
 pub fn forget_offline(state_dir: &Path, server: &str, client: &str, user: &str) -> io::Result<Forgotten> {
+    let _owner = as_owner_of(state_dir)?;
     let trail = Trail::open(state_dir, server, None)?;
     let known = trail.names().forget(client, user)?;
     left_of(&trail.folder, known, client, user, now_usec())

@@ -23,6 +23,7 @@
 pub mod accounting;
 pub mod acts;
 pub mod admin;
+mod as_owner;
 pub mod audit;
 pub mod cache;
 pub mod certificate;

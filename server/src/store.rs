@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::as_owner::as_owner_of;
+
 /// Error of reading or writing a document.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -63,7 +65,7 @@ pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
 /// Gives a file to the owner of its folder.
 ///
 /// Root writes files, too, with commands on a stopped server. The server must be able to read them.
-pub(crate) fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
+fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     let owner = fs::metadata(folder)?;
     match nix::unistd::geteuid().is_root() {
@@ -145,6 +147,7 @@ pub fn lock(state_dir: &Path) -> Result<Lock, StoreError> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o750).create(state_dir).map_err(io_error(state_dir))?;
     let path = state_dir.join("lock");
+    let _owner = as_owner_of(state_dir).map_err(io_error(state_dir))?;
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -152,7 +155,6 @@ pub fn lock(state_dir: &Path) -> Result<Lock, StoreError> {
         .mode(0o600)
         .open(&path)
         .map_err(io_error(&path))?;
-    give_to_owner_of(state_dir, &file).map_err(io_error(&path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Lock(lock)),
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(StoreError::Locked(state_dir.into())),

@@ -94,13 +94,18 @@ fn prepare(file: Option<&Path>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses a name from a file that the server may have written.
+/// Refuses names and places from a file that the server may have written.
+///
+/// In the folder of drop-ins, which is sticky, the server replaces only files and links of its own.
 fn of_root(config: &Config) -> anyhow::Result<()> {
     use std::os::unix::fs::MetadataExt;
-    if let Origin::File(path, _) = config.origin("name")
-        && std::fs::metadata(&path).with_context(|| path.display().to_string())?.uid() != 0
-    {
-        bail!("{}: sets `name` and is not root's file; set it in {}", path.display(), config.file.display());
+    for key in ["name", "signer", "state_dir"] {
+        if let Origin::File(path, _) = config.origin(key)
+            && std::fs::symlink_metadata(&path).with_context(|| path.display().to_string())?.uid() != 0
+        {
+            let (path, file) = (path.display(), config.file.display());
+            bail!("{path}: sets `{key}` and is not root's file; set it in {file}");
+        }
     }
     Ok(())
 }

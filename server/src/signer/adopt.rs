@@ -15,6 +15,7 @@ use super::authorities::Authorities;
 use super::ca::AuthorityError;
 use super::link::{Link, read_tokens};
 use super::operation::{Operation, Refused, Why};
+use crate::as_owner::as_owner_of;
 use crate::clock::{Clock, SystemClock, SystemRandom};
 
 /// Join tokens in one message.
@@ -32,15 +33,23 @@ pub fn adopt(link: &Link, state_dir: &Path) -> Result<bool, Refused> {
     let path = inside(&state).join("ca");
     let Some(ca) = folder(&path).map_err(|e| failed(&state_dir.join("ca"), e))? else { return Ok(false) };
     let unix = SystemClock.unix();
-    let present = match Authorities::read(&inside(&ca), unix, &SystemRandom) {
-        Ok(present) => present,
-        Err(AuthorityError::Missing(_)) => return Ok(false),
-        Err(e) => return Err(e.into()),
+    // Nor does a link inside the folders lead to what the server cannot read.
+    let owner = || as_owner_of(&inside(&state)).map_err(|e| failed(state_dir, e));
+    let present = {
+        let _owner = owner()?;
+        match Authorities::read(&inside(&ca), unix, &SystemRandom) {
+            Ok(present) => present,
+            Err(AuthorityError::Missing(_)) => return Ok(false),
+            Err(e) => return Err(e.into()),
+        }
     };
     let old = present.old().fingerprint();
     match link.present() {
         Err(refused) if refused.why == Why::Missing => {
-            let mut tokens = read_tokens(&inside(&state).join("tokens.json"))?;
+            let mut tokens = {
+                let _owner = owner()?;
+                read_tokens(&inside(&state).join("tokens.json"))?
+            };
             tokens.complete(&HEXLOWER.encode(&old));
             for part in tokens.parts(TOKENS_AT_ONCE) {
                 link.ask(Operation::AdoptTokens(part))?;

@@ -10,6 +10,7 @@ use gpusession_proto::control::ServerReport;
 use gpusession_proto::join::{FleetKey, JoinToken, ServerToken};
 use gpusession_proto::message;
 use gpusession_proto::statement::{Signed, Statement};
+use nix::sys::socket::{getsockopt, sockopt};
 
 use super::authorities::Present;
 use super::ca::{AuthorityError, Issued};
@@ -337,10 +338,26 @@ fn ask_member(own: &Link, member: &Member, operation: Operation) -> Outcome {
     }
 }
 
+/// Refuses a socket of another user to root, whose operations may carry keys.
+///
+/// systemd listens for the signer, as root.
+fn of_signer(socket: &UnixStream) -> io::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        return Ok(());
+    }
+    let listener = getsockopt(socket, sockopt::PeerCredentials)?.uid();
+    let signer = || nix::unistd::User::from_name(USER).ok().flatten().map(|user| user.uid.as_raw());
+    match listener == 0 || Some(listener) == signer() {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("uid {listener} listens there, which is not the signer's"))),
+    }
+}
+
 fn ask(path: &Path, operation: &Operation) -> io::Result<Outcome> {
     let bytes = message::encode(operation);
     message::body_len([bytes[0], bytes[1], bytes[2], bytes[3]]).map_err(io::Error::other)?;
     let mut socket = UnixStream::connect(path)?;
+    of_signer(&socket)?;
     socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     socket.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     // A signer that refuses the caller may answer before it reads.
