@@ -248,10 +248,13 @@ impl Server {
         };
         let user = self.gate.account(peer.uid);
         let Some(place) = self.places.take(user, &self.limits, self.gate.fair_share()) else {
-            warn!(
-                gpusession_user = peer.uid,
-                "grant socket: uid {}: refused: too many connections", peer.uid
-            );
+            // A loop of connections leaves the journal's room to other lines.
+            if let Some(more) = self.quiet.may() {
+                warn!(
+                    gpusession_user = peer.uid,
+                    "grant socket: uid {}: refused: too many connections{more}", peer.uid
+                );
+            }
             let reply = Reply::Denied {
                 denial: Denial::NotReady,
                 reason: "too many connections of this user to the daemon".into(),

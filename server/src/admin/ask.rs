@@ -275,13 +275,20 @@ impl Ask {
             | Self::On { .. }
             | Self::Drop { .. }
             | Self::Drain { .. }
-            | Self::ConfigSet { .. }
             | Self::Reload
             | Self::TokenCreate { .. }
             | Self::TokenRevoke { .. }
             | Self::FleetCreate { .. }
             | Self::StatementsImport { .. }
             | Self::AdministratorRevoke { .. } => Kind::Change,
+            Self::ConfigSet { key, .. }
+                if crate::config::key_parts(key).is_ok_and(|parts| is_of_audit(&parts)) =>
+            {
+                Kind::ChangeHere(
+                    "the audit trail's bounds are set on a server's own host, since the trail has what was done over the network",
+                )
+            }
+            Self::ConfigSet { .. } => Kind::Change,
             Self::Stop { .. } => {
                 Kind::ChangeHere("a server is stopped on its own host: the command waits for its process")
             }
@@ -448,6 +455,11 @@ impl Ask {
     }
 }
 
+/// Returns `true` for a key of the audit trail, whose change may remove lines or leave some out.
+fn is_of_audit(parts: &[String]) -> bool {
+    parts.first().is_some_and(|first| first.starts_with("audit_"))
+}
+
 /// Fields of requests that the audit trail records: keys, certificate requests and values are none.
 ///
 /// A field `client` or `lease` also names the client or lease of the event.
@@ -549,6 +561,17 @@ mod tests {
             assert!(recorded != left_out, "{verb}: {field} belongs to RECORDED, or else to LEFT_OUT");
         }
         assert!(found > 30, "{found}");
+    }
+
+    #[test]
+    fn the_trails_bounds_are_set_on_the_servers_own_host() {
+        let set = |key: &str| Ask::ConfigSet { key: key.into(), value: None };
+        for key in ["audit_max", "audit_keep", "audit_required", "\"audit_max\"", " audit_users"] {
+            assert!(set(key).local().is_some(), "{key}");
+        }
+        for key in ["warm_workers", "limits.gpus", "audit_max\nlimits.gpus"] {
+            assert!(set(key).local().is_none(), "{key}");
+        }
     }
 
     #[test]

@@ -31,7 +31,7 @@ use raw::{Raw, expand};
 use read::read_text;
 use reader::instance;
 pub use reader::{Report, Surroundings};
-pub use runtime::{edit_runtime, runtime_file};
+pub use runtime::{edit_runtime, key_parts, runtime_file};
 pub use values::{Advertised, GpuChoice, Gpus, Mps};
 
 /// Remedy for a file that the caller may not read.

@@ -7,21 +7,32 @@ pub fn runtime_file(file: &Path) -> PathBuf {
     file.with_extension("d").join("90-runtime.toml")
 }
 
+/// Returns the parts of a dotted key, as TOML splits it.
+///
+/// The key is one of a request, which must not bring lines of its own.
+pub fn key_parts(key: &str) -> Result<Vec<String>, String> {
+    let no_key = || format!("{key:?} is not a key");
+    if key.chars().any(char::is_control) {
+        return Err(no_key());
+    }
+    let probe: toml::Table = toml::from_str(&format!("{key} = 0")).map_err(|_| no_key())?;
+    let (mut parts, mut at) = (Vec::new(), &probe);
+    loop {
+        let mut entries = at.iter();
+        let (Some((name, inner)), None) = (entries.next(), entries.next()) else { return Err(no_key()) };
+        parts.push(name.clone());
+        match inner {
+            toml::Value::Table(inner) => at = inner,
+            toml::Value::Integer(0) => return Ok(parts),
+            _ => return Err(no_key()),
+        }
+    }
+}
+
 /// Returns the text of that file with `key` set to `value`, or without `key` if `value` is `None`.
 pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String, String> {
     let mut document: toml::Table = toml::from_str(text).map_err(|e| e.message().to_string())?;
-    // TOML itself splits the dotted key, including quoted parts.
-    let probe: toml::Table =
-        toml::from_str(&format!("{key} = 0")).map_err(|_| format!("{key:?} is not a key"))?;
-    let mut path = Vec::new();
-    let mut at = &probe;
-    while let Some((name, inner)) = at.iter().next() {
-        path.push(name.clone());
-        match inner {
-            toml::Value::Table(inner) => at = inner,
-            _ => break,
-        }
-    }
+    let path = key_parts(key)?;
     let Some((last, folders)) = path.split_last() else { return Err(format!("{key:?} is not a key")) };
     let mut table = &mut document;
     for folder in folders {

@@ -441,6 +441,14 @@ fn values_are_set_and_taken_back() {
     let text = edit_runtime(&text, "warm_workers", None).unwrap();
     assert_eq!(parse(&text).unwrap().warm_workers, 2);
     assert!(edit_runtime(&text, "a b", Some("1")).is_err());
+    // A key that is one of several lines, or brings a value of its own, changes no other key.
+    for key in
+        ["limits.gpus = 0\nisolation", "isolation = 1\nlimits.gpus", "isolation = 1 #", "[limits]\ngpus", ""]
+    {
+        assert!(edit_runtime(&text, key, Some("\"off\"")).is_err(), "{key:?}");
+        assert!(key_parts(key).is_err(), "{key:?}");
+    }
+    assert_eq!(key_parts("limits.client.\"vm.1\".gpus").unwrap(), ["limits", "client", "vm.1", "gpus"]);
     assert!(edit_runtime(&text, "limits.memory.x", Some("1")).unwrap_err().contains("not a table"));
 }
 

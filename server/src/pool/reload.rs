@@ -76,7 +76,8 @@ impl Pool {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
             Err(e) => return Err(Refusal::new("failed", format!("{}: {e}", path.display()))),
         };
-        if !is_live(key) || key == "reserve" {
+        let parts = config::key_parts(key).map_err(|m| Refusal::new("usage", m))?;
+        if !is_live(&parts.join(".")) || parts[0] == "reserve" {
             return Err(Refusal {
                 code: "needs-restart".into(),
                 message: format!("{key} cannot be changed while the server runs"),
