@@ -14,7 +14,7 @@ use nix::unistd::{Gid, Uid, geteuid, setfsgid, setfsuid};
 /// The calling thread reaches files as the owner of a folder, until this is dropped.
 #[must_use = "the rights last as long as this"]
 pub struct AsOwner {
-    /// Those of the thread before; `None`: unchanged.
+    /// The rights of before; `None`: unchanged.
     before: Option<(Uid, Gid)>,
     /// The kernel keeps them for each thread.
     _of_thread: PhantomData<*const ()>,
