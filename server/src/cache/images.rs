@@ -58,6 +58,8 @@ struct Known {
     /// Kept in memory: a worker can change the times of a file that it has open.
     used: SystemTime,
     whole: bool,
+    /// Whether its content was found to have the hash: once, whatever offers it again.
+    checked: bool,
 }
 
 impl State {
@@ -121,8 +123,9 @@ impl Images {
                     continue;
                 };
                 let key = (client.clone(), hash);
-                let used = before.get(&key).map_or(used.min(now), |known| known.used);
-                state.known.insert(key, Known { bytes, used, whole: true });
+                let (used, checked) =
+                    before.get(&key).map_or((used.min(now), false), |known| (known.used, known.checked));
+                state.known.insert(key, Known { bytes, used, whole: true, checked });
             }
         }
         before.retain(|_, known| !known.whole);
@@ -162,7 +165,7 @@ impl Images {
         let mut state = self.state();
         match found {
             Ok(found) => {
-                let known = Known { bytes: space(found.1), used: now, whole: true };
+                let known = Known { bytes: space(found.1), used: now, whole: true, checked: false };
                 state.known.entry(key).or_insert(known).used = now;
                 Some(found)
             }
@@ -172,7 +175,9 @@ impl Images {
                     remove(&path);
                 }
                 if no_image || e.kind() == io::ErrorKind::NotFound {
-                    state.known.retain(|of, known| *of != key || !known.whole);
+                    if state.known.get(&key).is_some_and(|known| known.whole) {
+                        state.known.remove(&key);
+                    }
                 }
                 None
             }
@@ -195,7 +200,9 @@ impl Images {
         let key = (name_of(client), *hash);
         let path = self.file(&key);
         if let Some((file, _)) = self.open(client, hash, now) {
-            if hash_of(file).is_ok_and(|found| found == *hash) {
+            let is_checked = || self.state().known.get(&key).is_some_and(|known| known.checked);
+            if is_checked() || hash_of(file).is_ok_and(|found| found == *hash) {
+                self.state().known.entry(key).and_modify(|known| known.checked = true);
                 return None;
             }
             self.state().known.remove(&key);
@@ -206,7 +213,9 @@ impl Images {
             if state.known.contains_key(&key) || !self.make_room(&mut state, &key.0, space(bytes)) {
                 return None;
             }
-            state.known.insert(key.clone(), Known { bytes: space(bytes), used: now, whole: false });
+            state
+                .known
+                .insert(key.clone(), Known { bytes: space(bytes), used: now, whole: false, checked: false });
         }
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -436,6 +445,24 @@ mod tests {
         assert!(bytes == 100_000 && read == image);
         assert!(file.write_all(b"x").is_err(), "to read only");
         assert!(offer(&images, "vm", &hash, 100_000, image).is_none(), "it is there");
+    }
+
+    #[test]
+    fn an_image_that_is_offered_again_is_read_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = images(folder.path(), 100 * MIB);
+        let (hash, content) = image(1, 1000);
+        let begins = || images.begin("vm", &hash, 1000, wall()).is_some();
+        let path = images.file(&(name_of("vm"), hash));
+        offer(&images, "vm", &hash, 1000, content.clone()).unwrap().unwrap();
+        fs::write(&path, vec![0; 1000]).unwrap();
+        assert!(begins(), "its content is another: a new one comes");
+        offer(&images, "vm", &hash, 1000, content).unwrap().unwrap();
+        assert!(!begins());
+        fs::write(&path, vec![0; 1000]).unwrap();
+        assert!(!begins(), "the server does not look again");
+        images.scan(wall());
+        assert!(!begins());
     }
 
     #[test]
