@@ -174,10 +174,10 @@ impl Images {
                 if no_image {
                     remove(&path);
                 }
-                if no_image || e.kind() == io::ErrorKind::NotFound {
-                    if state.known.get(&key).is_some_and(|known| known.whole) {
-                        state.known.remove(&key);
-                    }
+                if (no_image || e.kind() == io::ErrorKind::NotFound)
+                    && state.known.get(&key).is_some_and(|known| known.whole)
+                {
+                    state.known.remove(&key);
                 }
                 None
             }
