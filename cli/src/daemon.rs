@@ -169,8 +169,8 @@ impl Daemon {
         let lease = self.lease(id).await?;
         let asked = if park { lease.park().await } else { lease.unpark().await };
         asked.map_err(|error| match of_bus(error) {
-            // A lease in another state, or programs that the driver does not park: no request that
-            // could be smaller.
+            // The lease is in another state, or the driver does not park its programs: a smaller
+            // request is no remedy.
             failure if failure.no_room && failure.code == code::FAILED => {
                 Failure::new(failure.code, failure.message)
                     .hint("`gpusession status` shows the lease's state")

@@ -117,7 +117,10 @@ fn give_to_daemon(folder: &Path) {
         nix::unistd::fchown(&open, Some(user.uid), Some(user.gid))
     });
     if let Err(error) = given {
-        eprintln!("gpusession: {}: not given to the daemon's user: {error}", folder.display());
+        eprintln!(
+            "gpusession: {}: not given to the daemon's user: {error}; move it away and join again",
+            folder.display()
+        );
     }
 }
 

@@ -16,7 +16,7 @@ use nix::unistd::{Gid, Uid, geteuid, setfsgid, setfsuid};
 pub struct AsOwner {
     /// The rights of before; `None`: unchanged.
     before: Option<(Uid, Gid)>,
-    /// The kernel keeps them for each thread.
+    /// Keeps it in its thread, whose rights these are.
     _of_thread: PhantomData<*const ()>,
 }
 

@@ -9,7 +9,7 @@ pub fn runtime_file(file: &Path) -> PathBuf {
 
 /// Returns the parts of a dotted key, as TOML splits it.
 ///
-/// The key is one of a request, which must not bring lines of its own.
+/// A request names the key. Lines or a value inside of it would change other keys, and are errors.
 pub fn key_parts(key: &str) -> Result<Vec<String>, String> {
     let no_key = || format!("{key:?} is not a key");
     if key.chars().any(char::is_control) {

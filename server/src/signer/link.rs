@@ -349,7 +349,9 @@ fn of_signer(socket: &UnixStream) -> io::Result<()> {
     let signer = || nix::unistd::User::from_name(USER).ok().flatten().map(|user| user.uid.as_raw());
     match listener == 0 || Some(listener) == signer() {
         true => Ok(()),
-        false => Err(io::Error::other(format!("uid {listener} listens there, which is not the signer's"))),
+        false => Err(io::Error::other(format!(
+            "uid {listener} listens there instead of the signer; check the key `signer`"
+        ))),
     }
 }
 
